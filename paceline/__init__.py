@@ -1,0 +1,1 @@
+"""Paceline: one PyTorch script, any data-parallel architecture, and the clock that tells which gets there first."""

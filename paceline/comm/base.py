@@ -1,0 +1,246 @@
+"""The two ways to move tensors: among peers (`Collective`) and to and from servers (`Store`)."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import TensorMismatch
+from paceline.layout import Layout
+
+ReduceOp = Literal["sum", "mean", "min", "max", "product"]
+REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "min", "max", "product")
+
+
+@dataclass
+class Timing:
+    """Running totals of one worker's exchange; a step's share is the difference of two readings."""
+
+    communication_s: float = 0.0
+    """Time in which this worker moved or reduced data, or had others do so for it."""
+    waiting_s: float = 0.0
+    """Time in which this worker was ready and a peer was not."""
+    moved_bytes: int = 0
+    """Bytes this worker sent or read from peers and servers."""
+
+
+class Work(ABC):
+    """A collective operation under way."""
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Advance as far as possible without blocking; true once the result is in place."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the result is in place.
+
+        Raises:
+            PeerLost, DeadlineExceeded, Aborted: the result will not come; the message names the rank.
+        """
+
+
+@final
+class Finished(Work):
+    """The work of an operation that was complete when it returned."""
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class Collective(ABC):
+    """Operations in which every rank of a world takes part, in the same order on every rank.
+
+    Tensors may have any dtype, shape and strides. Every blocking call ends within the deadline that the
+    implementation was built with, or raises `PeerLost`, `DeadlineExceeded` or `Aborted`.
+    """
+
+    rank: int
+    size: int
+    timing: Timing
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> Tensor:
+        """A zeroed uint8 tensor of `num_bytes` in the memory that this collective moves fastest.
+
+        Collective call: every rank asks for the same size, in the same order. Views of the result are
+        reduced where they lie.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        """Start to reduce `tensor` over all ranks, in place; bitwise the same result on every rank.
+
+        `mean` of an integer tensor truncates towards zero. float16 and bfloat16 are accumulated in float32.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
+        """Overwrite `tensor` with the root's, in place; shape and dtype must agree."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order; shapes may differ between ranks, dtypes may not."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
+        """Reduce the i-th tensors of all ranks for rank i and return this rank's; `size` tensors each."""
+
+    @abstractmethod
+    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Send the i-th tensor to rank i; return what every rank sent here, in rank order."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """End every present and future wait of this process with `Aborted(reason)`; callable from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back memory, sockets and threads; a second call does nothing."""
+
+    @final
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Plain Python data and tensors only: nothing is unpickled freely.
+
+        Raises:
+            TypeError: the value is not plain data (None, bool, int, float, str, bytes, list, tuple, set, dict, tensor).
+        """
+        return [decode_object(raw) for raw in self.all_gather(encode_object(value))]
+
+    @final
+    def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
+        """The root's value, on every rank; what the others pass is ignored."""
+        mine = encode_object(value if self.rank == root else None)
+        return decode_object(self.all_gather(mine)[root])
+
+    @final
+    def require_equal(self, what: str, value: Any) -> None:
+        """Raise on every rank unless all ranks pass an equal value.
+
+        Raises:
+            TensorMismatch: naming the first rank that differs from rank 0, and both values.
+        """
+        values = self.all_gather_object(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise TensorMismatch(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
+
+
+def encode_object(value: Any) -> Tensor:
+    """Plain data as a uint8 tensor, in torch's weights-only format.
+
+    Raises:
+        TypeError: the value would need free unpickling at the other end.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try:
+        decode_object(raw)
+    except pickle.UnpicklingError as error:
+        raise TypeError(f"only plain data and tensors can be exchanged, not {type(value).__name__}: {error}") from None
+    return raw
+
+
+def decode_object(raw: Tensor) -> Any:
+    """The inverse of `encode_object`; refuses everything but plain data and tensors."""
+    return torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What a server needs to build the worker's optimizer."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    groups: tuple[Mapping[str, Any], ...]
+    """Hyperparameters of each parameter group, without its parameters."""
+    element_wise: bool
+    """Whether an update of one element depends on that element alone, so that tensors may be cut."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the servers say to one push and pull."""
+
+    iteration: int
+    """Global updates that the first server has applied."""
+    clock: int
+    """The worker's clock from here on; under backup workers it may jump ahead."""
+    staleness: tuple[int, ...]
+    """Per server: updates applied between this worker's last pull and this gradient; -1 where it was not applied."""
+    stop: bool
+    """Some worker asked all to stop after this iteration."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """One worker's contribution to one clock."""
+
+    clock: int
+    void: bool = False
+    """No gradient this time (it was not finite, or the scaler skipped it)."""
+    stop: bool = False
+    """Ask every worker to stop after this iteration."""
+    groups: tuple[Mapping[str, Any], ...] | None = None
+    """Hyperparameters of the groups, when they changed since the last push."""
+
+
+class Store(ABC):
+    """A group of servers that own the model's parameters, seen from one worker."""
+
+    timing: Timing
+
+    @abstractmethod
+    def attach(self, layout: Layout, spec: OptimizerSpec, parameters: Tensor, gradients: Tensor) -> None:
+        """Hand the servers the layout, the optimizer and (from rank 0) the initial parameters.
+
+        Collective call. `parameters` and `gradients` are uint8 buffers of `layout.num_bytes` made by `allocate`;
+        later calls read gradients from and write parameters to them.
+        """
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> Tensor:
+        """A zeroed uint8 tensor in memory that servers on this host reach without a copy."""
+
+    @abstractmethod
+    def exchange(self, push: Push) -> Reply:
+        """Push the gradients, wait for admission, and have the current parameters written in place."""
+
+    @abstractmethod
+    def pull(self) -> int:
+        """Write the current parameters in place at once, without admission; returns the iteration."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Tell the servers that this worker pushes no more, so that nobody waits for it."""
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The servers' optimizer state as full tensors, keyed `<parameter index>.<state name>`."""
+
+    @abstractmethod
+    def load_optimizer_state(self, state: Mapping[str, Tensor], *, iteration: int) -> None:
+        """Set what `optimizer_state` returned, and the iteration counter."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """End every present and future wait of this process with `Aborted(reason)`; callable from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back memory and sockets; a second call does nothing."""
+

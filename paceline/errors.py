@@ -34,6 +34,10 @@ class NonFiniteGradient(PacelineError, ArithmeticError):
     """A gradient holds NaN or infinity; the message names rank, step and parameter."""
 
 
+class BudgetReached(PacelineError):
+    """A script goes on stepping after its run has ended; the launcher takes this as the script's end."""
+
+
 class RunFailed(PacelineError, RuntimeError):
     """A run ended before its budget; the message says who failed, at which step, and why."""
 

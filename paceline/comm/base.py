@@ -97,6 +97,14 @@ class Collective(ABC):
         """Reduce the i-th tensors of all ranks for rank i and return this rank's; `size` tensors each."""
 
     @abstractmethod
+    def send(self, tensor: Tensor, *, destination: int) -> Work:
+        """Start to send `tensor` to one rank, which must `recv` one of the same shape and dtype."""
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, *, source: int) -> None:
+        """Overwrite `tensor` with what the source sent."""
+
+    @abstractmethod
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send the i-th tensor to rank i; return what every rank sent here, in rank order."""
 
@@ -166,6 +174,8 @@ class OptimizerSpec:
     """What a server needs to build the worker's optimizer."""
 
     optimizer_class: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    """What the optimizer was constructed with."""
     groups: tuple[Mapping[str, Any], ...]
     """Hyperparameters of each parameter group, without its parameters."""
     element_wise: bool
@@ -178,19 +188,20 @@ class Reply:
 
     iteration: int
     """Global updates that the first server has applied."""
-    clock: int
-    """The worker's clock from here on; under backup workers it may jump ahead."""
     staleness: tuple[int, ...]
     """Per server: updates applied between this worker's last pull and this gradient; -1 where it was not applied."""
     stop: bool
     """Some worker asked all to stop after this iteration."""
+    admitted: bool
+    """False: answered for a pause only; call `wait_for_admission` before the next gradient."""
 
 
 @dataclass(frozen=True)
 class Push:
-    """One worker's contribution to one clock."""
+    """One worker's contribution to its current clock."""
 
-    clock: int
+    pause_at: int
+    """Answer, admitted or not, once the servers' iteration is this far: all workers then meet."""
     void: bool = False
     """No gradient this time (it was not finite, or the scaler skipped it)."""
     stop: bool = False
@@ -221,6 +232,10 @@ class Store(ABC):
         """Push the gradients, wait for admission, and have the current parameters written in place."""
 
     @abstractmethod
+    def wait_for_admission(self, *, pause_at: int) -> Reply:
+        """Without a gradient, wait to be admitted and have the current parameters written in place."""
+
+    @abstractmethod
     def pull(self) -> int:
         """Write the current parameters in place at once, without admission; returns the iteration."""
 
@@ -233,8 +248,11 @@ class Store(ABC):
         """The servers' optimizer state as full tensors, keyed `<parameter index>.<state name>`."""
 
     @abstractmethod
-    def load_optimizer_state(self, state: Mapping[str, Tensor], *, iteration: int) -> None:
-        """Set what `optimizer_state` returned, and the iteration counter."""
+    def load_state(self, state: Mapping[str, Tensor], *, iteration: int) -> None:
+        """Have the servers continue at `iteration` with this optimizer state and rank 0's parameters.
+
+        Collective call, before the first exchange.
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:

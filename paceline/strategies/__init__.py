@@ -1,0 +1,117 @@
+"""Strategies by the names of the command line."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from paceline.errors import UsageError, unknown
+from paceline.strategies.all_reduce import AllReduce
+from paceline.strategies.base import Strategy, option_docs
+from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.single import Single
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name of the command line: a strategy with some options fixed."""
+
+    name: str
+    strategy: type[Strategy]
+    fixed: Mapping[str, Any]
+    options: tuple[str, ...]
+    summary: str
+    alias_of: str | None = None
+
+    @property
+    def docs(self) -> dict[str, tuple[Any, str]]:
+        """The options a user may set, with default and documentation."""
+        docs = option_docs(self.strategy)
+        return {name: docs[name] for name in self.options}
+
+
+_PS: tuple[str, ...] = ("servers", "nonfinite")
+_ENTRIES = (
+    Entry("single", Single, {}, ("nonfinite",), Single.summary),
+    Entry("all-reduce", AllReduce, {}, ("algorithm", "bucket_mb", "nonfinite"), AllReduce.summary),
+    Entry(
+        "ring",
+        AllReduce,
+        {"algorithm": "ring"},
+        ("bucket_mb", "nonfinite"),
+        "all-reduce with algorithm=ring",
+        alias_of="all-reduce",
+    ),
+    Entry(
+        "ps-bsp",
+        ParameterServer,
+        {"consistency": "bsp"},
+        (*_PS, "backup_workers", "combine"),
+        "parameter server, bulk synchronous: one update a clock, with the mean of all gradients",
+    ),
+    Entry(
+        "ps-ssp",
+        ParameterServer,
+        {"consistency": "ssp"},
+        (*_PS, "staleness"),
+        "parameter server, stale synchronous: nobody runs more than `staleness` clocks ahead",
+    ),
+    Entry(
+        "ps-asp",
+        ParameterServer,
+        {"consistency": "asp"},
+        _PS,
+        "parameter server, asynchronous: every gradient is applied on arrival, nobody waits",
+    ),
+    Entry("ps-async", ParameterServer, {"consistency": "asp"}, _PS, "the same as ps-asp", alias_of="ps-asp"),
+)
+STRATEGIES: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+
+
+def build(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
+    """The strategy of that name; option values may be text, as on the command line.
+
+    Raises:
+        UsageError: the name, an option or a value is unknown; the near miss is suggested.
+    """
+    if name not in STRATEGIES:
+        raise unknown("strategy", name, STRATEGIES)
+    entry = STRATEGIES[name]
+    for key in options or {}:
+        if key not in entry.options:
+            raise unknown(f"option for {name}", key, entry.options)
+    hints = get_type_hints(entry.strategy)
+    given = {key: _read(key, value, hints[key]) for key, value in (options or {}).items()}
+    return entry.strategy(**entry.fixed, **given)
+
+
+def name_of(strategy: Strategy) -> str:
+    """The command line's name for a strategy."""
+    for entry in _ENTRIES:
+        same_class = type(strategy) is entry.strategy
+        if same_class and all(getattr(strategy, key) == value for key, value in entry.fixed.items()):
+            if entry.alias_of is None and not (entry.name == "all-reduce" and _is_ring(strategy)):
+                return entry.name
+            if entry.name == "ring":
+                return entry.name
+    raise unknown("strategy", type(strategy).__name__, STRATEGIES)
+
+
+def _is_ring(strategy: Strategy) -> bool:
+    return isinstance(strategy, AllReduce) and strategy.algorithm == "ring"
+
+
+def _read(name: str, value: Any, hint: Any) -> Any:
+    """Text as the option's type; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is Literal or hint is str:
+        return value
+    try:
+        return hint(value)
+    except ValueError:
+        raise UsageError(f"option {name}={value!r} is not {'a whole number' if hint is int else 'a number'}") from None

@@ -1,0 +1,1 @@
+"""The Ray engine: workers and servers as real processes, on one machine or a cluster."""

@@ -1,0 +1,146 @@
+"""Flat gradient buckets: every `param.grad` is a view of its bucket, and a full bucket is announced during backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.layout import Layout
+
+NONFINITE, STOP = 0, 1  # positions in a bucket's tail; one element a tensor follows, above zero where it has a gradient
+_FLAGS = 2
+
+
+@final
+class GradientBuckets:
+    """Keeps gradients in one buffer and tells when they are final.
+
+    Args:
+        parameters: in the order of the layout.
+        layout: their places.
+        buffer: uint8 tensor of `layout.num_bytes`, on the parameters' device.
+        on_bucket: called with a bucket's index once its gradients are final on this worker, in the layout's order.
+        on_backward_end: called when a backward pass ends, after every bucket has been announced.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        layout: Layout,
+        buffer: Tensor,
+        *,
+        on_bucket: Callable[[int], None] | None = None,
+        on_backward_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.parameters = list(parameters)
+        self.views = layout.views(buffer)
+        self.flats = [segment.view(buffer) for segment in layout.segments]
+        self.is_synchronizing = True
+        self._on_bucket = on_bucket
+        self._on_backward_end = on_backward_end
+        self._tails = [flat[flat.numel() - s.tail :] for flat, s in zip(self.flats, layout.segments, strict=True)]
+        self.bodies = [flat[: flat.numel() - s.tail] for flat, s in zip(self.flats, layout.segments, strict=True)]
+        self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
+        self._missing = [len(segment.slots) for segment in layout.segments]
+        self._next_bucket = 0
+        self._in_backward = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def adopt(self, index: int) -> bool:
+        """Make the parameter's gradient a view of its bucket; false, and zeros, where it has none."""
+        parameter, view = self.parameters[index], self.views[index]
+        gradient = parameter.grad
+        if gradient is view:
+            return True
+        if gradient is None:
+            view.zero_()
+            return False
+        if gradient.layout is not torch.strided:
+            name = self._name(index)
+            raise UsageError(f"parameter {name!r} has a sparse gradient; give its layer sparse=False")
+        view.copy_(gradient)
+        parameter.grad = view
+        return True
+
+    def fill_tail(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
+        """Adopt the bucket's gradients and write its flags."""
+        used = [float(self.adopt(slot.index)) for slot in self.layout.segments[bucket].slots]
+        self._tails[bucket].copy_(torch.tensor([float(nonfinite), float(stop), *used]))
+
+    def read_tail(self, bucket: int) -> tuple[bool, bool]:
+        """Whether any rank's gradients were not finite, and whether any rank asks to stop.
+
+        Also gives every parameter that some rank has a gradient for its view, and the others none.
+        """
+        flags = self._tails[bucket].tolist()
+        for slot, used in zip(self.layout.segments[bucket].slots, flags[_FLAGS:], strict=True):
+            parameter, view = self.parameters[slot.index], self.views[slot.index]
+            if (parameter.grad is not None) != (used > 0):
+                parameter.grad = view if used > 0 else None
+        return flags[NONFINITE] > 0, flags[STOP] > 0
+
+    def find_nonfinite(self, bucket: int) -> str | None:
+        """The name of a parameter in the bucket whose gradient holds NaN or infinity."""
+        # One pass over the bucket: a sum is finite only if every term is (or overflows, which the second look settles).
+        body = self.bodies[bucket]
+        wide = torch.float32 if body.dtype in (torch.float16, torch.bfloat16) else None
+        if math.isfinite(abs(body.sum(dtype=wide).item())):
+            return None
+        for slot in self.layout.segments[bucket].slots:
+            if not bool(self.views[slot.index].isfinite().all()):
+                return slot.spec.name
+        return None
+
+    def flush(self) -> None:
+        """Announce the buckets that this backward pass has not filled, and be ready for the next."""
+        while self._next_bucket < len(self._missing):
+            self._announce()
+        self._next_bucket = 0
+        self._missing = [len(segment.slots) for segment in self.layout.segments]
+        self._in_backward = False
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        bucket = self._bucket_of[index]
+
+        def on_gradient(_: Tensor) -> None:
+            self.adopt(index)
+            if not self.is_synchronizing or self._on_backward_end is None:
+                return
+            if not self._in_backward:
+                self._in_backward = True
+                # The engine runs queued callbacks when the whole backward pass is done, before it returns.
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            self._missing[bucket] -= 1
+            if self._missing[bucket] < 0:
+                name = self._name(index)
+                raise UsageError(f"the gradient of {name!r} was computed twice in one backward pass")
+            while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
+                self._announce()
+
+        return on_gradient
+
+    def _announce(self) -> None:
+        if self._on_bucket is not None:
+            self._on_bucket(self._next_bucket)
+        self._next_bucket += 1
+
+    def _end(self) -> None:
+        self.flush()
+        if self._on_backward_end is not None:
+            self._on_backward_end()
+
+    def _name(self, index: int) -> str:
+        return self.layout.specs[index].name

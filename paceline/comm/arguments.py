@@ -1,0 +1,56 @@
+"""Checks of what is handed to a collective, and the one memory layout that all of them move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+
+def require_root(root: int, *, size: int) -> None:
+    """Raise `UsageError` unless `root` is a rank."""
+    if not 0 <= root < size:
+        raise UsageError(f"root {root} is not a rank of a world of {size}")
+
+
+def require_other(other: int, *, rank: int, size: int) -> None:
+    """Raise `UsageError` unless `other` is a rank that `rank` can send to and receive from."""
+    if not 0 <= other < size or other == rank:
+        raise UsageError(f"rank {other} is not another rank of a world of {size}; this one is {rank}")
+
+
+def require_one_each(tensors: Sequence[Tensor], *, size: int) -> None:
+    """Raise `UsageError` unless there is one tensor a rank, `TypeError` unless they have one dtype."""
+    if len(tensors) != size:
+        raise UsageError(f"one tensor for each of {size} ranks is needed, not {len(tensors)}")
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    if len(dtypes) > 1:
+        raise TypeError(f"the tensors of one operation must have one dtype, not {', '.join(sorted(dtypes))}")
+
+
+def flatten(tensor: Tensor, *, device_type: str) -> tuple[Tensor, Callable[[], None] | None]:
+    """The tensor as contiguous 1-D memory and, where that is a copy, what copies it back.
+
+    Raises:
+        TypeError: the tensor is not dense, or not on such a device.
+    """
+    if tensor.device.type != device_type or tensor.layout != torch.strided:
+        raise TypeError(f"only dense tensors on {device_type} can be moved, not a {tensor.layout} one on {tensor.device}")
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
+    copy = tensor.contiguous()
+
+    def copy_back() -> None:
+        tensor.copy_(copy)
+
+    return copy.view(-1), copy_back
+
+
+def pieces(flat: Tensor, length: int) -> list[Tensor]:
+    """Consecutive views of at most `length` elements; one empty view of an empty tensor."""
+    return [flat[start : start + length] for start in range(0, flat.numel(), length)] or [flat]

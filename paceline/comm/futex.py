@@ -1,0 +1,85 @@
+"""Blocking on a 32-bit word of shared memory until another process changes it: Linux futexes (futex(2)).
+
+Ordering. Data written before a word is published must be visible to whoever sees the word. x86 stores become visible
+in program order and loads are not reordered with loads (Intel SDM 3A, section 9.2), so there a plain store of the word
+publishes and a plain load acquires. Elsewhere `fence` makes a foreign call, around which the interpreter unlocks and
+relocks its lock: a release followed by an acquire, which neither earlier nor later accesses cross.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+
+_WAIT, _WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: waiter and waker are different processes
+_EVERYONE = 2**31 - 1
+_SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98}
+_EXPECTED_ERRORS = (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR)  # changed already; too late; a signal arrived
+_SLEEP_S = 200e-6
+
+_machine = platform.machine()
+_number = _SYSCALL_NUMBERS.get(_machine) if sys.platform == "linux" and sys.maxsize > 2**32 else None
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.POINTER(_Timespec),
+    ctypes.c_void_p,
+    ctypes.c_uint32,
+)
+
+
+def wait(address: int, expected: int, timeout_s: float) -> None:
+    """Sleep while the aligned 32-bit word at `address` holds `expected`, for at most `timeout_s` seconds.
+
+    May return early for no reason: the caller looks again. Where futexes are not known it sleeps a moment instead.
+
+    Raises:
+        OSError: the address is not readable or not a multiple of 4.
+    """
+    if _number is None:
+        time.sleep(min(timeout_s, _SLEEP_S))
+        return
+    seconds = int(timeout_s)
+    timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
+    if _syscall(_number, address, _WAIT, expected, ctypes.byref(timeout), None, 0) < 0:
+        code = ctypes.get_errno()
+        if code not in _EXPECTED_ERRORS:
+            raise OSError(code, f"futex wait: {os.strerror(code)}")
+
+
+def wake(address: int) -> None:
+    """Wake every process that waits for the word at `address`.
+
+    Always a system call. Skipping it when nobody waits needs a flag that is read after the word is stored, and a full
+    fence between the two; from Python such a fence is itself a foreign call and costs what the skipped call does.
+    """
+    if _number is not None:
+        _syscall(_number, address, _WAKE, _EVERYONE, None, None, 0)
+
+
+def _foreign_call() -> None:
+    _libc.getppid()
+
+
+def _nothing() -> None:
+    pass
+
+
+fence: Callable[[], None] = _nothing if _machine in ("x86_64", "AMD64") else _foreign_call
+"""To be called between data and the word that publishes it, on both sides."""

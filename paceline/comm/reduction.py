@@ -1,0 +1,99 @@
+"""Element-wise reduction of one tensor a rank, in rank order, so that every rank gets the same bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.base import REDUCE_OPS, ReduceOp
+from paceline.errors import unknown
+
+ACCUMULATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""What a dtype is accumulated in, where that is not the dtype itself."""
+
+_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
+@final
+class Reduction:
+    """Reduces tensors of one dtype with one operation.
+
+    float16 and bfloat16 are accumulated in float32; the mean of integers truncates towards zero. Of bool, sum and max
+    are "or", product and min are "and", and there is no mean.
+    """
+
+    def __init__(self, op: ReduceOp, dtype: torch.dtype) -> None:
+        self._combine = _COMBINE[op]
+        self._is_mean = op == "mean"
+        self._accumulation_dtype = ACCUMULATION_DTYPES.get(dtype)
+        self._scratch = (torch.empty(0), torch.empty(0))
+
+    def __call__(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Write the reduction of `parts` to `out`; all of one shape, 1-D. `out` may be the first part itself."""
+        if self._accumulation_dtype is not None and len(parts) > 1:
+            self._reduce_widened(parts, out)
+        else:
+            self._reduce(parts, out)
+
+    def _reduce(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        if len(parts) == 1:
+            out.copy_(parts[0])
+            return
+        self._combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            self._combine(out, part, out=out)
+        if self._is_mean:
+            divide(out, len(parts))
+
+    def _reduce_widened(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        num_elements = out.numel()
+        if self._scratch[0].numel() < num_elements:
+            self._scratch = (
+                torch.empty(num_elements, dtype=self._accumulation_dtype),
+                torch.empty(num_elements, dtype=self._accumulation_dtype),
+            )
+        total, addend = self._scratch[0][:num_elements], self._scratch[1][:num_elements]
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            self._combine(total, addend.copy_(part), out=total)
+        if self._is_mean:
+            divide(total, len(parts))
+        out.copy_(total)
+
+
+def divide(total: Tensor, divisor: int) -> None:
+    """`total` becomes total / divisor, truncated towards zero where it holds integers."""
+    if total.is_floating_point() or total.is_complex():
+        total.div_(divisor)
+    else:
+        total.div_(divisor, rounding_mode="trunc")
+
+
+@functools.cache
+def require_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
+    """Check that torch can reduce tensors of `dtype` with `op` on the CPU.
+
+    Raises:
+        UsageError: there is no such operation.
+        TypeError: the dtype has no such operation; the message names both.
+    """
+    if op not in REDUCE_OPS:
+        raise unknown("reduce operation", str(op), REDUCE_OPS)
+    sample = torch.zeros(1, dtype=dtype)
+    try:
+        if op == "mean" and dtype == torch.bool:
+            raise NotImplementedError
+        Reduction(op, dtype)([sample, sample], torch.zeros(1, dtype=dtype))
+    except (RuntimeError, NotImplementedError):
+        name = str(dtype).removeprefix("torch.")
+        raise TypeError(f"{op} of {name} tensors is not possible; convert them to a dtype that has it") from None

@@ -1,0 +1,114 @@
+"""What a rank says about its part in a collective operation, so that ranks that disagree find out."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.base import REDUCE_OPS, ReduceOp
+
+MAX_DIMENSIONS = 8
+_OPERATIONS = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+    "all_reduce of allocated memory",
+    "message",
+)
+# In an order that does not depend on the process.
+_DTYPES: tuple[torch.dtype, ...] = tuple(
+    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+)
+_FORMAT = struct.Struct("<BBBxIQQ")
+SIGNATURE_BYTES = _FORMAT.size
+
+
+@final
+@dataclass(frozen=True)
+class Signature:
+    """An operation as all ranks must agree on it."""
+
+    operation: str
+    dtype: torch.dtype = torch.uint8
+    num_elements: int = 0
+    op: ReduceOp | None = None
+    root: int = 0
+    offset_bytes: int = 0
+    """Where the tensor starts, counted through all allocated memory."""
+    raw: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        packed = _FORMAT.pack(
+            _OPERATIONS.index(self.operation),
+            _DTYPES.index(self.dtype),
+            1 + REDUCE_OPS.index(self.op) if self.op else 0,
+            self.root,
+            self.num_elements,
+            self.offset_bytes,
+        )
+        object.__setattr__(self, "raw", packed)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Signature:
+        """The inverse of `raw`."""
+        operation, dtype, op, root, num_elements, offset = _FORMAT.unpack(raw)
+        return cls(
+            _OPERATIONS[operation], _DTYPES[dtype], num_elements, REDUCE_OPS[op - 1] if op else None, root, offset
+        )
+
+    def __str__(self) -> str:
+        if self.operation == "barrier":
+            return self.operation
+        what = f"{self.operation}({self.op})" if self.op else self.operation
+        size = f"{self.num_elements} elements of " if self.num_elements else ""
+        root = f" from rank {self.root}" if self.operation == "broadcast" else ""
+        place = f" at byte {self.offset_bytes}" if self.offset_bytes else ""
+        return f"{what} of {size}{str(self.dtype).removeprefix('torch.')}{root}{place}"
+
+
+@final
+@dataclass(frozen=True)
+class TensorForm:
+    """Dtype and shape of a tensor that a peer sends."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def pack_forms(tensors: Sequence[Tensor]) -> Tensor:
+    """Dtypes and shapes as int64 of shape (number of tensors, 2 + MAX_DIMENSIONS).
+
+    Raises:
+        ValueError: a tensor has more than MAX_DIMENSIONS dimensions.
+    """
+    rows = torch.zeros(len(tensors), 2 + MAX_DIMENSIONS, dtype=torch.int64)
+    for row, tensor in zip(rows, tensors, strict=True):
+        if tensor.dim() > MAX_DIMENSIONS:
+            raise ValueError(
+                f"a tensor of {tensor.dim()} dimensions cannot be sent: at most {MAX_DIMENSIONS}; reshape it"
+            )
+        row[: 2 + tensor.dim()] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
+    return rows
+
+
+def unpack_forms(rows: Tensor) -> list[TensorForm]:
+    """The inverse of `pack_forms`."""
+    return [
+        TensorForm(_DTYPES[dtype], tuple(shape[:num_dimensions])) for dtype, num_dimensions, *shape in rows.tolist()
+    ]

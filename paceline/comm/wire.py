@@ -1,0 +1,229 @@
+"""ZeroMQ sockets with keys made for one run, and the typed messages that cross them.
+
+Every message is a fixed header, a JSON body (often empty) and raw frames of tensor bytes. Nothing is ever unpickled.
+CURVE encrypts; a peer without the run's client key is refused in the handshake.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, cast, final
+
+import torch
+import zmq
+import zmq.auth
+import zmq.utils.z85
+from torch import Tensor
+from zmq.auth.thread import ThreadAuthenticator
+
+from paceline.errors import PacelineError
+
+FRAME_BYTES = 1 << 20
+_HEADER = struct.Struct("<2sBBIIqqqqd")
+_MAGIC = b"P1"
+
+
+class WireError(PacelineError):
+    """Bytes arrived that are no message of this run."""
+
+
+class Kind(IntEnum):
+    """What a message is about. Requests to servers, their answers, then what members and the launcher exchange."""
+
+    ATTACH = 1
+    INITIALISE = 2
+    EXCHANGE = 3
+    WAIT = 4
+    PULL = 5
+    LEAVE = 6
+    GET_STATE = 7
+    SET_STATE = 8
+    ANSWER = 16
+    OK = 17
+    ERROR = 18
+    RECORDS = 32
+    PULSE = 33
+    FILE = 34
+    OUTPUT = 35
+    STOP = 48
+    ABORT = 49
+    FILE_WRITTEN = 50
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. The numbers mean what their names say, for the kinds that use them."""
+
+    kind: Kind
+    epoch: int
+    """Membership epoch of the sender; a message of another epoch is refused."""
+    sender: int = 0
+    flags: int = 0
+    clock: int = 0
+    iteration: int = 0
+    pause_at: int = 0
+    staleness: int = 0
+    waiting_s: float = 0.0
+    body: Mapping[str, Any] = field(default_factory=dict)
+    payload: Sequence[bytes | memoryview | zmq.Frame] = ()
+
+    def encode(self) -> list[bytes | memoryview | zmq.Frame]:
+        header = _HEADER.pack(
+            _MAGIC,
+            self.kind,
+            self.flags,
+            self.epoch,
+            self.sender,
+            self.clock,
+            self.iteration,
+            self.pause_at,
+            self.staleness,
+            self.waiting_s,
+        )
+        return [header, json.dumps(self.body).encode() if self.body else b"", *self.payload]
+
+    @classmethod
+    def decode(cls, frames: Sequence[zmq.Frame], *, epoch: int) -> Message:
+        """Read a message of this epoch.
+
+        Raises:
+            WireError: it is none, or of another epoch.
+        """
+        try:
+            header, text = frames[0].buffer, frames[1].buffer
+            magic, kind, flags, theirs, sender, clock, iteration, pause_at, staleness, waiting_s = _HEADER.unpack(header)
+            body = json.loads(bytes(text)) if len(text) else {}
+            if magic != _MAGIC or not isinstance(body, dict):
+                raise ValueError("no Paceline message")
+            message = cls(
+                Kind(kind), theirs, sender, flags, clock, iteration, pause_at, staleness, waiting_s, body, frames[2:]
+            )
+        except (IndexError, ValueError, struct.error) as error:
+            raise WireError(f"refused a malformed message: {error}") from None
+        if theirs != epoch:
+            raise WireError(f"refused a message of membership epoch {theirs}; this is epoch {epoch}")
+        return message
+
+
+@dataclass(frozen=True)
+class Keys:
+    """CURVE key pairs of one run, Z85 text; handed out by the engine, never over these sockets."""
+
+    server_public: bytes
+    server_secret: bytes = field(repr=False)
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> Keys:
+        return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+
+@final
+class _OnlyThisRun:
+    """Admits the run's client key and no other."""
+
+    def __init__(self, client_public: bytes) -> None:
+        self._client_public = client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return zmq.utils.z85.encode(key) == self._client_public if len(key) == 32 else key == self._client_public
+
+
+@final
+class Listener:
+    """A ROUTER socket on a free port of `host`, open to the run's clients only."""
+
+    def __init__(self, keys: Keys, *, host: str) -> None:
+        self._context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(
+            domain="*", credentials_provider=_OnlyThisRun(keys.client_public)
+        )
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.curve_server = True
+        self.socket.curve_publickey = keys.server_public
+        self.socket.curve_secretkey = keys.server_secret
+        self.socket.linger = 1000
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        if ":" in host:
+            self.socket.ipv6 = True
+        port = self.socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}" if ":" not in host else f"tcp://[{host}]:{port}"
+
+    def send(self, identity: bytes, message: Message) -> None:
+        self.socket.send_multipart([identity, *message.encode()], copy=not message.payload)
+
+    def close(self) -> None:
+        if not self._context.closed:
+            self.socket.close()
+            self._authenticator.stop()
+            self._context.term()
+
+
+@final
+class Caller:
+    """A DEALER socket connected to a listener of the same run."""
+
+    def __init__(self, keys: Keys, *, endpoint: str, identity: str) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.identity = identity.encode()
+        self.socket.curve_serverkey = keys.server_public
+        self.socket.curve_publickey = keys.client_public
+        self.socket.curve_secretkey = keys.client_secret
+        self.socket.linger = 0
+        if "[" in endpoint:
+            self.socket.ipv6 = True
+        self.socket.connect(endpoint)
+
+    def send(self, message: Message) -> None:
+        self.socket.send_multipart(message.encode(), copy=not message.payload)
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close; what was sent has `linger_s` to leave."""
+        if not self._context.closed:
+            self.socket.close(linger=int(linger_s * 1000))
+            self._context.term()
+
+
+def to_frames(tensors: Sequence[Tensor]) -> list[memoryview]:
+    """Contiguous CPU tensors as raw frames of at most `FRAME_BYTES`, without a copy."""
+    frames: list[memoryview] = []
+    for tensor in tensors:
+        raw = as_bytes(tensor)
+        frames.extend(raw[start : start + FRAME_BYTES] for start in range(0, len(raw), FRAME_BYTES))
+    return frames
+
+
+def from_frames(frames: Sequence[bytes | memoryview | zmq.Frame], tensors: Sequence[Tensor]) -> None:
+    """Copy raw frames into the tensors that `to_frames` was given the like of.
+
+    Raises:
+        WireError: the frames hold another number of bytes.
+    """
+    raws = [frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame) for frame in frames]
+    expected = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    if sum(len(raw) for raw in raws) != expected:
+        raise WireError(f"a message carries {sum(len(raw) for raw in raws)} bytes of tensors instead of {expected}")
+    queue = iter(raws)
+    for tensor in tensors:
+        target = as_bytes(tensor)
+        start = 0
+        while start < len(target):
+            raw = next(queue)
+            if start + len(raw) > len(target):
+                raise WireError("a message is cut into frames that cross tensors")
+            target[start : start + len(raw)] = raw
+            start += len(raw)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(cast(Any, flat.numpy())).cast("B")

@@ -1,0 +1,88 @@
+"""What a run is asked to do, whatever the strategy."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import UsageError
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+_LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|(^|_)(mae|mse|rmse|nll|wer|cer)($|_)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A metric's value that ends the run once an evaluation reaches it."""
+
+    metric: str
+    value: float
+    rising: bool
+    """True: reached at or above the value; false: at or below."""
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read `accuracy=0.95`, `accuracy>=0.95` or `loss<=0.3`.
+
+        With `=`, metrics whose name says loss, error or perplexity are to fall, all others to rise.
+
+        Raises:
+            UsageError: the text has another form.
+        """
+        match = re.fullmatch(r"\s*([A-Za-z_][\w./-]*?)\s*(>=|<=|=)\s*([^\s=<>]+)\s*", text)
+        try:
+            metric, sign, number = match.groups()  # type: ignore[union-attr]
+            value = float(number)
+        except (AttributeError, ValueError):
+            raise UsageError(f"target {text!r} is not of the form metric=value, such as accuracy=0.95") from None
+        if not math.isfinite(value):
+            raise UsageError(f"target {text!r} can never be reached")
+        falling = sign == "<=" or (sign == "=" and _LOWER_IS_BETTER.search(metric.lower()) is not None)
+        return cls(metric, value, not falling)
+
+    def is_reached(self, value: float) -> bool:
+        return (operator.ge if self.rising else operator.le)(value, self.value)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{'>=' if self.rising else '<='}{self.value:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Budget, cadence and environment of one run.
+
+    Raises:
+        UsageError: a value is out of range; the message names it.
+    """
+
+    max_steps: int | None = None
+    """Iterations as the literature counts them: global updates, or gradients applied where every gradient is one."""
+    max_time_s: float | None = None
+    """Seconds of training time."""
+    eval_every: int | None = None
+    """Iterations between evaluations; none: only at the end."""
+    checkpoint_every: int | None = None
+    """Iterations between checkpoints; none: at evaluations at least 30 s apart, and at the end."""
+    target: Target | None = None
+    seed: int = 0
+    device: DeviceChoice = "auto"
+    deadline_s: float = 300.0
+    """How long any wait for a peer may take."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "eval_every", "checkpoint_every", "max_time_s", "deadline_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be positive, not {value}")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed must be in 0..2^63-1, not {self.seed}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise UsageError(f"device must be auto, cpu or cuda, not {self.device!r}")
+        if self.target is not None and self.eval_every is None:
+            object.__setattr__(self, "eval_every", DEFAULT_EVAL_EVERY)
+
+
+DEFAULT_EVAL_EVERY = 100

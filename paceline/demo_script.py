@@ -1,0 +1,46 @@
+"""Trains a small convolutional network on 8x8 digits: what `paceline demo` runs, and a script to start from."""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import paceline
+from paceline.data import collate, load
+from paceline.models import build
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--momentum", type=float, default=0.5)
+    parser.add_argument("--batch-size", type=int, default=32, help="images per worker and step")
+    parser.add_argument("--epochs", type=int, default=10)
+    args = parser.parse_args()
+
+    worker = paceline.init()
+    digits = load("digits")
+    model = build("digitsnet")
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    loader = DataLoader(digits.train, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
+    model, optimizer, loader = worker.prepare(model, optimizer, loader)
+    test_images, test_labels = (tensor.to(worker.device) for tensor in digits.test[:])
+
+    @worker.evaluation
+    def accuracy(model: nn.Module) -> dict[str, float]:
+        correct = model(test_images).argmax(dim=1) == test_labels
+        return {"accuracy": correct.float().mean().item()}
+
+    for _ in range(args.epochs):
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images.to(worker.device)), labels.to(worker.device))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            worker.log(loss=loss)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""The processes of a run, as Ray actors: workers that run the script, servers that hold the model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import ray
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from paceline.checkpoint import Checkpoint
+from paceline.comm.alone import AloneCollective
+from paceline.comm.base import Collective, OptimizerSpec
+from paceline.comm.parameter_service import ParameterService, ServerSpec
+from paceline.comm.segment import SegmentAddress
+from paceline.comm.server_group import ServerAddress, ServerGroup
+from paceline.comm.shared_memory import SharedMemoryCollective
+from paceline.comm.torch_distributed import connect_gloo, connect_nccl
+from paceline.config import RunConfig
+from paceline.engines.ray.cluster import own_address, own_node_id
+from paceline.engines.ray.control import ControlLine, LauncherAddress
+from paceline.engines.ray.scripting import LineWriter, Outcome, Program, outcome_of, run_program
+from paceline.engines.threads import share_cores
+from paceline.engines.world import World, enter
+from paceline.layout import Layout
+from paceline.server.ranges import KeyRange
+from paceline.strategies.base import Context, Strategy
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker tells of itself before the world is known."""
+
+    pid: int
+    node_id: str
+    address: str
+    memory: SegmentAddress
+    store_port: int
+    """Where this worker's torch.distributed store listens, should it become rank 0 of several hosts."""
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server tells of itself."""
+
+    pid: int
+    node_id: str
+    endpoint: str
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """The whole world, as every worker is told it. Ranks run host by host."""
+
+    epoch: int
+    workers: tuple[WorkerInfo, ...]
+    servers: tuple[ServerInfo, ...]
+    strategy: Strategy
+    config: RunConfig
+    uses_cuda: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    @property
+    def num_hosts(self) -> int:
+        return len({worker.node_id for worker in self.workers})
+
+    def ranks_on(self, node_id: str) -> list[int]:
+        return [rank for rank, worker in enumerate(self.workers) if worker.node_id == node_id]
+
+
+@final
+class WorkerActor:
+    """One worker. `hello`, then `run`, which returns how the program ended instead of raising."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._memory = SharedMemoryCollective.prepare(size=num_workers)
+        self._address = own_address()
+        self._store = TCPStore(
+            self._address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+
+    def hello(self) -> WorkerInfo:
+        return WorkerInfo(
+            os.getpid(),
+            own_node_id(),
+            self._address,
+            self._memory.address,
+            self._store.port,
+            torch.cuda.device_count(),
+        )
+
+    def run(
+        self,
+        spec: WorldSpec,
+        rank: int,
+        program: Program,
+        launcher: LauncherAddress,
+        servers: list[Any],
+        checkpoint: bytes | None,
+    ) -> Outcome:
+        # A Ctrl-C in the launcher's terminal reaches the whole process group; the launcher alone acts on it.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ends: list[Any] = []
+        world: World | None = None
+
+        def progress() -> int:
+            return world.progress() if world is not None else 0
+
+        def abort(reason: str) -> None:
+            for end in ends:
+                end.abort(reason)
+
+        line = ControlLine(
+            launcher,
+            identity=f"worker-{rank}",
+            progress=progress,
+            on_abort=abort,
+        )
+        try:
+            world = self._enter_world(spec, rank, launcher, line, servers, checkpoint, ends)
+            with contextlib.redirect_stdout(LineWriter(line.say)), contextlib.redirect_stderr(LineWriter(line.say)):
+                run_program(program)
+                for finish in world.at_end:
+                    finish()
+            return Outcome(step=progress())
+        except BaseException as error:
+            return outcome_of(error, step=progress())
+        finally:
+            line.close()
+            for end in reversed(ends):
+                with contextlib.suppress(Exception):
+                    end.close()
+            enter(None)
+
+    def _enter_world(
+        self,
+        spec: WorldSpec,
+        rank: int,
+        launcher: LauncherAddress,
+        line: ControlLine,
+        servers: list[Any],
+        checkpoint: bytes | None,
+        ends: list[Any],
+    ) -> World:
+        me = spec.workers[rank]
+        local_ranks = spec.ranks_on(me.node_id)
+        # Servers are not counted: under bsp they compute while workers wait, else they take what their updates need.
+        share_cores(len(local_ranks))
+        device = _device_of(me, local_ranks.index(rank)) if spec.uses_cuda else torch.device("cpu")
+        collective = self._connect(spec, rank, device)
+        ends.append(collective)
+        store = None
+        if spec.servers:
+            store = ServerGroup(
+                launcher.keys,
+                servers=[ServerAddress(s.endpoint, s.node_id == me.node_id) for s in spec.servers],
+                collective=collective,
+                configure=lambda layout, optimizer, ranges: _configure(spec, servers, layout, optimizer, ranges),
+                epoch=spec.epoch,
+                deadline_s=spec.config.deadline_s,
+            )
+            ends.append(store)
+        context = Context(
+            rank=rank,
+            size=spec.size,
+            local_rank=local_ranks.index(rank),
+            local_size=len(local_ranks),
+            device=device,
+            collective=collective,
+            store=store,
+        )
+        restored = Checkpoint.decode(checkpoint, where="the checkpoint") if checkpoint is not None else None
+        world = World(context, spec.strategy, spec.config, line, restored)
+        enter(world)
+        return world
+
+    def _connect(self, spec: WorldSpec, rank: int, device: torch.device) -> Collective:
+        """Shared memory on one host; across hosts, or with a GPU for each worker, torch.distributed."""
+        if spec.size == 1:
+            return AloneCollective()
+        deadline_s = spec.config.deadline_s
+        has_own_device = device.type == "cuda" and all(
+            len(spec.ranks_on(worker.node_id)) <= worker.num_devices for worker in spec.workers
+        )
+        if spec.num_hosts == 1 and not has_own_device:
+            addresses = [worker.memory for worker in spec.workers]
+            return SharedMemoryCollective(
+                rank=rank, addresses=addresses, control=self._memory, deadline_s=deadline_s
+            )
+        first = spec.workers[0]
+        store = (
+            self._store
+            if rank == 0
+            else TCPStore(first.address, first.store_port, is_master=False, timeout=timedelta(seconds=60))
+        )
+        if has_own_device:
+            return connect_nccl(store, rank=rank, size=spec.size, device=device, deadline_s=deadline_s)
+        address = spec.workers[rank].address
+        return connect_gloo(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
+
+
+@final
+class ServerActor:
+    """One parameter server. `serve` runs in one thread until `stop`, called in another."""
+
+    def __init__(self, launcher: LauncherAddress, index: int) -> None:
+        torch.set_num_threads(1)
+        self._line = ControlLine(
+            launcher, identity=f"server-{index}", progress=lambda: self._service.iteration, on_abort=self._abort
+        )
+        self._service = ParameterService(
+            launcher.keys, host=own_address(), index=index, epoch=launcher.epoch, reporter=self._line
+        )
+
+    def hello(self) -> ServerInfo:
+        return ServerInfo(os.getpid(), own_node_id(), self._service.endpoint)
+
+    def configure(self, spec: ServerSpec) -> None:
+        self._service.configure(spec)
+
+    def serve(self) -> Outcome:
+        try:
+            self._service.serve()
+            return Outcome(step=self._service.iteration)
+        except BaseException as error:
+            return outcome_of(error, step=self._service.iteration)
+        finally:
+            self._line.close()
+
+    def stop(self) -> None:
+        self._service.stop()
+
+    def _abort(self, reason: str) -> None:
+        self._service.stop()
+
+
+def _configure(
+    spec: WorldSpec, servers: list[Any], layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]
+) -> None:
+    """Have every server build its shard. Set-up goes through Ray, which can carry a script's own optimizer class."""
+    requests = []
+    for server, pieces in zip(servers, ranges, strict=True):
+        rule = spec.strategy.admission_rule(num_workers=spec.size)
+        assert rule is not None
+        requests.append(server.configure.remote(ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps)))
+    ray.get(requests)
+
+
+def _device_of(worker: WorkerInfo, local_rank: int) -> torch.device:
+    # Ray shows a worker the devices that it was given, or all of them where it was given a share of each.
+    return torch.device("cuda", local_rank % worker.num_devices)
+

@@ -1,0 +1,139 @@
+"""The Ray cluster a run uses: connected to or started for it, and which node gets which process."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from paceline.errors import RunFailed, UsageError
+
+# Tensors never go through Ray's object store, so a local cluster gets the smallest that Ray allows.
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host as Ray knows it. Two nodes are two hosts, even on one machine."""
+
+    node_id: str
+    address: str
+    num_cpus: float
+    num_gpus: float
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """A connection to the cluster at `address`, or to one started here that ends with the run.
+
+    A connection that the calling process already has is used and left as it is.
+
+    Raises:
+        RunFailed: the cluster does not answer; the message says what was tried.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    # Without this, Ray prints a notice about accelerators for every start.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        if address is None:
+            cores = len(os.sched_getaffinity(0))
+            ray.init(
+                address="local",
+                num_cpus=cores,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                **common,
+            )
+        else:
+            ray.init(address=address, **common)
+    except Exception as error:
+        where = "start a local Ray" if address is None else f"connect to Ray at {address}"
+        raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def own_address() -> str:
+    """The address under which the cluster's other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def own_node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())  # type: ignore[no-untyped-call]
+
+
+def nodes() -> list[Node]:
+    """The nodes that are alive, the driver's own first, the others by id."""
+    own = own_node_id()
+    alive = [
+        Node(
+            info["NodeID"],
+            info["NodeManagerAddress"],
+            info["Resources"].get("CPU", 0.0),
+            info["Resources"].get("GPU", 0.0),
+        )
+        for info in ray.nodes()
+        if info["Alive"]
+    ]
+    return sorted(alive, key=lambda node: (node.node_id != own, node.node_id))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process goes, and the share of the node's resources it asks for."""
+
+    node: Node
+    num_cpus: float
+    num_gpus: float
+
+
+def place(
+    hosts: Sequence[Node], *, num_workers: int, num_servers: int, wants_gpus: bool
+) -> tuple[list[Place], list[Place]]:
+    """Spread workers, then servers, over the hosts in proportion to their cores (or GPUs, for workers that want them).
+
+    More processes than cores is allowed: each then asks for its share of a core. Workers' ranks run host by host.
+
+    Raises:
+        UsageError: no host has the resources at all.
+    """
+    capacity = [host.num_gpus if wants_gpus else host.num_cpus for host in hosts]
+    if sum(capacity) <= 0:
+        raise UsageError(f"no node of the cluster has a {'GPU' if wants_gpus else 'core'} to run on")
+    worker_counts = _apportion(num_workers, capacity)
+    server_counts = _apportion(num_servers, [host.num_cpus for host in hosts])
+    workers: list[Place] = []
+    servers: list[Place] = []
+    for host, num_here, num_servers_here in zip(hosts, worker_counts, server_counts, strict=True):
+        num_processes = num_here + num_servers_here
+        cpus = _share(host.num_cpus, num_processes)
+        gpus = _share(host.num_gpus, num_here) if wants_gpus else 0.0
+        workers += [Place(host, cpus, gpus)] * num_here
+        servers += [Place(host, cpus, 0.0)] * num_servers_here
+    return workers, servers
+
+
+def _apportion(count: int, capacity: Sequence[float]) -> list[int]:
+    """Deal `count` out one by one, each to where the load per capacity stays lowest; the first among equals."""
+    dealt = [0] * len(capacity)
+    for _ in range(count):
+        loads = [(dealt[i] + 1) / c if c > 0 else math.inf for i, c in enumerate(capacity)]
+        dealt[loads.index(min(loads))] += 1
+    return dealt
+
+
+def _share(total: float, num_processes: int) -> float:
+    """At most one unit for each process; Ray counts in ten-thousandths."""
+    if num_processes == 0 or total >= num_processes:
+        return min(1.0, total)
+    return math.floor(total / num_processes * 1e4) / 1e4

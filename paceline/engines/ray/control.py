@@ -1,0 +1,120 @@
+"""A worker's or server's line to the launcher: records and files go out, word to stop comes in."""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import zmq
+
+from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message
+from paceline.errors import Aborted, RunFailed
+from paceline.records import Record, Reporter, to_plain
+
+_PULSE_S = 0.1
+_LAST_WORDS_S = 2.0
+
+
+@dataclass(frozen=True)
+class LauncherAddress:
+    """Where the launcher of a run listens."""
+
+    endpoint: str
+    keys: Keys
+    epoch: int
+
+
+@final
+class ControlLine(Reporter):
+    """Owns one socket and the thread that uses it, so that emitting a record costs a training step an append.
+
+    Args:
+        launcher: whom to speak to.
+        identity: `worker-0`, `server-1`.
+        progress: asked at every pulse for the step this process is at.
+        on_abort: called, in the line's thread, with the reason when the launcher ends the run.
+    """
+
+    def __init__(
+        self,
+        launcher: LauncherAddress,
+        *,
+        identity: str,
+        progress: Callable[[], int],
+        on_abort: Callable[[str], None],
+    ) -> None:
+        self._launcher, self._identity = launcher, identity
+        self._progress, self._on_abort = progress, on_abort
+        self._records: collections.deque[Record] = collections.deque()
+        self._output: collections.deque[str] = collections.deque()
+        self._outbox: collections.deque[Message] = collections.deque()
+        self._stop = False
+        self._abort_reason: str | None = None
+        self._is_closing = threading.Event()
+        self._written = threading.Event()
+        self._write_error: str | None = None
+        self._thread = threading.Thread(target=self._speak, name="paceline-control", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: Record) -> None:
+        self._records.append(record)
+
+    def say(self, text: str) -> None:
+        """Show a line of the script's output where the run was started."""
+        self._output.append(text)
+
+    def save(self, name: str, content: bytes | memoryview) -> None:
+        view = memoryview(content)
+        frames = [view[start : start + FRAME_BYTES] for start in range(0, len(view), FRAME_BYTES)]
+        self._written.clear()
+        self._outbox.append(Message(Kind.FILE, self._launcher.epoch, body={"name": name}, payload=frames))
+        while not self._written.wait(_PULSE_S):
+            if self._abort_reason is not None:
+                raise Aborted(f"{name} was not written: {self._abort_reason}")
+        if self._write_error is not None:
+            raise RunFailed(f"cannot write {name}: {self._write_error}")
+
+    def stop_requested(self) -> bool:
+        return self._stop
+
+    def close(self) -> None:
+        """Send what is left, and end the thread."""
+        self._is_closing.set()
+        self._thread.join(timeout=_LAST_WORDS_S + 1)
+
+    def _speak(self) -> None:
+        caller = Caller(self._launcher.keys, endpoint=self._launcher.endpoint, identity=self._identity)
+        try:
+            while not self._is_closing.is_set():
+                self._send_all(caller)
+                if caller.socket.poll(int(_PULSE_S * 1000), zmq.POLLIN):
+                    self._hear(Message.decode(caller.socket.recv_multipart(copy=False), epoch=self._launcher.epoch))
+            self._send_all(caller)
+        finally:
+            caller.close(linger_s=_LAST_WORDS_S)
+
+    def _send_all(self, caller: Caller) -> None:
+        epoch = self._launcher.epoch
+        records = [to_plain(self._records.popleft()) for _ in range(len(self._records))]
+        if records:
+            caller.send(Message(Kind.RECORDS, epoch, body={"records": records}))
+        lines = [self._output.popleft() for _ in range(len(self._output))]
+        if lines:
+            caller.send(Message(Kind.OUTPUT, epoch, body={"lines": lines}))
+        while self._outbox:
+            caller.send(self._outbox.popleft())
+        caller.send(Message(Kind.PULSE, epoch, iteration=self._progress(), body={"pid": os.getpid()}))
+
+    def _hear(self, message: Message) -> None:
+        if message.kind is Kind.FILE_WRITTEN:
+            self._write_error = message.body.get("error")
+            self._written.set()
+        elif message.kind is Kind.STOP:
+            self._stop = True
+        elif message.kind is Kind.ABORT:
+            self._abort_reason = str(message.body.get("reason"))
+            self._on_abort(self._abort_reason)

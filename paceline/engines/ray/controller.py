@@ -1,0 +1,162 @@
+"""The launcher's end of every control line: records to disk, files in place, who is at which step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import zmq
+
+from paceline.comm.wire import Keys, Kind, Listener, Message, WireError
+from paceline.engines.ray.control import LauncherAddress
+from paceline.errors import RunFailed
+from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, StepRecord, from_plain
+
+# The names a member may write, so that nobody writes outside the result directory.
+_FILES = frozenset({"checkpoint.pt", "model.safetensors"})
+
+
+@dataclass
+class Member:
+    """What was last heard of one worker or server."""
+
+    step: int = 0
+    heard_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class Progress:
+    """The run so far, for those who watch."""
+
+    iteration: int = 0
+    time_s: float = 0.0
+    samples: int = 0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    waiting_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    phase: str = "starting"
+
+
+@final
+class Controller:
+    """Keeps the run's records and files. Single-threaded: everything happens inside `turn`.
+
+    Args:
+        directory: of the results.
+        host: the address to listen on.
+        epoch: membership epoch.
+        on_output: gets each line of the scripts' output, with who printed it.
+    """
+
+    def __init__(self, directory: Path, *, host: str, epoch: int, on_output: Callable[[str, str], None]) -> None:
+        self._directory = directory
+        self._keys = Keys.generate()
+        self._listener = Listener(self._keys, host=host)
+        self._epoch = epoch
+        self._on_output = on_output
+        self._writer = RecordWriter(directory)
+        self.members: dict[str, Member] = {}
+        self.progress = Progress()
+        self.write_error: str | None = None
+        """Why records can no longer be written, once that is so."""
+
+    @property
+    def address(self) -> LauncherAddress:
+        return LauncherAddress(self._listener.endpoint, self._keys, self._epoch)
+
+    def turn(self, *, timeout_s: float) -> None:
+        """Take in all that has arrived, waiting up to `timeout_s` for the first message."""
+        timeout_ms = int(timeout_s * 1000)
+        has_heard = False
+        while self._listener.socket.poll(timeout_ms, zmq.POLLIN):
+            timeout_ms = 0
+            has_heard = True
+            self._take(self._listener.socket.recv_multipart(copy=False))
+        if has_heard:
+            self._guarded(self._writer.flush)
+
+    def record(self, *records: Record) -> None:
+        """Write records of the launcher's own."""
+        self._guarded(lambda: self._writer.write(records))
+
+    def tell_all(self, kind: Kind, **body: Any) -> None:
+        for identity in self.members:
+            # A member that is gone has no route any more.
+            with contextlib.suppress(zmq.ZMQError):
+                self._listener.send(identity.encode(), Message(kind, self._epoch, body=body))
+
+    def close(self) -> None:
+        self._guarded(self._writer.close)
+        self._listener.close()
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        identity = frames[0].bytes.decode(errors="replace")
+        try:
+            message = Message.decode(frames[1:], epoch=self._epoch)
+            member = self.members.setdefault(identity, Member())
+            member.heard_s = time.monotonic()
+            if message.kind is Kind.PULSE:
+                member.step = message.iteration
+            elif message.kind is Kind.RECORDS:
+                self._keep([from_plain(record) for record in message.body["records"]])
+            elif message.kind is Kind.OUTPUT:
+                for line in message.body["lines"]:
+                    self._on_output(identity, str(line))
+            elif message.kind is Kind.FILE:
+                self._write_file(identity, message)
+        except (WireError, ValueError, TypeError, KeyError) as error:
+            self.record(EventRecord("refused", identity, self.progress.iteration, self.progress.time_s, {"error": str(error)}))
+
+    def _keep(self, records: Sequence[Record]) -> None:
+        self._guarded(lambda: self._writer.write(records))
+        progress = self.progress
+        for record in records:
+            if isinstance(record, StepRecord):
+                progress.iteration = max(progress.iteration, record.iteration)
+                progress.time_s = max(progress.time_s, record.time_s)
+                progress.samples += record.samples
+                progress.compute_s += record.compute_s
+                progress.communication_s += record.communication_s
+                progress.waiting_s += record.waiting_s
+            elif isinstance(record, EvaluationRecord):
+                progress.metrics = record.metrics
+            elif isinstance(record, EventRecord) and record.name == "training":
+                progress.phase = "training"
+
+    def _write_file(self, identity: str, message: Message) -> None:
+        """Whole or not at all: a full disk leaves the file that was there before."""
+        name = str(message.body.get("name"))
+        error: str | None = None
+        target = self._directory / name
+        partial = target.with_suffix(target.suffix + ".partial")
+        try:
+            if name not in _FILES:
+                raise WireError(f"refused to write {name!r}")
+            with partial.open("wb") as file:
+                for frame in message.payload:
+                    file.write(frame.buffer if isinstance(frame, zmq.Frame) else frame)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        except (OSError, WireError) as failure:
+            error = f"{failure}"
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+        self._listener.send(identity.encode(), Message(Kind.FILE_WRITTEN, self._epoch, body={"error": error}))
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        """A full disk ends the run with its reason; the run's own loop raises it."""
+        try:
+            write()
+        except OSError as error:
+            self.write_error = f"cannot write records in {self._directory}: {error}"
+
+    def raise_write_error(self) -> None:
+        if self.write_error is not None:
+            raise RunFailed(self.write_error)

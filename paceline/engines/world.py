@@ -1,0 +1,39 @@
+"""What an engine gives the script of one worker, and where the script finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.checkpoint import Checkpoint
+from paceline.config import RunConfig
+from paceline.records import Reporter
+from paceline.strategies.base import Context, Strategy
+
+
+@dataclass
+class World:
+    """One worker's surroundings. `at_end` is called in order once the script has returned."""
+
+    context: Context
+    strategy: Strategy
+    config: RunConfig
+    reporter: Reporter
+    checkpoint: Checkpoint | None = None
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    progress: Callable[[], int] = staticmethod(lambda: 0)
+    """The worker's step, for those who ask from outside."""
+
+
+_current: World | None = None
+
+
+def current() -> World | None:
+    """The world that this process's script runs in; none where no engine started it."""
+    return _current
+
+
+def enter(world: World | None) -> None:
+    """Set the process's world before its script runs."""
+    global _current
+    _current = world

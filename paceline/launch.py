@@ -1,0 +1,161 @@
+"""Starting a run: from Python with `paceline.run`, and for the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from paceline import manifest
+from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
+from paceline.checkpoint import Checkpoint
+from paceline.config import DeviceChoice, RunConfig, Target
+from paceline.engines.ray.cluster import connected
+from paceline.engines.ray.controller import Progress
+from paceline.engines.ray.scripting import Program, Script
+from paceline.engines.ray.supervisor import Job, Supervisor, Watcher
+from paceline.errors import UsageError
+from paceline.records import truncate
+from paceline.result import Result
+from paceline.strategies import build, name_of
+from paceline.strategies.base import Strategy
+
+
+class Quiet:
+    """Watches a run by printing what its scripts print."""
+
+    def on_progress(self, progress: Progress) -> None:
+        pass
+
+    def on_output(self, who: str, line: str) -> None:
+        print(f"[{who}] {line}", flush=True)
+
+
+def run(
+    program: str | Path | Callable[[], Any],
+    *,
+    strategy: str | Strategy = "all-reduce",
+    workers: int = 1,
+    options: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] = (),
+    address: str | None = None,
+    max_steps: int | None = None,
+    max_time_s: float | None = None,
+    eval_every: int | None = None,
+    checkpoint_every: int | None = None,
+    target: str | Target | None = None,
+    seed: int = 0,
+    device: DeviceChoice = "auto",
+    deadline_s: float = 300.0,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    watcher: Watcher | None = None,
+) -> Result:
+    """Train a script, or a function without arguments, under a strategy.
+
+    Args:
+        program: the path of a script, or a function that calls `paceline.init()`.
+        strategy: a name of `paceline strategies`, or a strategy such as `ParameterServer(servers=2)`.
+        workers: how many processes train.
+        options: of the strategy, where it is given by name.
+        arguments: the script's own.
+        address: of a Ray cluster; none: one is started on this machine and ended with the run.
+        max_steps, max_time_s, target: what ends the run before the script does.
+        eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
+        out: the result directory, empty or new; none: one under `runs/`.
+        resume: the result directory of a run to go on with; its records are continued unless `out` is given.
+
+    Raises:
+        UsageError: something asked for does not exist or cannot be had; nothing was started.
+        RunFailed: a worker or server died or failed; the message says who, at which step, and why.
+    """
+    plan = _strategy(strategy, options)
+    if workers < 1:
+        raise UsageError(f"workers must be at least 1, not {workers}")
+    plan.check(num_workers=workers)
+    config = RunConfig(
+        max_steps=max_steps,
+        max_time_s=max_time_s,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        target=Target.parse(target) if isinstance(target, str) else target,
+        seed=seed,
+        device=device,
+        deadline_s=deadline_s,
+    )
+    task = _program(program, arguments)
+    checkpoint = _read_checkpoint(Path(resume)) if resume is not None else None
+    directory = _directory(out, resume, plan, workers)
+    path = task.path if isinstance(task, Script) else getattr(task, "__qualname__", repr(task))
+    described = manifest.describe_run(
+        program=path, arguments=arguments, strategy=plan, num_workers=workers, config=config
+    )
+    manifest.write(directory, described | {"resumed_from": str(resume) if resume is not None else None})
+    with connected(address):
+        Supervisor(Job(task, plan, workers, config, checkpoint), directory, watcher or Quiet()).run()
+    return Result(directory)
+
+
+def _strategy(strategy: str | Strategy, options: Mapping[str, Any] | None) -> Strategy:
+    if isinstance(strategy, str):
+        return build(strategy, options)
+    if options:
+        raise UsageError("options go with a strategy's name; a strategy object has its own")
+    return strategy
+
+
+def _program(program: str | Path | Callable[[], Any], arguments: Sequence[str]) -> Program:
+    if not isinstance(program, str | Path):
+        if arguments:
+            raise UsageError("a function takes no script arguments; use functools.partial")
+        return program
+    path = Path(program)
+    try:
+        source = path.read_text(encoding="utf-8")
+        compile(source, str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"cannot read the script {path}: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"the script {path} is not valid Python: {error}") from None
+    return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
+
+
+def _read_checkpoint(directory: Path) -> bytes:
+    """The checkpoint's bytes, known to be readable.
+
+    Raises:
+        UsageError: there is none, or a damaged one.
+    """
+    path = directory / CHECKPOINT_FILE
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot resume from {path}: {error.strerror}") from None
+    Checkpoint.decode(raw, where=str(path))
+    return raw
+
+
+def _directory(out: str | Path | None, resume: str | Path | None, strategy: Strategy, workers: int) -> Path:
+    """Make the result directory, or take over the one to go on with.
+
+    Raises:
+        UsageError: it cannot be made, or holds another run's files.
+    """
+    if out is None and resume is not None:
+        directory = Path(resume)
+        truncate(directory, iteration=Checkpoint.decode(_read_checkpoint(directory), where=str(directory)).iteration)
+        return directory
+    if out is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
+        out = Path("runs") / f"{stamp}-{name_of(strategy)}-{workers}"
+    directory = Path(out)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        occupied = any(directory.iterdir())
+    except OSError as error:
+        raise UsageError(f"cannot write results to {directory}: {error.strerror}") from None
+    if occupied:
+        raise UsageError(f"{directory} is not empty; give another --out, or --resume {directory} to go on with it")
+    return directory

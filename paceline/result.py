@@ -1,0 +1,108 @@
+"""A finished run, read from its directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from paceline import manifest
+from paceline.errors import UsageError
+from paceline.records import EvaluationRecord, EventRecord, MetricRecord, StepRecord, UpdateRecord, read_records
+from paceline.session import MODEL_FILE
+
+
+@dataclass(frozen=True)
+class Result:
+    """The records of one run and what they add up to. Times are seconds on the training clock."""
+
+    directory: Path
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Result:
+        """The result in a directory.
+
+        Raises:
+            UsageError: there is none.
+        """
+        result = cls(Path(directory))
+        manifest.read(result.directory)
+        return result
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return manifest.read(self.directory)
+
+    @cached_property
+    def steps(self) -> list[StepRecord]:
+        return read_records(self.directory, StepRecord)
+
+    @cached_property
+    def evaluations(self) -> list[EvaluationRecord]:
+        return read_records(self.directory, EvaluationRecord)
+
+    @cached_property
+    def events(self) -> list[EventRecord]:
+        return read_records(self.directory, EventRecord)
+
+    @cached_property
+    def updates(self) -> list[UpdateRecord]:
+        return read_records(self.directory, UpdateRecord)
+
+    @cached_property
+    def logged(self) -> list[MetricRecord]:
+        return read_records(self.directory, MetricRecord)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last evaluation."""
+        return dict(self.evaluations[-1].metrics) if self.evaluations else {}
+
+    @property
+    def iteration(self) -> int:
+        """Global iterations trained."""
+        return max((step.iteration for step in self.steps), default=0)
+
+    @property
+    def training_time_s(self) -> float:
+        return max((step.time_s for step in self.steps), default=0.0)
+
+    @property
+    def samples(self) -> int:
+        """Samples that all workers trained on."""
+        return sum(step.samples for step in self.steps)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.training_time_s if self.training_time_s else 0.0
+
+    @property
+    def time_to_target_s(self) -> float | None:
+        """When the target was reached; none if it never was, or none was set."""
+        return next((event.time_s for event in self.events if event.name == "target_reached"), None)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts of all workers' time in compute, communication and waiting; they add up to 1."""
+        totals = {
+            "compute": sum(step.compute_s for step in self.steps),
+            "communication": sum(step.communication_s for step in self.steps),
+            "waiting": sum(step.waiting_s for step in self.steps),
+        }
+        whole = sum(totals.values())
+        return {name: total / whole if whole else 0.0 for name, total in totals.items()}
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The final global model, as for `model.load_state_dict`.
+
+        Raises:
+            UsageError: the run saved none.
+        """
+        path = self.directory / MODEL_FILE
+        if not path.exists():
+            raise UsageError(f"{self.directory} holds no {MODEL_FILE}; the run did not come to its end")
+        return safetensors.torch.load_file(path)

@@ -1,0 +1,135 @@
+"""Admission rules: which gradients form an update, and which worker may go on.
+
+Each rule is told what arrives and answers what to do; it holds no tensor, no clock and no socket, so that real
+servers and simulated ones share it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import final
+
+from paceline.errors import PacelineError
+
+
+class ProtocolError(PacelineError):
+    """A worker said something that its clock does not allow."""
+
+
+class AdmissionRule(ABC):
+    """Decides over the gradients and the clocks of `num_workers` workers."""
+
+    def __init__(self, *, num_workers: int) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, not {num_workers}")
+        self.active = set(range(num_workers))
+
+    @abstractmethod
+    def push(self, worker: int, clock: int) -> tuple[int, ...]:
+        """A gradient for `clock` arrived. Returns the workers whose pushed gradients now form one update (their mean).
+
+        Empty: keep this one until its clock is full, or drop it if `is_held(worker)` is false.
+        """
+
+    @abstractmethod
+    def is_held(self, worker: int) -> bool:
+        """Whether the worker's last gradient waits for others to complete its clock."""
+
+    @abstractmethod
+    def is_admitted(self, worker: int) -> bool:
+        """Whether the worker may take the parameters and compute its next gradient."""
+
+    @abstractmethod
+    def clock_of(self, worker: int) -> int:
+        """The clock the worker's next gradient belongs to."""
+
+    @abstractmethod
+    def leave(self, worker: int) -> tuple[int, ...]:
+        """The worker pushes no more. Returns the workers whose held gradients now form an update, if any do."""
+
+
+@final
+class BulkSynchronous(AdmissionRule):
+    """BSP: one update a clock, the mean of all workers' gradients (Valiant 1990; Li et al., OSDI 2014, section 3.5).
+
+    With `backup_workers` b, the first n - b gradients of a clock count and later ones are dropped
+    (Chen et al., "Revisiting Distributed Synchronous SGD", 2016, section 3.1).
+    """
+
+    def __init__(self, *, num_workers: int, backup_workers: int = 0) -> None:
+        super().__init__(num_workers=num_workers)
+        if not 0 <= backup_workers < num_workers:
+            raise ValueError(f"backup_workers must be in 0..{num_workers - 1}, not {backup_workers}")
+        self._backup_workers = backup_workers
+        self._clock = 0
+        self._held: set[int] = set()
+
+    def push(self, worker: int, clock: int) -> tuple[int, ...]:
+        if clock > self._clock or worker in self._held:
+            raise ProtocolError(f"worker {worker} pushed for clock {clock} while clock {self._clock} is open")
+        if clock < self._clock:
+            return ()
+        self._held.add(worker)
+        return self._close_if_full()
+
+    def is_held(self, worker: int) -> bool:
+        return worker in self._held
+
+    def is_admitted(self, worker: int) -> bool:
+        return worker not in self._held
+
+    def clock_of(self, worker: int) -> int:
+        return self._clock
+
+    def leave(self, worker: int) -> tuple[int, ...]:
+        self.active.discard(worker)
+        return self._close_if_full()
+
+    def _close_if_full(self) -> tuple[int, ...]:
+        # A worker that left after its push still counts: its gradient is here.
+        missing = self.active - self._held
+        if not self._held or len(missing) > self._backup_workers:
+            return ()
+        contributors = tuple(sorted(self._held))
+        self._held.clear()
+        self._clock += 1
+        return contributors
+
+
+@final
+class StaleSynchronous(AdmissionRule):
+    """SSP: gradients are applied on arrival; a worker runs at most `staleness` clocks ahead of the slowest.
+
+    Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+    With infinite staleness nobody ever waits: ASP (Hogwild!-style asynchrony over a server; Dean et al. 2012).
+    """
+
+    def __init__(self, *, num_workers: int, staleness: float = math.inf) -> None:
+        super().__init__(num_workers=num_workers)
+        if not staleness >= 0:
+            raise ValueError(f"staleness must be at least 0, not {staleness}")
+        self._staleness = staleness
+        self._clocks = [0] * num_workers
+
+    def push(self, worker: int, clock: int) -> tuple[int, ...]:
+        if clock != self._clocks[worker]:
+            raise ProtocolError(f"worker {worker} pushed for clock {clock}, but is at {self._clocks[worker]}")
+        if worker in self.active and not self.is_admitted(worker):
+            raise ProtocolError(f"worker {worker} pushed for clock {clock} without having been admitted to it")
+        self._clocks[worker] += 1
+        return (worker,)
+
+    def is_held(self, worker: int) -> bool:
+        return False
+
+    def is_admitted(self, worker: int) -> bool:
+        slowest = min((self._clocks[other] for other in self.active), default=self._clocks[worker])
+        return self._clocks[worker] - slowest <= self._staleness
+
+    def clock_of(self, worker: int) -> int:
+        return self._clocks[worker]
+
+    def leave(self, worker: int) -> tuple[int, ...]:
+        self.active.discard(worker)
+        return ()

@@ -1,0 +1,84 @@
+"""Contiguous key ranges: who owns which elements of the flat parameter vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.layout import ALIGNMENT_BYTES, Layout
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `stop` of one segment; of exactly one tensor if `shape` is given."""
+
+    segment: int
+    start: int
+    stop: int
+    shape: tuple[int, ...] | None = None
+
+    def view(self, layout: Layout, buffer: Tensor) -> Tensor:
+        """This piece of the layout's uint8 buffer: 1-D, or in its tensor's shape."""
+        flat = layout.segments[self.segment].view(buffer)[self.start : self.stop]
+        return flat if self.shape is None else flat.view(self.shape)
+
+    def num_bytes(self, layout: Layout) -> int:
+        return (self.stop - self.start) * layout.segments[self.segment].dtype.itemsize
+
+
+KeyRange = tuple[Piece, ...]
+
+
+def cut(layout: Layout, *, num_servers: int, whole_tensors: bool) -> list[KeyRange]:
+    """Cut the layout into `num_servers` contiguous ranges of about equal bytes (Li et al., OSDI 2014, section 4.1).
+
+    Args:
+        whole_tensors: cut between tensors only, for optimizers whose update of an element depends on others.
+
+    Raises:
+        UsageError: there are fewer places to cut than servers need.
+    """
+    atoms = _tensors(layout) if whole_tensors else _lines(layout)
+    total = sum(atom.num_bytes(layout) for atom in atoms)
+    ranges: list[list[Piece]] = [[] for _ in range(num_servers)]
+    before = 0
+    for atom in atoms:
+        size = atom.num_bytes(layout)
+        if whole_tensors:
+            owner = min(num_servers - 1, (before + size // 2) * num_servers // total)
+            ranges[owner].append(atom)
+        else:
+            _share(layout, atom, before, total, ranges)
+        before += size
+    if not all(ranges):
+        kind = "tensors" if whole_tensors else "cache lines of parameters"
+        raise UsageError(f"servers={num_servers} leaves a server without parameters: the model has {len(atoms)} {kind}")
+    return [tuple(pieces) for pieces in ranges]
+
+
+def _tensors(layout: Layout) -> list[Piece]:
+    return [
+        Piece(index, slot.offset, slot.stop, slot.spec.shape)
+        for index, segment in enumerate(layout.segments)
+        for slot in segment.slots
+        if slot.spec.num_elements
+    ]
+
+
+def _lines(layout: Layout) -> list[Piece]:
+    return [Piece(index, 0, segment.num_elements) for index, segment in enumerate(layout.segments)]
+
+
+def _share(layout: Layout, atom: Piece, before: int, total: int, ranges: list[list[Piece]]) -> None:
+    """Cut one segment, which starts `before` bytes into the whole, at the servers' boundaries inside it."""
+    itemsize = layout.segments[atom.segment].dtype.itemsize
+    start = atom.start
+    for owner, pieces in enumerate(ranges):
+        boundary = total * (owner + 1) // len(ranges) - before
+        boundary -= boundary % ALIGNMENT_BYTES  # never two servers on one cache line
+        stop = atom.stop if owner == len(ranges) - 1 else min(atom.stop, boundary // itemsize)
+        if stop > start:
+            pieces.append(Piece(atom.segment, start, stop))
+            start = stop

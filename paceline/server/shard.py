@@ -1,0 +1,191 @@
+"""One server's state machine: it owns a key range, the optimizer for it, and the admission rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paceline.server.admission import AdmissionRule
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A worker's exchange is complete: it is to be sent the current parameters."""
+
+    worker: int
+    iteration: int
+    clock: int
+    staleness: int
+    """Updates between the worker's last pull and its gradient; -1 if the gradient was not applied."""
+    stop: bool
+    admitted: bool
+    """False: answered only so that the worker can take part in a pause; it must ask again before it goes on."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One gradient that became (part of) an update."""
+
+    iteration: int
+    """The update's number, from 1."""
+    worker: int
+    clock: int
+    staleness: int
+
+
+@dataclass
+class _Pending:
+    """A worker that waits for its answer."""
+
+    pause_at: int
+    clock: int
+    gradients: Sequence[Tensor] | None
+    staleness: int = -1
+
+
+@final
+class Shard:
+    """Applies gradients to `parameters` as the rule admits them. Sans-IO: no socket, no thread, no clock.
+
+    Args:
+        parameters: the tensors this server owns, updated in place.
+        optimizer: over those tensors.
+        rule: decides which gradients form an update and who may go on.
+        max_updates: gradients beyond this many updates are dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        rule: AdmissionRule,
+        max_updates: int | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.optimizer = optimizer
+        self.iteration = 0
+        self._rule = rule
+        self._max_updates = max_updates
+        self._means = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self._pulled_at: dict[int, int] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._stop = False
+        self._applied: list[Applied] = []
+
+    def push(
+        self,
+        worker: int,
+        clock: int,
+        gradients: Sequence[Tensor] | None,
+        *,
+        pause_at: int,
+        stop: bool = False,
+    ) -> list[Answer]:
+        """A gradient arrived: one tensor a parameter, or None where the worker has none to give for this clock.
+
+        The tensors are read when the update is made, so they must stay as they are until the worker's answer.
+
+        Args:
+            pause_at: answer, admitted or not, once the iteration is this far.
+            stop: tell every worker to stop after this clock.
+
+        Raises:
+            ProtocolError: the worker is not at this clock.
+        """
+        if gradients is not None:
+            self._check(worker, gradients)
+        contributors = self._rule.push(worker, clock)
+        self._stop = self._stop or stop
+        self._pending[worker] = _Pending(pause_at, clock, gradients)
+        self._update(contributors)
+        return list(self._answers())
+
+    def wait(self, worker: int, *, pause_at: int) -> list[Answer]:
+        """The worker asks for admission (again) without a gradient."""
+        self._pending[worker] = _Pending(pause_at, self._rule.clock_of(worker), None)
+        return list(self._answers())
+
+    def leave(self, worker: int) -> list[Answer]:
+        """The worker pushes no more; nobody waits for it from here on."""
+        self._update(self._rule.leave(worker))
+        return list(self._answers())
+
+    def pulled(self, worker: int) -> None:
+        """The worker was given the parameters as they are now."""
+        self._pulled_at[worker] = self.iteration
+
+    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what the worker's LR schedulers set; one mapping for each of this optimizer's groups."""
+        for own, given in zip(self.optimizer.param_groups, groups, strict=True):
+            own.update(given)
+
+    def drain_applied(self) -> list[Applied]:
+        """The gradients applied since the last call."""
+        applied, self._applied = self._applied, []
+        return applied
+
+    def _check(self, worker: int, gradients: Sequence[Tensor]) -> None:
+        shapes = [tuple(gradient.shape) for gradient in gradients]
+        expected = [tuple(parameter.shape) for parameter in self.parameters]
+        if shapes != expected:
+            raise ValueError(f"worker {worker} pushed gradients of shapes {shapes}; this server owns {expected}")
+
+    def _update(self, contributors: Sequence[int]) -> None:
+        pushed = [self._pending[worker] for worker in contributors]
+        gradients = [push.gradients for push in pushed if push.gradients is not None]
+        # One worker without a gradient voids the clock: what one process would do with the combined batch.
+        if not pushed or len(gradients) < len(pushed) or self._is_over():
+            return
+        self._average(gradients)
+        self.optimizer.step()
+        self.iteration += 1
+        for worker, push in zip(contributors, pushed, strict=True):
+            push.staleness = self.iteration - 1 - self._pulled_at.get(worker, 0)
+            self._applied.append(Applied(self.iteration, worker, push.clock, push.staleness))
+
+    def _is_over(self) -> bool:
+        return self._max_updates is not None and self.iteration >= self._max_updates
+
+    def _average(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Set each parameter's gradient to the mean, summed in worker order so that the result is reproducible."""
+        for index, parameter in enumerate(self.parameters):
+            if len(gradients) == 1:
+                parameter.grad = gradients[0][index]
+                continue
+            mean = torch.add(gradients[0][index], gradients[1][index], out=self._means[index])
+            for more in gradients[2:]:
+                mean.add_(more[index])
+            parameter.grad = mean.div_(len(gradients))
+
+    def _answers(self) -> Iterator[Answer]:
+        for worker, push in list(self._pending.items()):
+            admitted = self._rule.is_admitted(worker)
+            held = self._rule.is_held(worker)
+            if not admitted and (held or self.iteration < push.pause_at):
+                continue
+            del self._pending[worker]
+            clock = self._rule.clock_of(worker)
+            yield Answer(worker, self.iteration, clock, push.staleness, self._stop, admitted)
+
+
+def build_optimizer(
+    optimizer_class: type[torch.optim.Optimizer],
+    defaults: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    parameters: Sequence[Sequence[Tensor]],
+) -> torch.optim.Optimizer:
+    """The worker's optimizer again, over other tensors: `parameters[i]` are those of `groups[i]`.
+
+    Raises:
+        TypeError: the class cannot be built from its own defaults.
+    """
+    accepted = inspect.signature(optimizer_class).parameters
+    given = {name: value for name, value in defaults.items() if name in accepted}
+    dressed = [{**group, "params": list(tensors)} for group, tensors in zip(groups, parameters, strict=True)]
+    return optimizer_class(dressed, **given)

@@ -1,0 +1,95 @@
+"""Optimizer state in one form, however many servers hold it: full tensors keyed `<parameter index>.<state name>`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.layout import Layout, Slot
+from paceline.server.ranges import KeyRange, Piece
+
+# States of torch.optim that are one number a tensor, which a parameter without dimensions cannot tell by its shape.
+_SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+def export_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    """One server's state, keyed `<piece index>.<state name>`; what is neither tensor nor number is left out."""
+    exported: dict[str, Tensor] = {}
+    for index, parameter in enumerate(parameters):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor | int | float):
+                exported[f"{index}.{name}"] = torch.as_tensor(value).contiguous()
+    return exported
+
+
+def import_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], exported: Mapping[str, Tensor]
+) -> None:
+    """Replace one server's state by what `export_state` gave."""
+    optimizer.state.clear()
+    for key, value in exported.items():
+        index, name = key.split(".", 1)
+        optimizer.state[parameters[int(index)]][name] = value.clone()
+
+
+def join(layout: Layout, ranges: Sequence[KeyRange], exported: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """All servers' states as full tensors, keyed by parameter."""
+    full: dict[str, Tensor] = {}
+    for pieces, states in zip(ranges, exported, strict=True):
+        for key, value in states.items():
+            number, name = key.split(".", 1)
+            piece = pieces[int(number)]
+            for slot, inside in _overlaps(layout, piece):
+                target = f"{slot.index}.{name}"
+                if not _is_per_element(piece, value):
+                    full[target] = value
+                    continue
+                if target not in full:
+                    full[target] = torch.zeros(slot.spec.shape, dtype=value.dtype)
+                start = inside.start - slot.offset
+                count = inside.stop - inside.start
+                offset = inside.start - piece.start
+                full[target].view(-1)[start : start + count] = value.reshape(-1)[offset : offset + count]
+    return full
+
+
+def split(layout: Layout, ranges: Sequence[KeyRange], full: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The inverse of `join`: each server's part, keyed by its pieces."""
+    parts: list[dict[str, Tensor]] = []
+    for pieces in ranges:
+        part: dict[str, Tensor] = {}
+        for number, piece in enumerate(pieces):
+            for slot, inside in _overlaps(layout, piece):
+                for name, value in _of_slot(full, slot):
+                    target = f"{number}.{name}"
+                    is_scalar = name in _SCALAR_STATES or tuple(value.shape) != slot.spec.shape
+                    if is_scalar or piece.shape is not None:
+                        part[target] = value
+                        continue
+                    if target not in part:
+                        part[target] = torch.zeros(piece.stop - piece.start, dtype=value.dtype)
+                    start = inside.start - piece.start
+                    count = inside.stop - inside.start
+                    offset = inside.start - slot.offset
+                    part[target][start : start + count] = value.reshape(-1)[offset : offset + count]
+        parts.append(part)
+    return parts
+
+
+def _of_slot(full: Mapping[str, Tensor], slot: Slot) -> Iterable[tuple[str, Tensor]]:
+    prefix = f"{slot.index}."
+    return [(key[len(prefix) :], value) for key, value in full.items() if key.startswith(prefix)]
+
+
+def _overlaps(layout: Layout, piece: Piece) -> Iterator[tuple[Slot, range]]:
+    """The slots that the piece touches, each with the segment's elements that both hold."""
+    for slot in layout.segments[piece.segment].slots:
+        inside = range(max(slot.offset, piece.start), min(slot.stop, piece.stop))
+        if inside:
+            yield slot, inside
+
+
+def _is_per_element(piece: Piece, value: Tensor) -> bool:
+    return piece.shape is None and value.dim() == 1 and value.numel() == piece.stop - piece.start

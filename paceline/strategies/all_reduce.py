@@ -1,0 +1,171 @@
+"""All-reduce: every worker updates its own copy with the mean of all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from paceline.buckets import GradientBuckets
+from paceline.comm.base import Collective, Timing, Work
+from paceline.comm.ring import RingWork
+from paceline.errors import UsageError
+from paceline.layout import in_buckets
+from paceline.server.admission import AdmissionRule
+from paceline.server.state import export_state, import_state
+from paceline.strategies.base import (
+    Context,
+    Replica,
+    StepOutcome,
+    Strategy,
+    Synchronizer,
+    non_finite,
+    option,
+    require_choice,
+)
+from paceline.strategies.replica import require_no_closure
+
+Algorithm = Literal["auto", "ring"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Strategy):
+    """Synchronous data parallelism without servers.
+
+    Gradients lie in flat buckets, in reverse order of use. A bucket is averaged over all workers as soon as backward
+    has filled it, while backward goes on (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2); every worker then
+    takes the same optimizer step. Unlike there, a bucket carries one flag a parameter, so that a parameter that no
+    worker used in a step keeps `grad=None`.
+
+    >>> AllReduce(bucket_mb=1).num_servers()
+    0
+    """
+
+    summary: ClassVar[str] = "gradients averaged among workers in buckets, during backward"
+
+    algorithm: Algorithm = option("auto", "auto: the fastest for the world at hand; ring: a ring over send and receive")
+    bucket_mb: float = option(8.0, "size of a gradient bucket in MB; the first one is at most 1 MB")
+
+    def validate(self) -> None:
+        require_choice("algorithm", self.algorithm, get_args(Algorithm))
+        if not 0 < self.bucket_mb <= 1024:
+            raise UsageError(f"bucket_mb must be above 0 and at most 1024, not {self.bucket_mb}")
+
+    def check(self, *, num_workers: int) -> None:
+        pass
+
+    def num_servers(self) -> int:
+        return 0
+
+    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
+        return None
+
+    def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        require_no_closure(replica.optimizer)
+        return _AllReduceSynchronizer(self, context, replica)
+
+
+@final
+class _AllReduceSynchronizer(Synchronizer):
+    def __init__(self, strategy: AllReduce, context: Context, replica: Replica) -> None:
+        self._strategy = strategy
+        self._rank = context.rank
+        self._replica = replica
+        self._collective = context.collective
+        self._iteration = 0
+        size_bytes = int(strategy.bucket_mb * 1e6)
+        layout = in_buckets(replica.specs, bucket_bytes=size_bytes, first_bucket_bytes=min(size_bytes, 1_000_000))
+        memory = context.collective.allocate(layout.num_bytes)
+        self._exchange = _exchange_for(strategy.algorithm, context)
+        self._buckets = GradientBuckets(
+            replica.parameters,
+            layout,
+            memory if memory.device == context.device else torch.zeros_like(memory, device=context.device),
+            on_bucket=self.on_bucket,
+            on_backward_end=self.finish_backward,
+        )
+        self._works: list[Work] = []
+        self._culprit: str | None = None
+        self._is_nonfinite = False
+        self._stop = False
+        self._is_exchanged = False
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        return (self._collective.timing,)
+
+    def set_synchronizing(self, on: bool) -> bool:
+        before, self._buckets.is_synchronizing = self._buckets.is_synchronizing, on
+        return before
+
+    def on_bucket(self, bucket: int) -> None:
+        """The bucket's gradients are final here: start to average them, and move the earlier ones on."""
+        if bucket == 0:
+            self._culprit = None
+        buckets = self._buckets
+        stop = bucket == len(buckets.flats) - 1 and self.stop_vote()
+        buckets.fill_tail(bucket, stop=stop, nonfinite=False)
+        culprit = None if self._strategy.nonfinite == "allow" else buckets.find_nonfinite(bucket)
+        if culprit is not None:
+            self._culprit = culprit
+            buckets.fill_tail(bucket, stop=stop, nonfinite=True)
+        if self.weight != 1.0:
+            buckets.bodies[bucket].mul_(self.weight)
+        self._works.append(self._exchange(buckets.flats[bucket]))
+        for work in self._works:
+            work.poll()
+
+    def finish_backward(self) -> None:
+        """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        flags = [self._buckets.read_tail(bucket) for bucket in range(len(self._buckets.flats))]
+        self._is_nonfinite = any(nonfinite for nonfinite, _ in flags)
+        self._stop = self._stop or any(stop for _, stop in flags)
+        self._is_exchanged = True
+
+    def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        if not self._is_exchanged:
+            # No backward pass of this step exchanged anything; the others may have: take part.
+            self._buckets.flush()
+            self.finish_backward()
+        self._is_exchanged = False
+        if self._is_nonfinite and self._strategy.nonfinite == "raise":
+            raise non_finite(rank=self._rank, step=self._iteration + 1, parameter=self._culprit)
+        if not self._is_nonfinite:
+            update()
+            self._iteration += 1
+        stop, self._stop = self._stop, False
+        return StepOutcome(self._iteration, stop=stop)
+
+    def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
+        return StepOutcome(self._iteration)
+
+    def refresh(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return export_state(self._replica.optimizer, self._replica.parameters)
+
+    def restore(self, state: dict[str, Tensor], *, iteration: int) -> None:
+        import_state(self._replica.optimizer, self._replica.parameters, state)
+        self._iteration = iteration
+
+    def close(self) -> None:
+        self._buckets.close()
+
+
+def _exchange_for(algorithm: Algorithm, context: Context) -> Callable[[Tensor], Work]:
+    """How one bucket is averaged."""
+    collective: Collective = context.collective
+    if algorithm == "ring":
+        return lambda flat: RingWork(collective, flat)
+    return lambda flat: collective.all_reduce(flat, op="mean")

@@ -1,0 +1,102 @@
+"""A script's model and optimizer, checked and described for a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.base import OptimizerSpec
+from paceline.errors import UsageError
+from paceline.layout import TensorSpec
+from paceline.server.shard import build_optimizer
+from paceline.strategies.base import Replica
+
+# An update of one element depends on that element alone, so that servers may cut a tensor anywhere.
+_ELEMENT_WISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
+)
+
+
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
+    """Name the parameters that the optimizer updates.
+
+    Raises:
+        UsageError: the optimizer holds a parameter that is not the model's, or none that can be trained.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"prepare takes a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"prepare takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters: list[nn.Parameter] = []
+    specs: list[TensorSpec] = []
+    for group, settings in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(settings["params"]):
+            if id(parameter) not in names:
+                raise UsageError(
+                    f"parameter {position} of the optimizer's group {group} is not the model's; "
+                    "make the optimizer from model.parameters() after the model is on its device"
+                )
+            if parameter.requires_grad:
+                parameters.append(parameter)
+                shape, dtype = tuple(parameter.shape), parameter.dtype
+                specs.append(TensorSpec(names[id(parameter)], shape, dtype, group))
+    if not parameters:
+        raise UsageError("the optimizer has no parameter that requires a gradient")
+    _refuse_duplicates(specs)
+    return Replica(model, optimizer, tuple(parameters), tuple(specs), _optimizer_spec(optimizer))
+
+
+def require_plain_steps(replica: Replica) -> None:
+    """Refuse optimizers whose step needs more than the gradients, for strategies that update elsewhere.
+
+    Raises:
+        UsageError: naming what the servers cannot do.
+    """
+    optimizer = replica.optimizer
+    kind = type(optimizer).__name__
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UsageError(f"{kind} has step hooks, which servers cannot call; remove them or use all-reduce")
+    if optimizer.state:
+        raise UsageError(f"{kind} has taken steps already; servers start from a fresh optimizer: call prepare first")
+    spec = replica.optimizer_spec
+    try:
+        samples = [[torch.zeros(2, requires_grad=True)] for _ in spec.groups]
+        build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
+    except Exception as error:
+        raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that evaluate the model several times a step.
+
+    Raises:
+        UsageError: naming the optimizer.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS evaluates the model several times a step; only the strategy single can run it")
+
+
+def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    kind = type(optimizer)
+    is_element_wise = kind.__name__ in _ELEMENT_WISE and kind.__module__.startswith("torch.optim")
+    groups = tuple(_settings(group) for group in optimizer.param_groups)
+    return OptimizerSpec(kind, _settings(optimizer.defaults), groups, is_element_wise)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def _refuse_duplicates(specs: list[TensorSpec]) -> None:
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"parameter {name!r} is in the optimizer twice")

@@ -1,0 +1,89 @@
+"""What every test shares: hypothesis profiles, the data folder, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import settings
+
+LEFTOVERS_GRACE_S = 5.0
+
+# Helpers of multiprocessing that by design live as long as the process that started them.
+STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+settings.register_profile("dev", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="session")
+def data_directory() -> Path:
+    """The folder with the real data sets."""
+    place = os.environ.get("PACELINE_DATA")
+    if not place:
+        pytest.skip("PACELINE_DATA is not set: it names the folder with the data sets")
+    if not Path(place).is_dir():
+        pytest.fail(f"PACELINE_DATA names {place}, which is not a folder")
+    return Path(place)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the session if shared memory or processes outlive its tests.
+
+    First among the session's fixtures to be set up, so the last to be torn down.
+    """
+    names_before = set(_shared_memory_names())
+    yield
+    processes = _wait_until_empty(_running_children)
+    names = _wait_until_empty(lambda: sorted(_unowned(set(_shared_memory_names()) - names_before)))
+    if processes or names:
+        pytest.fail(f"the tests left processes {processes} and shared memory {names}", pytrace=False)
+
+
+def _wait_until_empty(look: Callable[[], list[str]]) -> list[str]:
+    deadline = time.monotonic() + LEFTOVERS_GRACE_S
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _running_children() -> list[str]:
+    """Children and their children that still run; a zombie holds nothing and is not counted."""
+    found: list[str] = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            is_zombie = child.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            continue
+        if not is_zombie and not any(helper in command for helper in STANDARD_LIBRARY_HELPERS):
+            found.append(f"{child.pid} ({command or child.name()})")
+    return found
+
+
+def _shared_memory_names() -> list[str]:
+    folder = Path("/dev/shm")
+    return [entry.name for entry in folder.iterdir() if "paceline" in entry.name] if folder.is_dir() else []
+
+
+def _unowned(names: set[str]) -> set[str]:
+    """Without the names that a process of another session has mapped: it will remove them itself."""
+    if not names:
+        return names
+    for process in psutil.process_iter():
+        if process.pid != os.getpid():
+            names = names - _mapped_by(process)
+    return names
+
+
+def _mapped_by(process: psutil.Process) -> set[str]:
+    try:
+        return {Path(region.path).name for region in process.memory_maps() if region.path.startswith("/dev/shm/")}
+    except psutil.Error:
+        return set()

@@ -38,7 +38,9 @@ def flatten(tensor: Tensor, *, device_type: str) -> tuple[Tensor, Callable[[], N
         TypeError: the tensor is not dense, or not on such a device.
     """
     if tensor.device.type != device_type or tensor.layout != torch.strided:
-        raise TypeError(f"only dense tensors on {device_type} can be moved, not a {tensor.layout} one on {tensor.device}")
+        raise TypeError(
+            f"only dense tensors on {device_type} can be moved, not a {tensor.layout} one on {tensor.device}"
+        )
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_contiguous():

@@ -92,7 +92,7 @@ class SharedMemoryCollective(Collective):
             Mailbox.prepare(boxes, self.size)
             self._mailbox = Mailbox(self._rendezvous, self._pipeline, self._share(boxes), self.timing)
         except BaseException:
-            self.close()
+            self._release()
             raise
         self._pipeline.advance_messages = self._mailbox.advance
 
@@ -233,6 +233,10 @@ class SharedMemoryCollective(Collective):
 
     def close(self) -> None:
         """Leave. Peers that still wait for this rank raise `PeerLost`; allocated tensors stay readable here."""
+        self._release()
+        self._mailbox.close()
+
+    def _release(self) -> None:
         self._rendezvous.close()
         self._pipeline.close()
         self._plans.close()

@@ -95,18 +95,14 @@ class _Channel:
 class Mailbox:
     """One rank's channels to all others. Sends advance whenever this rank calls anything that waits."""
 
-    def __init__(
-        self, rendezvous: Rendezvous, pipeline: Pipeline, segments: Sequence[Segment], timing: Timing
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous, pipeline: Pipeline, segments: Sequence[Segment], timing: Timing) -> None:
         """`segments`: of all ranks, in rank order; in each, one box for every rank."""
         self._rendezvous = rendezvous
         self._pipeline = pipeline
         self._timing = timing
         rank = rendezvous.rank
         self._channels = {
-            other: _Channel(
-                other, _Box(segments[rank], other * BOX_BYTES), _Box(segments[other], rank * BOX_BYTES)
-            )
+            other: _Channel(other, _Box(segments[rank], other * BOX_BYTES), _Box(segments[other], rank * BOX_BYTES))
             for other in range(len(segments))
             if other != rank
         }
@@ -162,6 +158,10 @@ class Mailbox:
                 self._put(channel)
                 unsent = unsent or bool(channel.outgoing)
         return unsent
+
+    def close(self) -> None:
+        """Forget all messages and let go of the memory."""
+        self._channels = {}
 
     def _put(self, channel: _Channel) -> None:
         before_s = time.perf_counter()

@@ -119,5 +119,5 @@ class ReductionPlans:
         stop = start + num_elements * dtype.itemsize
         parts = [segment.tensor[start:stop].view(dtype) for segment in allocation.segments]
         offset = allocation.offset_bytes + start
-        signature = Signature("all_reduce of allocated memory", dtype, num_elements, op, offset_bytes=offset)
+        signature = Signature("all_reduce", dtype, num_elements, op, offset_bytes=offset)
         return SharePlan(parts, self._rank, signature, self._reduction(op, dtype))

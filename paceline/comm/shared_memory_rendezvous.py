@@ -293,20 +293,23 @@ class Rendezvous:
             self._control.buffer[_REASON.start : _REASON.start + len(reason)] = reason
             futex.fence()
             self._words[_DEPARTED] = 1
-        # Another thread may be signalling: of two increments one can be lost, after which a sleeper looks around late.
-        self._signal()
-        for peer in self.peers.values():
-            futex.wake(peer.events_address)  # where another thread of this process sleeps
-            futex.wake(peer.bell_address)
-        futex.wake(self._bell_address)
+            # The main thread may signal meanwhile: of two increments one can be lost, and a sleeper looks around late.
+            self._signal()
+            for peer in self.peers.values():
+                futex.wake(peer.events_address)  # where the main thread of this process may sleep
+                futex.wake(peer.bell_address)
+            futex.wake(self._bell_address)
 
     def close(self) -> None:
         """Say goodbye and give back descriptors and memory; a second call does nothing."""
         self.leave(UsageError("it was closed"))
-        for peer in self.peers.values():
-            peer.close()
-        self.peers = {}
-        self._control.close()
+        with self._lock:
+            for peer in self.peers.values():
+                peer.close()
+            self.peers = {}
+            self._control.close()
+            self._words = memoryview(b"")
+            self.arrived = self.done = Counter(_ARRIVED, self._words, {})
 
     def _signal(self) -> None:
         self._words[_EVENTS] = (self._words[_EVENTS] + 1) & _MASK

@@ -21,7 +21,6 @@ _OPERATIONS = (
     "reduce_scatter",
     "all_to_all",
     "barrier",
-    "all_reduce of allocated memory",
     "message",
 )
 # In an order that does not depend on the process.
@@ -42,8 +41,8 @@ class Signature:
     num_elements: int = 0
     op: ReduceOp | None = None
     root: int = 0
-    offset_bytes: int = 0
-    """Where the tensor starts, counted through all allocated memory."""
+    offset_bytes: int | None = None
+    """Where the tensor starts, counted through all allocated memory; None for one that lies elsewhere."""
     raw: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,16 +52,21 @@ class Signature:
             1 + REDUCE_OPS.index(self.op) if self.op else 0,
             self.root,
             self.num_elements,
-            self.offset_bytes,
+            0 if self.offset_bytes is None else 1 + self.offset_bytes,
         )
         object.__setattr__(self, "raw", packed)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Signature:
         """The inverse of `raw`."""
-        operation, dtype, op, root, num_elements, offset = _FORMAT.unpack(raw)
+        operation, dtype, op, root, num_elements, place = _FORMAT.unpack(raw)
         return cls(
-            _OPERATIONS[operation], _DTYPES[dtype], num_elements, REDUCE_OPS[op - 1] if op else None, root, offset
+            _OPERATIONS[operation],
+            _DTYPES[dtype],
+            num_elements,
+            REDUCE_OPS[op - 1] if op else None,
+            root,
+            place - 1 if place else None,
         )
 
     def __str__(self) -> str:
@@ -71,7 +75,7 @@ class Signature:
         what = f"{self.operation}({self.op})" if self.op else self.operation
         size = f"{self.num_elements} elements of " if self.num_elements else ""
         root = f" from rank {self.root}" if self.operation == "broadcast" else ""
-        place = f" at byte {self.offset_bytes}" if self.offset_bytes else ""
+        place = "" if self.offset_bytes is None else f" at byte {self.offset_bytes} of allocated memory"
         return f"{what} of {size}{str(self.dtype).removeprefix('torch.')}{root}{place}"
 
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn, final
 
@@ -14,7 +14,9 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, Store
 
+from paceline.comm.arguments import flatten, require_one_each, require_other, require_root
 from paceline.comm.base import Collective, ReduceOp, Timing, Work
 from paceline.comm.reduction import Reduction, divide, require_reducible
 from paceline.comm.signature import TensorForm, pack_forms, unpack_forms
@@ -29,7 +31,7 @@ _WIRE_DTYPES = {
     torch.bool: torch.uint8,
     **{dtype: dtype for dtype in (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)},
 }
-_OPERATIONS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
+_OPERATIONS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
@@ -57,18 +59,27 @@ class TorchCollective(Collective):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | dist.distributed_c10d.Backend, *, deadline_s: float | None = 300.0
+        self, group: dist.ProcessGroup, *, device: torch.device | None = None, deadline_s: float | None = 300.0
     ) -> None:
-        """`deadline_s`: the longest that any one call may wait; None for ever. The group's own timeout still holds."""
+        """Take over a process group.
+
+        Args:
+            group: one of gloo or NCCL; `close` shuts it down.
+            device: where this rank's tensors are; None for the CPU with gloo and the current CUDA device with NCCL.
+            deadline_s: the longest that any one call may wait; None for ever. The group's own timeout holds too.
+        """
         self.rank = group.rank()
         self.size = group.size()
         self.timing = Timing()
-        self._group = group
+        # Any: a process group and a bare backend take the same calls, which their stubs tell of neither.
+        self._group: Any = group
+        self._is_closed = False
         self._deadline_s = deadline_s
         self._failure: PacelineError | None = None
         is_nccl = group.name().lower() == "nccl"
         self._interval_s = _ASK_INTERVAL_S if is_nccl else _LOOK_INTERVAL_S
-        self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        default_device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        self._device = device or default_device
 
     def allocate(self, num_bytes: int) -> Tensor:
         """As `Collective.allocate`; plain memory, on this rank's GPU with NCCL."""
@@ -154,7 +165,8 @@ class TorchCollective(Collective):
         self._failure = self._failure or Aborted(reason)
 
     def close(self) -> None:
-        if self._group is not None:
+        if not self._is_closed:
+            self._is_closed = True
             self._failure = self._failure or UsageError("it was closed")
             self._group.shutdown()
             self._group = None
@@ -217,12 +229,14 @@ class TorchCollective(Collective):
         padded[: raw.numel()].copy_(raw)
         gathered = [torch.empty_like(padded) for _ in lengths]
         num_bytes = longest * (self.size - 1)
-        self._run(operation, lambda: self._group.allgather([gathered], [padded], dist.AllgatherOptions()), num_bytes)
+        self._run(operation, lambda: self._group.allgather([gathered], [padded], AllgatherOptions()), num_bytes)
         return [theirs[:length] for theirs, length in zip(gathered, lengths, strict=True)]
 
     def _exchange_raw(self, operation: str, tensors: Sequence[Tensor], forms: Sequence[TensorForm]) -> list[Tensor]:
         """Send the i-th tensor to rank i and return what all sent here, of the given forms."""
-        outgoing = torch.cat([flatten(tensor, device_type=self._device.type)[0].view(torch.uint8) for tensor in tensors])
+        outgoing = torch.cat(
+            [flatten(tensor, device_type=self._device.type)[0].view(torch.uint8) for tensor in tensors]
+        )
         sent = [tensor.nbytes for tensor in tensors]
         received = [form.num_bytes for form in forms]
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
@@ -298,7 +312,7 @@ class _TorchWork(Work):
 
 
 def connect_gloo(
-    store: dist.Store, *, rank: int, size: int, address: str, deadline_s: float | None = 300.0
+    store: Store, *, rank: int, size: int, address: str, deadline_s: float | None = 300.0
 ) -> TorchCollective:
     """Meet the other ranks over gloo. Collective call.
 
@@ -311,25 +325,35 @@ def connect_gloo(
         DeadlineExceeded, PeerLost: another rank did not come.
     """
     interface_with(address)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    backend: Any = dist.ProcessGroupGloo
+    options = backend._Options()
+    options._devices = [backend.create_device(hostname=address)]
     options._timeout = _timeout(deadline_s)
     with _meeting(size, deadline_s):
-        group = dist.ProcessGroupGloo(store, rank, size, options)
-    return TorchCollective(group, deadline_s=deadline_s)
+        return TorchCollective(backend(store, rank, size, options), deadline_s=deadline_s)
 
 
 def connect_nccl(
-    store: dist.Store, *, rank: int, size: int, address: str, deadline_s: float | None = 300.0
+    store: Store,
+    *,
+    rank: int,
+    size: int,
+    device: torch.device,
+    address: str | None = None,
+    deadline_s: float | None = 300.0,
 ) -> TorchCollective:
-    """Meet the other ranks over NCCL, each with its current CUDA device. Arguments and errors as `connect_gloo`.
+    """Meet the other ranks over NCCL, each with its CUDA device. Otherwise as `connect_gloo`.
 
-    NCCL reads its interface from the environment, once in a process, when it first communicates.
+    NCCL reads its interface from the environment, once in a process, when it first communicates. Without an address
+    NCCL chooses.
     """
-    options = dist.ProcessGroupNCCL.Options()
+    backend: Any = dist.ProcessGroupNCCL
+    options = backend.Options()
     options._timeout = _timeout(deadline_s)
-    with _environment("NCCL_SOCKET_IFNAME", "=" + interface_with(address)), _meeting(size, deadline_s):
-        collective = TorchCollective(dist.ProcessGroupNCCL(store, rank, size, options), deadline_s=deadline_s)
+    torch.cuda.set_device(device)
+    interface = nullcontext() if address is None else _environment("NCCL_SOCKET_IFNAME", "=" + interface_with(address))
+    with interface, _meeting(size, deadline_s):
+        collective = TorchCollective(backend(store, rank, size, options), device=device, deadline_s=deadline_s)
         collective.barrier()
     return collective
 
@@ -381,15 +405,6 @@ def _to_wire(tensor: Tensor, op: ReduceOp) -> Tensor:
     if tensor.dtype not in _WIRE_DTYPES:
         raise TypeError(f"torch.distributed has no {op} of {tensor.dtype} tensors; convert them")
     return tensor.to(_WIRE_DTYPES[tensor.dtype]).contiguous()
-
-
-def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """The tensor as contiguous 1-D memory and, where that is a copy, what copies it back."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1), None
-    copy = tensor.contiguous()
-    return copy.view(-1), lambda: tensor.copy_(copy)
 
 
 def _exceeded(operation: str, deadline_s: float | None) -> DeadlineExceeded:

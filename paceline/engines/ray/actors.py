@@ -82,8 +82,8 @@ class WorldSpec:
 class WorkerActor:
     """One worker. `hello`, then `run`, which returns how the program ended instead of raising."""
 
-    def __init__(self, num_workers: int) -> None:
-        self._memory = SharedMemoryCollective.prepare(size=num_workers)
+    def __init__(self) -> None:
+        self._memory = SharedMemoryCollective.prepare()
         self._address = own_address()
         self._store = TCPStore(
             self._address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -204,9 +204,10 @@ class WorkerActor:
             if rank == 0
             else TCPStore(first.address, first.store_port, is_master=False, timeout=timedelta(seconds=60))
         )
-        if has_own_device:
-            return connect_nccl(store, rank=rank, size=spec.size, device=device, deadline_s=deadline_s)
         address = spec.workers[rank].address
+        if has_own_device:
+            torch.cuda.set_device(device)
+            return connect_nccl(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
         return connect_gloo(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
 
 

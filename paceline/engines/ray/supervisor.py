@@ -106,7 +106,7 @@ class Supervisor:
         )
         launcher = self._controller.address
         for rank, where in enumerate(workers):
-            self._members.actors[f"worker-{rank}"] = _actor(WorkerActor, where).remote(job.num_workers)
+            self._members.actors[f"worker-{rank}"] = _actor(WorkerActor, where).remote()
         for index, where in enumerate(servers):
             self._members.actors[f"server-{index}"] = _actor(ServerActor, where, max_concurrency=3).remote(launcher, index)
         infos = self._hello()

@@ -1,0 +1,80 @@
+"""What a person sees of a run that is under way: one line of progress, and the scripts' output above it."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from paceline.config import RunConfig
+from paceline.engines.ray.controller import Progress
+from paceline.records import summarise
+
+_REFRESH_S = 0.1
+_PLAIN_INTERVAL_S = 5.0
+
+
+@final
+class ProgressLine:
+    """A context in which a run shows its step, speed, metrics and where its time goes.
+
+    On a terminal a line that moves; elsewhere a plain line every few seconds, so that logs stay readable.
+    """
+
+    def __init__(self, console: Console, label: str, config: RunConfig) -> None:
+        self._console, self._label, self._config = console, label, config
+        self._bar = Bar(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(label, total=config.max_steps, facts="starting")
+        self._shown_s = 0.0
+
+    def __enter__(self) -> ProgressLine:
+        self._shown_s = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def on_progress(self, progress: Progress) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s < (_REFRESH_S if self._console.is_terminal else _PLAIN_INTERVAL_S):
+            return
+        self._shown_s = now_s
+        facts = _facts(progress)
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=progress.iteration, facts=facts)
+        else:
+            self._console.print(f"{self._label}: {facts}", highlight=False, soft_wrap=True)
+
+    def on_output(self, who: str, line: str) -> None:
+        self._console.print(Text.assemble((f"[{who}] ", "dim"), Text.from_ansi(line)), soft_wrap=True)
+
+
+def _facts(progress: Progress) -> str:
+    if progress.phase != "training":
+        return "starting"
+    parts = [f"step {progress.iteration}"]
+    if progress.time_s > 0:
+        parts.append(f"{progress.samples / progress.time_s:,.0f} samples/s")
+    if progress.metrics:
+        parts.append(summarise(progress.metrics))
+    whole = progress.compute_s + progress.communication_s + progress.waiting_s
+    if whole > 0:
+        shares = (progress.compute_s / whole, progress.communication_s / whole, progress.waiting_s / whole)
+        parts.append("compute {:.0%} communication {:.0%} waiting {:.0%}".format(*shares))
+    return "  ".join(parts)

@@ -1,0 +1,114 @@
+"""What the hosts of a cluster are, and whether they reach one another."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, cast, final
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from paceline.engines.ray.cluster import connected, nodes, own_address
+from paceline.errors import RunFailed
+
+_CONNECT_S = 5.0
+_PROBE_S = 60.0
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """One host of the cluster, and what is wrong with it."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    python: str
+    torch: str
+    paceline: str
+    interface: str
+    problems: tuple[str, ...]
+
+
+@final
+class ProbeActor:
+    """Looks at one host, and answers the other hosts' calls."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server((own_address(), 0))
+
+    def look(self) -> dict[str, Any]:
+        address, port = self._server.getsockname()[:2]
+        return {
+            "address": address,
+            "port": port,
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+            "paceline": _version("paceline"),
+            "interface": _interface_of(address),
+        }
+
+    def reach(self, others: list[tuple[str, int]]) -> list[str]:
+        """What keeps this host from calling the others."""
+        problems = []
+        for address, port in others:
+            try:
+                socket.create_connection((address, port), timeout=_CONNECT_S).close()
+            except OSError as error:
+                problems.append(f"cannot reach {address}: {error}")
+        return problems
+
+
+def probe(address: str | None) -> list[HostReport]:
+    """Look at every host of the cluster, or of a local one started for this.
+
+    Raises:
+        RunFailed: there is no cluster, or it does not run processes.
+    """
+    with connected(address):
+        hosts = nodes()
+        actors = []
+        for host in hosts:
+            affinity = NodeAffinitySchedulingStrategy(host.node_id, soft=False)
+            configured = cast(Any, ray.remote)(num_cpus=0, scheduling_strategy=affinity)(ProbeActor)
+            actors.append(configured.remote())
+        try:
+            looks = ray.get([actor.look.remote() for actor in actors], timeout=_PROBE_S)
+            reaches = ray.get(
+                [
+                    actor.reach.remote([(o["address"], o["port"]) for o in looks if o is not mine])
+                    for actor, mine in zip(actors, looks, strict=True)
+                ],
+                timeout=_PROBE_S + _CONNECT_S * len(hosts),
+            )
+        except RayError as error:
+            raise RunFailed(f"the cluster does not run processes: {error}") from error
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+    reports = []
+    for host, look, problems in zip(hosts, looks, reaches, strict=True):
+        for package in ("python", "torch", "paceline"):
+            if look[package] != looks[0][package]:
+                problems.append(f"{package} is {look[package]}, but {looks[0][package]} on {looks[0]['address']}")
+        facts = {name: look[name] for name in ("python", "torch", "paceline", "interface")}
+        reports.append(HostReport(host.address, host.num_cpus, host.num_gpus, problems=tuple(problems), **facts))
+    return reports
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _interface_of(address: str) -> str:
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return "unknown"

@@ -71,7 +71,7 @@ class GradientBuckets:
         if gradient.layout is not torch.strided:
             name = self._name(index)
             raise UsageError(f"parameter {name!r} has a sparse gradient; give its layer sparse=False")
-        view.copy_(gradient)
+        view.copy_(gradient.detach())  # under create_graph it has a history, which the bucket must not take on
         parameter.grad = view
         return True
 
@@ -114,10 +114,11 @@ class GradientBuckets:
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         bucket = self._bucket_of[index]
+        announces = self._on_bucket is not None or self._on_backward_end is not None
 
         def on_gradient(_: Tensor) -> None:
             self.adopt(index)
-            if not self.is_synchronizing or self._on_backward_end is None:
+            if not self.is_synchronizing or not announces:
                 return
             if not self._in_backward:
                 self._in_backward = True

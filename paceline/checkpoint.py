@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-import pickle
+import zipfile
 from dataclasses import asdict, dataclass, field, fields
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ class WorkerState:
     epoch: int
     num_batches_done: int
     random_state: dict[str, Any]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """The model's, as this worker has them; the checkpoint's model holds their mean."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,19 @@ class Checkpoint:
     """State of what else was given to `prepare`, by name."""
 
     def encode(self) -> bytes:
-        """As bytes of a weights-only torch file."""
+        """As bytes of a weights-only torch file.
+
+        Raises:
+            UsageError: something in it is not plain data, so that `decode` would refuse it.
+        """
+        groups = [{name: _as_float(value) for name, value in group.items()} for group in self.groups]
+        for index, group in enumerate(groups):
+            for name, value in group.items():
+                _require_plain(f"{name!r} of the optimizer's group {index}", value)
+        for name, state in self.extra.items():
+            _require_plain(f"the state of {name!r}", state)
         content = {f.name: getattr(self, f.name) for f in fields(self)}
+        content["groups"] = groups
         content["workers"] = [asdict(worker) for worker in self.workers]
         buffer = io.BytesIO()
         torch.save({"format": _FORMAT, **content}, buffer)
@@ -63,12 +77,49 @@ class Checkpoint:
             UsageError: the bytes are no checkpoint of this format.
         """
         try:
+            _require_sound(raw)
             content = torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
             if content.pop("format") != _FORMAT:
                 raise UsageError(f"{where} is a checkpoint of another version of Paceline")
             workers = [WorkerState(**worker) for worker in content.pop("workers")]
             return cls(workers=workers, **content)
-        except (KeyError, TypeError, AttributeError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            if isinstance(error, UsageError):
-                raise
+        except UsageError:
+            raise
+        except (LookupError, TypeError, AttributeError, RuntimeError, EOFError, ValueError, PickleError) as error:
             raise UsageError(f"{where} is no checkpoint, or a damaged one: {error}") from None
+
+
+def _require_sound(raw: bytes) -> None:
+    """Compare the file with its own checksums, which torch writes but does not look at.
+
+    Raises:
+        ValueError: naming the part that differs.
+    """
+    try:
+        damaged = zipfile.ZipFile(io.BytesIO(raw)).testzip()
+    except zipfile.BadZipFile as error:
+        raise ValueError(str(error)) from None
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} is wrong")
+
+
+def _as_float(value: Any) -> Any:
+    """numpy's float64, which learning-rate schedules often return, is a float but no plain data."""
+    return float(value) if isinstance(value, float) else value
+
+
+def _require_plain(what: str, value: Any) -> None:
+    """
+    Raises:
+        UsageError: the value would need free unpickling.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except (PickleError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"a checkpoint holds plain data and tensors only, but {what} is or has something else: {error}"
+        ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +10,7 @@ from typing import Literal
 from paceline.errors import UsageError
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
-_LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|(^|_)(mae|mse|rmse|nll|wer|cer)($|_)")
+_LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|(?<![a-z0-9])(mae|mse|rmse|nll|wer|cer)(?![a-z0-9])")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class Target:
     def parse(cls, text: str) -> Target:
         """Read `accuracy=0.95`, `accuracy>=0.95` or `loss<=0.3`.
 
-        With `=`, metrics whose name says loss, error or perplexity are to fall, all others to rise.
+        With `=`, metrics whose name says loss, error or perplexity, or has mae, mse, rmse, nll, wer or cer as a word,
+        are to fall, all others to rise.
 
         Raises:
             UsageError: the text has another form.
@@ -44,10 +44,10 @@ class Target:
         return cls(metric, value, not falling)
 
     def is_reached(self, value: float) -> bool:
-        return (operator.ge if self.rising else operator.le)(value, self.value)
+        return value >= self.value if self.rising else value <= self.value
 
     def __str__(self) -> str:
-        return f"{self.metric}{'>=' if self.rising else '<='}{self.value:g}"
+        return f"{self.metric}{'>=' if self.rising else '<='}{self.value:.15g}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ from paceline.checkpoint import Checkpoint
 from paceline.config import DeviceChoice, RunConfig, Target
 from paceline.engines.ray.cluster import connected
 from paceline.engines.ray.controller import Progress
+from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.scripting import Program, Script
 from paceline.engines.ray.supervisor import Job, Supervisor, Watcher
-from paceline.errors import UsageError
+from paceline.errors import UsageError, suggest
 from paceline.records import truncate
 from paceline.result import Result
 from paceline.strategies import build, name_of
@@ -65,11 +66,13 @@ def run(
         max_steps, max_time_s, target: what ends the run before the script does.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
-        resume: the result directory of a run to go on with; its records are continued unless `out` is given.
+        resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
 
     Raises:
-        UsageError: something asked for does not exist or cannot be had; nothing was started.
+        UsageError: something asked for does not exist or cannot be had. Nothing was started, unless only the script
+            could tell, as of a target's metric.
         RunFailed: a worker or server died or failed; the message says who, at which step, and why.
+        Interrupted: by Ctrl-C (a KeyboardInterrupt); the message says how to go on.
     """
     plan = _strategy(strategy, options)
     if workers < 1:
@@ -86,15 +89,22 @@ def run(
         deadline_s=deadline_s,
     )
     task = _program(program, arguments)
-    checkpoint = _read_checkpoint(Path(resume)) if resume is not None else None
-    directory = _directory(out, resume, plan, workers)
+    raw = checkpoint = None
+    if resume is not None:
+        raw, checkpoint = _read_checkpoint(Path(resume), num_workers=workers, seed=seed)
+    directory = _directory(out, resume, checkpoint, plan, workers)
     path = task.path if isinstance(task, Script) else getattr(task, "__qualname__", repr(task))
     described = manifest.describe_run(
         program=path, arguments=arguments, strategy=plan, num_workers=workers, config=config
     )
-    manifest.write(directory, described | {"resumed_from": str(resume) if resume is not None else None})
-    with connected(address):
-        Supervisor(Job(task, plan, workers, config, checkpoint), directory, watcher or Quiet()).run()
+    _write_manifest(directory, described | {"resumed_from": str(resume) if resume is not None else None})
+    try:
+        with connected(address):
+            Supervisor(Job(task, plan, workers, config, raw), directory, watcher or Quiet()).run()
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted(directory) from None
     return Result(directory)
 
 
@@ -113,40 +123,52 @@ def _program(program: str | Path | Callable[[], Any], arguments: Sequence[str]) 
         return program
     path = Path(program)
     try:
-        source = path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8-sig")
         compile(source, str(path), "exec", dont_inherit=True)
     except OSError as error:
-        raise UsageError(f"cannot read the script {path}: {error.strerror}") from None
+        near = suggest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
+        raise UsageError(f"cannot read the script {path}: {error.strerror}{near}") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"the script {path} is not valid Python: {error}") from None
     return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
 
 
-def _read_checkpoint(directory: Path) -> bytes:
-    """The checkpoint's bytes, known to be readable.
+def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[bytes, Checkpoint]:
+    """The checkpoint as it lies there, and what it says.
 
     Raises:
-        UsageError: there is none, or a damaged one.
+        UsageError: there is none, a damaged one, or one of a run with other workers or another seed.
     """
     path = directory / CHECKPOINT_FILE
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot resume from {path}: {error.strerror}") from None
-    Checkpoint.decode(raw, where=str(path))
-    return raw
+        raise UsageError(
+            f"cannot resume from {path}: {error.strerror}; give the result directory of a run that saved a checkpoint"
+        ) from None
+    checkpoint = Checkpoint.decode(raw, where=str(path))
+    if len(checkpoint.workers) != num_workers:
+        raise UsageError(f"{path} was saved with --workers {len(checkpoint.workers)}; resume with as many")
+    if checkpoint.seed != seed:
+        raise UsageError(f"{path} was saved with --seed {checkpoint.seed}; resume with the same")
+    return raw, checkpoint
 
 
-def _directory(out: str | Path | None, resume: str | Path | None, strategy: Strategy, workers: int) -> Path:
+def _directory(
+    out: str | Path | None,
+    resume: str | Path | None,
+    checkpoint: Checkpoint | None,
+    strategy: Strategy,
+    workers: int,
+) -> Path:
     """Make the result directory, or take over the one to go on with.
 
     Raises:
         UsageError: it cannot be made, or holds another run's files.
     """
-    if out is None and resume is not None:
-        directory = Path(resume)
-        truncate(directory, iteration=Checkpoint.decode(_read_checkpoint(directory), where=str(directory)).iteration)
-        return directory
+    if resume is not None and checkpoint is not None and (out is None or Path(out).resolve() == Path(resume).resolve()):
+        truncate(Path(resume), iteration=checkpoint.iteration)
+        return Path(resume)
     if out is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
         out = Path("runs") / f"{stamp}-{name_of(strategy)}-{workers}"
@@ -155,7 +177,20 @@ def _directory(out: str | Path | None, resume: str | Path | None, strategy: Stra
         directory.mkdir(parents=True, exist_ok=True)
         occupied = any(directory.iterdir())
     except OSError as error:
-        raise UsageError(f"cannot write results to {directory}: {error.strerror}") from None
+        raise _unwritable(directory, error) from None
     if occupied:
-        raise UsageError(f"{directory} is not empty; give another --out, or --resume {directory} to go on with it")
+        has_checkpoint = (directory / CHECKPOINT_FILE).exists()
+        remedy = f", or --resume {directory} to go on with it" if has_checkpoint else ""
+        raise UsageError(f"{directory} is not empty; give another --out{remedy}")
     return directory
+
+
+def _write_manifest(directory: Path, described: dict[str, Any]) -> None:
+    try:
+        manifest.write(directory, described)
+    except OSError as error:
+        raise _unwritable(directory, error) from None
+
+
+def _unwritable(directory: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write results to {directory}: {error.strerror}; give another --out")

@@ -1,17 +1,23 @@
 """Typed facts about a run, and the files that hold them.
 
-`steps.csv`, `metrics.csv` and `updates.csv` grow by rows; `evaluations.jsonl` and `events.jsonl` by lines.
+`steps.csv`, `metrics.csv` and `updates.csv` grow by rows; `evaluations.jsonl` and `events.jsonl` by lines. A line
+counts once its end is written: what a killed run left after it is not read, and is cut off before more is appended.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, ClassVar, TypeVar, final, get_type_hints
+
+from paceline.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,7 @@ def from_plain(data: list[Any]) -> Record:
     Raises:
         ValueError: the data is no record.
     """
-    record_type = _BY_KIND.get(data[0]) if data else None
+    record_type = _BY_KIND.get(data[0]) if data and isinstance(data[0], str) else None
     if record_type is None or len(data) != 1 + len(fields(record_type)):
         raise ValueError(f"not a record: {str(data)[:80]}")
     return record_type(*data[1:])
@@ -173,10 +179,10 @@ class RecordWriter:
     def _open(self, record_type: type[Record]) -> IO[str]:
         if record_type.kind not in self._files:
             path = record_path(self._directory, record_type)
-            is_new = not path.exists()
+            num_bytes = _drop_torn_end(path)
             file = path.open("a", encoding="utf-8", newline="")
             self._files[record_type.kind] = file
-            if is_new and record_type in _TABLES:
+            if num_bytes == 0 and record_type in _TABLES:
                 file.write(",".join(field.name for field in fields(record_type)) + "\n")
         return self._files[record_type.kind]
 
@@ -190,27 +196,69 @@ R = TypeVar("R", StepRecord, MetricRecord, UpdateRecord, EvaluationRecord, Event
 
 
 def read_records(directory: Path, record_type: type[R]) -> list[R]:
-    """All records of one type in a result directory, in the order they were written; none if there is no such file."""
-    path = record_path(directory, record_type)
+    """All records of one type in a result directory, in the order they were written; none if there is no such file.
+
+    Raises:
+        UsageError: something other than a torn last line is no such record; the message names the file and the place.
+    """
+    return list(_read(record_path(directory, record_type), record_type))
+
+
+def _read(path: Path, record_type: type[Any]) -> Iterator[Any]:
     if not path.exists():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        if record_type not in _TABLES:
-            return [record_type(**json.loads(line)) for line in file]
-        types = get_type_hints(record_type)
-        return [record_type(**{key: types[key](text) for key, text in row.items()}) for row in csv.DictReader(file)]
+        return
+    num_read = 0
+    try:
+        for values in _values(_complete(path.read_bytes()).decode(), record_type):
+            yield record_type(**values)
+            num_read += 1
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{path}: entry {num_read + 1} is no record of this version of Paceline: {error}") from None
+
+
+def _values(text: str, record_type: type[Any]) -> Iterator[dict[str, Any]]:
+    lines = io.StringIO(text, newline="")
+    if record_type not in _TABLES:
+        yield from (json.loads(line) for line in lines)
+        return
+    types = get_type_hints(record_type)
+    for row in csv.DictReader(lines):
+        yield {key: types[key](value) for key, value in row.items()}
+
+
+def _complete(raw: bytes) -> bytes:
+    """The lines whose end was written."""
+    return raw[: raw.rfind(b"\n") + 1]
+
+
+def _drop_torn_end(path: Path) -> int:
+    """Cut off an unfinished last line; returns the bytes that are left, 0 if there is no file."""
+    if not path.exists():
+        return 0
+    raw = path.read_bytes()
+    num_bytes = len(_complete(raw))
+    if num_bytes < len(raw):
+        os.truncate(path, num_bytes)
+    return num_bytes
 
 
 def truncate(directory: Path, *, iteration: int) -> None:
-    """Drop what was recorded after `iteration`, for a run that goes on from there."""
-    for record_type in RECORD_TYPES:
-        path = record_path(directory, record_type)
-        if path.exists():
-            kept = [record for record in read_records(directory, record_type) if record.iteration <= iteration]
-            path.unlink()
-            writer = RecordWriter(directory)
-            writer.write(kept)
-            writer.close()
+    """Drop what was recorded after `iteration`, for a run that goes on from there.
+
+    Each file is replaced as a whole: if this is interrupted, it is the old or the new one.
+    """
+    with tempfile.TemporaryDirectory(prefix=".truncate-", dir=directory) as scratch:
+        writer = RecordWriter(Path(scratch))
+        for record_type in RECORD_TYPES:
+            records = _read(record_path(directory, record_type), record_type)
+            writer.write(record for record in records if record.iteration <= iteration)
+        writer.close()
+        for record_type in RECORD_TYPES:
+            kept, path = record_path(Path(scratch), record_type), record_path(directory, record_type)
+            if kept.exists():
+                os.replace(kept, path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _row(record: Record) -> list[Any]:

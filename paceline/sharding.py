@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from paceline.errors import UsageError
+from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import derive, preserved_random_state, seed_everything
+
+_MAX_IDLE_EPOCHS = 1000
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def _even_out(groups: list[list[Sequence[int]]], size: int) -> None:
     if len(samples) < size:
         raise UsageError(f"{len(samples)} samples cannot be divided among {size} workers; use fewer workers")
     bounds = [len(samples) * part // size for part in range(size + 1)]
-    groups.append([samples[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)])
+    groups.append([samples[start:stop] for start, stop in pairwise(bounds)])
 
 
 @final
@@ -62,14 +65,18 @@ class ShardedLoader:
 
     The order of an epoch is drawn by the loader's own sampler from (seed, epoch), the same on every rank. Iterating
     ends early once `should_stop()` is true; after a resume the epochs already trained are empty, and the first one
-    that is not starts where the checkpoint was taken.
+    that is not starts where the checkpoint was taken. A script that leaves its loop early goes on with the next epoch.
 
     Args:
+        on_return: called when the script comes back: for its next batch, or for a new epoch.
         on_batch: called with each batch's place before it is handed out.
         on_position: called once when the position to resume from is reached.
 
+    A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
+
     Raises:
-        UsageError: the data set has no indices, or the loader is already sharded.
+        UsageError: the data set has no indices, the loader is already sharded, it is of a class with an iteration of
+            its own, or it has no batch.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class ShardedLoader:
         rank: int,
         size: int,
         seed: int,
+        on_return: Callable[[], None] = lambda: None,
         on_batch: Callable[[RankBatch], None],
         on_position: Callable[[], None],
         should_stop: Callable[[], bool],
@@ -86,7 +94,8 @@ class ShardedLoader:
         _refuse_unshardable(loader)
         self._loader = loader
         self._rank, self._size, self._seed = rank, size, seed
-        self._on_batch, self._on_position, self._should_stop = on_batch, on_position, should_stop
+        self._on_return, self._should_stop = on_return, should_stop
+        self._on_batch, self._on_position = on_batch, on_position
         self._inner_batches: list[tuple[int, ...]] = []
         self._inner = _rebuild(loader, self._inner_batches)
         self.epoch = 0
@@ -94,25 +103,30 @@ class ShardedLoader:
         self.num_batches_done = 0
         """Batches of that epoch already handed out."""
         self._resume_at: tuple[int, int] | None = None
+        self._num_idle_epochs = 0
         self._length = len(self.batches(0))
+        if self._length == 0:
+            raise UsageError(f"the DataLoader has no batch for {size} worker(s): fewer samples than a global batch?")
 
     def __len__(self) -> int:
         return self._length
 
     def __getattr__(self, name: str) -> Any:
         """Everything else that a DataLoader has, as the script made it."""
-        return getattr(self.__dict__["_loader"], name)
+        if "_loader" not in self.__dict__:  # copy and pickle look before there is anything
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def batches(self, epoch: int) -> list[RankBatch]:
         """This rank's batches of an epoch."""
         with preserved_random_state():
             seed = derive(self._seed, "order", epoch)
             seed_everything(seed)
-            generator = getattr(self._loader.sampler, "generator", None)
-            if isinstance(generator, torch.Generator):
+            for generator in _generators(self._loader):
                 generator.manual_seed(seed)
-            if self._loader.batch_sampler is not None:
-                drawn = [list(batch) for batch in self._loader.batch_sampler]
+            batch_sampler = _batch_sampler(self._loader)
+            if batch_sampler is not None:
+                drawn = [list(batch) for batch in batch_sampler]
             else:
                 drawn = [[index] for index in self._loader.sampler]
                 if len(drawn) % self._size:
@@ -120,32 +134,47 @@ class ShardedLoader:
                         f"{len(drawn)} unbatched samples cannot be dealt out evenly to {self._size} workers; "
                         "give the DataLoader a batch_size"
                     )
-        return divide(drawn, rank=self._rank, size=self._size, drop_last=self._loader.drop_last)
+        return divide(drawn, rank=self._rank, size=self._size, drop_last=getattr(batch_sampler, "drop_last", False))
 
     def resume_at(self, epoch: int, num_batches_done: int) -> None:
         """Skip to a checkpoint's position."""
         self._resume_at = (epoch, num_batches_done)
 
     def __iter__(self) -> Iterator[Any]:
+        self._on_return()
         if self._should_stop():
+            self._num_idle_epochs += 1
+            if self._num_idle_epochs > _MAX_IDLE_EPOCHS:
+                raise BudgetReached("the run has ended, and the script goes on asking for epochs")
             return
         if self._resume_at is not None and self.epoch < self._resume_at[0]:
             self.epoch += 1
             return
         batches = self.batches(self.epoch)
-        skipped = 0
-        if self._resume_at is not None:
-            skipped = self._resume_at[1]
-            self._resume_at = None
-            self._on_position()
+        position, self._resume_at = self._resume_at, None
+        skipped = position[1] if position is not None else 0
         self._inner_batches[:] = [batch.indices for batch in batches[skipped:]]
         self.num_batches_done = skipped
-        for batch, data in zip(batches[skipped:], self._inner, strict=True):
+        if position is not None and not skipped:
+            self._on_position()
+        inner = iter(self._inner)  # draws from the random state, as it did when the epoch was begun
+        if position is not None and skipped:
+            self._on_position()
+        for batch, data in zip(batches[skipped:], inner, strict=True):
             self._on_batch(batch)
             self.num_batches_done += 1
-            yield data
+            try:
+                yield data
+            except GeneratorExit:
+                if not self._should_stop():
+                    self._end_epoch()
+                raise
+            self._on_return()
             if self._should_stop():
                 return
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
         self.epoch += 1
         self.num_batches_done = 0
 
@@ -155,8 +184,26 @@ def _refuse_unshardable(loader: DataLoader[Any]) -> None:
         raise UsageError(f"prepare takes a torch DataLoader, not {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError("an IterableDataset has no indices to divide among workers; use a map-style data set")
-    if isinstance(loader.sampler, DistributedSampler):
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UsageError(f"{type(loader).__name__} iterates in a way of its own; use a plain DataLoader")
+    if any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
         raise UsageError("the DataLoader already has a DistributedSampler; prepare divides the data itself: remove it")
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    """What draws the order of an epoch."""
+    batch_sampler = _batch_sampler(loader)
+    return [loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def _batch_sampler(loader: DataLoader[Any]) -> Any:
+    """What draws whole batches: the loader's own, or a sampler that does so for a data set that fetches batches."""
+    return loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    found = [getattr(sampler, "generator", None) for sampler in _samplers(loader)]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def _rebuild(loader: DataLoader[Any], batches: list[tuple[int, ...]]) -> DataLoader[Any]:
@@ -176,7 +223,9 @@ def _rebuild(loader: DataLoader[Any], batches: list[tuple[int, ...]]) -> DataLoa
     }
     if loader.batch_sampler is not None:
         return DataLoader(loader.dataset, batch_sampler=_Batches(batches), **common)
-    return DataLoader(loader.dataset, batch_size=None, sampler=_Singles(batches), **common)
+    whole = isinstance(loader.sampler, BatchSampler)
+    sampler = _Batches(batches) if whole else _Singles(batches)
+    return DataLoader(loader.dataset, batch_size=None, sampler=sampler, **common)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from paceline.comm.base import ReduceOp
 from paceline.config import RunConfig
 from paceline.engines import torchrun
 from paceline.engines.world import World, current, enter
+from paceline.evaluation import Evaluation
 from paceline.records import NullReporter, summarise
-from paceline.session import Evaluation, Session
+from paceline.session import Session
 from paceline.strategies.base import Context
 from paceline.strategies.single import Single
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from paceline.cli import demo, doctor, run, strategies
+from paceline.cli import demo, doctor, run, strategies, watching
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
     name="paceline",
-    help="Train one PyTorch script under any data-parallel architecture, and see which gets there first.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -22,12 +24,26 @@ app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("strategies")(strategies.strategies)
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Train one PyTorch script under any data-parallel architecture, and see which gets there first."""
+    if version:
+        typer.echo(f"paceline {metadata.version('paceline')}")
+        raise typer.Exit
 
 
 def main() -> None:
-    """Run the command line; errors that Paceline raises on purpose are shown as their message alone."""
+    """Run the command line; errors that Paceline raises on purpose are shown as their message alone.
+
+    SIGTERM is taken as Ctrl-C.
+    """
     console = Console(stderr=True, soft_wrap=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except UsageError as error:
@@ -39,4 +55,4 @@ def main() -> None:
         console.print(str(error), markup=False, highlight=False)
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(watching.EXIT_INTERRUPTED)

@@ -93,7 +93,8 @@ def _zeromq() -> Finding:
 
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0))
-    return Finding("cores", cores >= 2, f"{cores} for this process", "with one core, workers take turns: expect no speed-up")
+    remedy = "with one core, workers take turns: expect no speed-up"
+    return Finding("cores", cores >= 2, f"{cores} for this process", remedy)
 
 
 def _memory() -> Finding:

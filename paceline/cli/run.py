@@ -10,7 +10,7 @@ from rich.console import Console
 
 from paceline import launch
 from paceline.cli import tables
-from paceline.cli.watching import ProgressLine
+from paceline.cli.watching import EXIT_INTERRUPTED, ProgressLine
 from paceline.config import DeviceChoice, RunConfig
 from paceline.errors import UsageError
 
@@ -30,7 +30,9 @@ def run(
     eval_every: Annotated[int | None, typer.Option(help="Iterations between evaluations.")] = None,
     checkpoint_every: Annotated[
         int | None,
-        typer.Option(help="Iterations between checkpoints. [default: at evaluations at least 30 s apart, and at the end]"),
+        typer.Option(
+            help="Iterations between checkpoints. [default: at evaluations at least 30 s apart, and at the end]"
+        ),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="End when an evaluation reaches this.", metavar="METRIC=VALUE")
@@ -73,9 +75,9 @@ def run(
                 resume=resume,
                 watcher=watcher,
             )
-    except KeyboardInterrupt:
-        console.print("interrupted; `--resume` with the result directory goes on from the last checkpoint")
-        raise
+    except KeyboardInterrupt as interrupt:
+        console.print(str(interrupt) or "interrupted", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     Console().print(tables.summary(result))
 
 

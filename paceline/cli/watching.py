@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from types import TracebackType
 from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.text import Text
 
 from paceline.config import RunConfig
 from paceline.engines.ray.controller import Progress
 from paceline.records import summarise
 
+EXIT_INTERRUPTED = 130
 _REFRESH_S = 0.1
 _PLAIN_INTERVAL_S = 5.0
 
@@ -22,7 +26,8 @@ _PLAIN_INTERVAL_S = 5.0
 class ProgressLine:
     """A context in which a run shows its step, speed, metrics and where its time goes.
 
-    On a terminal a line that moves; elsewhere a plain line every few seconds, so that logs stay readable.
+    On a terminal a line that moves; elsewhere a plain line every few seconds, so that logs stay readable. Nothing
+    else is shown meanwhile: Ray's notices go to standard output, and say less than a run's own errors.
     """
 
     def __init__(self, console: Console, label: str, config: RunConfig) -> None:
@@ -35,13 +40,17 @@ class ProgressLine:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task(label, total=config.max_steps, facts="starting")
         self._shown_s = 0.0
+        self._silence = contextlib.redirect_stdout(io.StringIO())
 
     def __enter__(self) -> ProgressLine:
         self._shown_s = time.monotonic()
+        self._silence.__enter__()
         self._bar.start()
         return self
 
@@ -49,6 +58,7 @@ class ProgressLine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+        self._silence.__exit__(kind, error, trace)
 
     def on_progress(self, progress: Progress) -> None:
         now_s = time.monotonic()

@@ -44,7 +44,9 @@ def flatten(tensor: Tensor, *, device_type: str) -> tuple[Tensor, Callable[[], N
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_contiguous():
-        return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
+        flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+        # With one element or none, any stride counts as contiguous, but not when the bytes are viewed.
+        return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))), None
     copy = tensor.contiguous()
 
     def copy_back() -> None:

@@ -13,8 +13,9 @@ import zmq
 from torch import Tensor
 
 from paceline.comm.base import OptimizerSpec
+from paceline.comm.line import Bell, BellAddress, ServerLine
 from paceline.comm.segment import Segment, SegmentAddress
-from paceline.comm.wire import Keys, Kind, Listener, Message, WireError, from_frames, to_frames
+from paceline.comm.wire import Keys, Kind, Listener, Message, Raw, WireError, from_frames, raw_bytes, to_frames
 from paceline.errors import PacelineError
 from paceline.layout import Layout
 from paceline.records import Reporter, UpdateRecord
@@ -25,6 +26,7 @@ from paceline.server.state import export_state, import_state
 
 VOID, STOP, ADMITTED = 1, 2, 4  # flags of EXCHANGE and ANSWER
 POLL_S = 0.1
+_ERROR_LENGTH = 4000
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class _Client:
     gradients: list[Tensor]
     segments: tuple[Segment, ...]
     """Mapped memory of a worker on this host; none for a worker elsewhere, whose tensors cross the wire."""
+    line: ServerLine | None = None
+    """The quick way to a worker on this host."""
+    asked_on_line: bool = False
+    """Whether the last request came that way; its answer goes back the same."""
     arrived_s: float = 0.0
 
     @property
@@ -69,6 +75,7 @@ class ParameterService:
     def __init__(self, keys: Keys, *, host: str, index: int, epoch: int, reporter: Reporter) -> None:
         self._listener = Listener(keys, host=host)
         self.endpoint = self._listener.endpoint
+        self._bell = Bell()
         self._index, self._epoch, self._reporter = index, epoch, reporter
         self._clients: dict[int, _Client] = {}
         self._is_stopping = False
@@ -84,6 +91,11 @@ class ParameterService:
             Kind.GET_STATE: self._get_state,
             Kind.SET_STATE: self._set_state,
         }
+
+    @property
+    def bell(self) -> BellAddress:
+        """What workers on this host ring after a request on their line."""
+        return self._bell.address
 
     @property
     def iteration(self) -> int:
@@ -113,25 +125,53 @@ class ParameterService:
 
     def serve(self) -> None:
         """Answer requests until `stop` is called."""
+        poller = zmq.Poller()
+        poller.register(self._listener.socket, zmq.POLLIN)
+        poller.register(self._bell.fd, zmq.POLLIN)
         try:
             while not self._is_stopping:
-                if self._listener.socket.poll(int(POLL_S * 1000)):
-                    self._handle(self._listener.socket.recv_multipart(copy=False))
+                for source, _ in poller.poll(int(POLL_S * 1000)):
+                    if source == self._bell.fd:
+                        self._handle_lines()
+                    else:
+                        self._handle_socket()
         finally:
-            self._listener.close()
-            for client in self._clients.values():
-                client.parameters.clear()
-                client.gradients.clear()
-                for segment in client.segments:
-                    segment.close()
+            self._close()
 
     def stop(self) -> None:
         self._is_stopping = True
 
-    def _handle(self, frames: Sequence[zmq.Frame]) -> None:
-        identity = frames[0].bytes
+    def _close(self) -> None:
+        self._listener.close()
+        self._bell.close()
+        for client in self._clients.values():
+            client.parameters.clear()
+            client.gradients.clear()
+            for segment in client.segments:
+                segment.close()
+            if client.line is not None:
+                client.line.close()
+
+    def _handle_lines(self) -> None:
+        """Answer every request on a line; one that comes meanwhile rings again."""
+        self._bell.silence()
+        for client in list(self._clients.values()):
+            frames = client.line.receive() if client.line is not None else None
+            if frames is not None:
+                client.asked_on_line = True
+                self._handle(client.identity, frames)
+
+    def _handle_socket(self) -> None:
+        identity, *frames = self._listener.socket.recv_multipart(copy=False)
+        client = next((c for c in self._clients.values() if c.identity == identity.bytes), None)
+        if client is not None:
+            client.asked_on_line = False
+        self._handle(identity.bytes, frames)
+
+    def _handle(self, identity: bytes, frames: Sequence[Raw]) -> None:
+        """Answer one request, and whoever it completes; trouble with it is the asker's."""
         try:
-            message = Message.decode(frames[1:], epoch=self._epoch)
+            message = Message.decode(frames, epoch=self._epoch)
             if identity != identity_of(message.sender):
                 raise WireError(f"refused a message for worker {message.sender} from {identity!r}")
             if message.kind is Kind.ATTACH:
@@ -141,8 +181,19 @@ class ParameterService:
                 raise WireError(f"refused {message.kind.name} from worker {message.sender}")
             self._handlers[message.kind](self._clients[message.sender], message)
         except (PacelineError, ValueError, TypeError) as error:
-            text = f"server {self._index}: {type(error).__name__}: {error}"
-            self._listener.send(identity, self._message(Kind.ERROR, body={"error": text}))
+            text = f"server {self._index}: {type(error).__name__}: {error}"[:_ERROR_LENGTH]
+            failure = self._message(Kind.ERROR, body={"error": text})
+            client = next((c for c in self._clients.values() if c.identity == identity), None)
+            if client is None:
+                self._listener.send(identity, failure)
+            else:
+                self._send(client, failure)
+
+    def _send(self, client: _Client, message: Message) -> None:
+        if client.line is not None and client.asked_on_line:
+            client.line.send(message.encode_head())
+        else:
+            self._listener.send(client.identity, message)
 
     def _attach(self, identity: bytes, message: Message) -> None:
         spec, shard = self._ready()
@@ -152,7 +203,8 @@ class ParameterService:
                 [piece.view(spec.layout, segment.tensor[: spec.layout.num_bytes]) for piece in spec.pieces]
                 for segment in segments
             )
-            client = _Client(identity, parameters, gradients, segments)
+            line = ServerLine(SegmentAddress(*message.body["line"]))
+            client = _Client(identity, parameters, gradients, segments, line)
         else:
             gradients = [torch.zeros_like(parameter) for parameter in shard.parameters]
             client = _Client(identity, shard.parameters, gradients, ())
@@ -169,7 +221,7 @@ class ParameterService:
         shard.iteration = message.iteration
         for worker in self._clients:
             shard.pulled(worker)
-        self._listener.send(client.identity, self._message(Kind.OK))
+        self._send(client, self._message(Kind.OK))
 
     def _exchange(self, client: _Client, message: Message) -> None:
         _, shard = self._ready()
@@ -197,7 +249,7 @@ class ParameterService:
         _, shard = self._ready()
         now_s = time.perf_counter()
         self._answer(shard.leave(message.sender), released_at_s=now_s)
-        self._listener.send(client.identity, self._message(Kind.OK))
+        self._send(client, self._message(Kind.OK))
 
     def _pull(self, client: _Client, message: Message) -> None:
         self._send_parameters(client, message.sender, self._message(Kind.ANSWER))
@@ -209,9 +261,9 @@ class ParameterService:
 
     def _set_state(self, client: _Client, message: Message) -> None:
         _, shard = self._ready()
-        raw = b"".join(bytes(frame.buffer) if isinstance(frame, zmq.Frame) else frame for frame in message.payload)
+        raw = b"".join(raw_bytes(frame) for frame in message.payload)
         import_state(shard.optimizer, shard.parameters, safetensors.torch.load(raw))
-        self._listener.send(client.identity, self._message(Kind.OK))
+        self._send(client, self._message(Kind.OK))
 
     def _answer(self, answers: Sequence[Answer], *, released_at_s: float) -> None:
         """Send the current parameters to every worker that is complete.
@@ -247,7 +299,7 @@ class ParameterService:
             # The socket reads the frames after this returns and the next update writes in place: give it a copy.
             message = replace(message, payload=[bytes(frame) for frame in to_frames(shard.parameters)])
         shard.pulled(worker)
-        self._listener.send(client.identity, message)
+        self._send(client, message)
 
     def _message(self, kind: Kind, **fields: Any) -> Message:
         return Message(kind, self._epoch, sender=self._index, iteration=self.iteration, **fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -13,23 +12,29 @@ import zmq
 from torch import Tensor
 
 from paceline.comm.base import Collective, OptimizerSpec, Push, Reply, Store, Timing
+from paceline.comm.line import BellAddress, WorkerLine
 from paceline.comm.parameter_service import ADMITTED, STOP, VOID, identity_of
 from paceline.comm.segment import Segment
-from paceline.comm.wire import Caller, Keys, Kind, Message, WireError, from_frames, to_frames
+from paceline.comm.wire import Caller, Keys, Kind, Message, Raw, WireError, from_frames, raw_bytes, to_frames
 from paceline.errors import Aborted, DeadlineExceeded
 from paceline.layout import Layout
 from paceline.server.ranges import KeyRange, cut
 from paceline.server.state import join, split
 
+_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.LEAVE})
 WAKE_S = 0.2  # how often a wait looks whether the run was aborted
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server listens, and whether it runs on this worker's host."""
+    """Where a server listens, and, if it runs on this worker's host, its bell."""
 
     endpoint: str
-    is_local: bool
+    bell: BellAddress | None
+
+    @property
+    def is_local(self) -> bool:
+        return self.bell is not None
 
 
 Configure = Callable[[Layout, OptimizerSpec, Sequence[KeyRange]], None]
@@ -69,6 +74,7 @@ class ServerGroup(Store):
         self._poller = zmq.Poller()
         for caller in self._callers:
             self._poller.register(caller.socket, zmq.POLLIN)
+        self._lines = [WorkerLine(server.bell) if server.bell is not None else None for server in self._servers]
         self._segments: list[Segment] = []
         self._abort_reason: str | None = None
         self._ranges: list[KeyRange] = []
@@ -94,7 +100,8 @@ class ServerGroup(Store):
             self._configure(layout, spec, self._ranges)
         self._collective.barrier()
         memory = {"parameters": self._address_of(parameters), "gradients": self._address_of(gradients)}
-        self._ask("attach", [self._message(Kind.ATTACH, body=memory if s.is_local else {}) for s in self._servers])
+        bodies = [memory | {"line": astuple(line.address)} if line is not None else {} for line in self._lines]
+        self._ask("attach", [self._message(Kind.ATTACH, body=body) for body in bodies])
         self._collective.barrier()
         self._initialise(iteration=0)
 
@@ -141,6 +148,10 @@ class ServerGroup(Store):
         for caller in self._callers:
             caller.close()
         self._parameters, self._gradients = [], []
+        for line in self._lines:
+            if line is not None:
+                line.close()
+        self._lines.clear()
         for segment in self._segments:
             segment.close()
         self._segments.clear()
@@ -184,25 +195,46 @@ class ServerGroup(Store):
         Raises:
             DeadlineExceeded, Aborted, WireError: naming the server and what was asked.
         """
-        for caller, request in zip(self._callers, requests, strict=True):
-            caller.send(request)
-        answers: dict[int, Message] = {}
         give_up_s = None if self._deadline_s is None else time.monotonic() + self._deadline_s
-        while len(answers) < len(self._callers):
+        on_line = [self._send(index, request) for index, request in enumerate(requests)]
+        answers: dict[int, Message] = {}
+        while len(answers) < len(requests):
             if self._abort_reason is not None:
                 raise Aborted(f"{what} on rank {self._collective.rank} was ended: {self._abort_reason}")
-            for socket, _ in self._poller.poll(int(WAKE_S * 1000)):
-                index = next(i for i, caller in enumerate(self._callers) if caller.socket is socket)
-                answers[index] = Message.decode(socket.recv_multipart(copy=False), epoch=self._epoch)
+            for index, frames in self._receive_some(on_line, answers):
+                answers[index] = Message.decode(frames, epoch=self._epoch)
                 if answers[index].kind is Kind.ERROR:
                     raise WireError(f"{what} was refused by {answers[index].body.get('error')}")
             if give_up_s is not None and time.monotonic() > give_up_s:
-                silent = [index for index in range(len(self._callers)) if index not in answers]
+                silent = [index for index in range(len(requests)) if index not in answers]
                 raise DeadlineExceeded(
                     f"rank {self._collective.rank}: server(s) {silent} did not answer within {self._deadline_s:g} s "
                     f"to: {what}"
                 )
-        return [answers[index] for index in range(len(self._callers))]
+        return [answers[index] for index in range(len(requests))]
+
+    def _send(self, index: int, request: Message) -> bool:
+        """Ask one server, on its line if it has one and the request fits; returns whether that was so."""
+        line = self._lines[index]
+        if line is not None and request.kind in _ON_LINE and line.send(request.encode_head()):
+            return True
+        self._callers[index].send(request)
+        return False
+
+    def _receive_some(
+        self, on_line: Sequence[bool], answers: Mapping[int, Message]
+    ) -> list[tuple[int, Sequence[Raw]]]:
+        """Wait a while for one of the servers that have not answered; lines first, whose servers are the quickest."""
+        for index, line in enumerate(self._lines):
+            if line is not None and on_line[index] and index not in answers:
+                frames = line.receive(timeout_s=WAKE_S)
+                return [] if frames is None else [(index, frames)]
+        ready = {socket for socket, _ in self._poller.poll(int(WAKE_S * 1000))}
+        return [
+            (index, caller.socket.recv_multipart(copy=False))
+            for index, caller in enumerate(self._callers)
+            if caller.socket in ready
+        ]
 
     def _message(self, kind: Kind, **fields: Any) -> Message:
         return Message(kind, self._epoch, sender=self._collective.rank, **fields)
@@ -212,11 +244,10 @@ class ServerGroup(Store):
             raise WireError("the servers have not been attached yet")
         return self._layout
 
-    def _address_of(self, tensor: Tensor) -> list[int]:
+    def _address_of(self, tensor: Tensor) -> tuple[int, ...]:
         segment = next(s for s in self._segments if s.tensor.data_ptr() == tensor.data_ptr())
-        address: list[int] = json.loads(json.dumps(astuple(segment.address)))
-        return address
+        return astuple(segment.address)
 
 
 def _joined(message: Message) -> bytes:
-    return b"".join(bytes(frame.buffer) if isinstance(frame, zmq.Frame) else bytes(frame) for frame in message.payload)
+    return b"".join(raw_bytes(frame) for frame in message.payload)

@@ -80,7 +80,7 @@ class Pipeline:
         """Append steps and load what can be loaded at once; never blocks.
 
         Raises:
-            PeerLost, DeadlineExceeded, Aborted, TensorMismatch, UsageError: the collective has failed before or is closed.
+            PeerLost, DeadlineExceeded, Aborted, TensorMismatch, UsageError: it has failed before or is closed.
         """
         self._rendezvous.check()
         for step in steps:

@@ -76,10 +76,10 @@ class TorchCollective(Collective):
         self._is_closed = False
         self._deadline_s = deadline_s
         self._failure: PacelineError | None = None
-        is_nccl = group.name().lower() == "nccl"
-        self._interval_s = _ASK_INTERVAL_S if is_nccl else _LOOK_INTERVAL_S
-        default_device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-        self._device = device or default_device
+        self._is_nccl = group.name().lower() == "nccl"
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if self._is_nccl else torch.device("cpu")
+        self._device = device
 
     def allocate(self, num_bytes: int) -> Tensor:
         """As `Collective.allocate`; plain memory, on this rank's GPU with NCCL."""
@@ -142,13 +142,13 @@ class TorchCollective(Collective):
         require_other(destination, rank=self.rank, size=self.size)
         raw = flatten(tensor, device_type=self._device.type)[0].view(torch.uint8)
         operation = f"send to rank {destination}"
-        return self._start(operation, lambda: self._group.send([raw], destination, 0), raw.numel())
+        return self._start(operation, lambda: self._watched(self._group.send([raw], destination, 0)), raw.numel())
 
     def recv(self, tensor: Tensor, *, source: int) -> None:
         require_other(source, rank=self.rank, size=self.size)
         flat, copy_back = flatten(tensor, device_type=self._device.type)
         raw = flat.view(torch.uint8)
-        self._run(f"recv from rank {source}", lambda: self._group.recv([raw], source, 0), raw.numel())
+        self._run(f"recv from rank {source}", lambda: self._watched(self._group.recv([raw], source, 0)), raw.numel())
         if copy_back is not None:
             copy_back()
 
@@ -194,12 +194,12 @@ class TorchCollective(Collective):
         """Block until a backend's work is over, one way or the other, or raise."""
         started_s = time.perf_counter()
         done = threading.Event()
-        if self._interval_s == _LOOK_INTERVAL_S:
+        if not self._is_nccl:
             work.get_future().add_done_callback(lambda _: done.set())
         try:
             while not work.is_completed():
                 self._check()
-                interval_s = self._interval_s
+                interval_s = _ASK_INTERVAL_S if self._is_nccl else _LOOK_INTERVAL_S
                 if self._deadline_s is not None:
                     left_s = started_s + self._deadline_s - time.perf_counter()
                     if left_s <= 0:
@@ -219,6 +219,10 @@ class TorchCollective(Collective):
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 self._fail(_exceeded(operation, self._deadline_s))
             self._fail(PeerLost(f"a peer is lost during {operation}: {error}"))
+
+    def _watched(self, work: Any) -> Any:
+        """A point-to-point work as one that can be asked whether it is over."""
+        return work if self._is_nccl else _WatchedWork(work)
 
     def _gather_raw(self, operation: str, raw: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's bytes, given how many each has."""
@@ -309,6 +313,33 @@ class _TorchWork(Work):
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
+
+
+@final
+class _WatchedWork:
+    """A message over gloo, which tells that it is over only to whoever blocks on it: a thread does."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._future: Any = torch.futures.Future()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def get_future(self) -> Any:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def wait(self) -> None:
+        self._future.wait()
+
+    def _watch(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
 
 
 def connect_gloo(

@@ -27,6 +27,10 @@ _HEADER = struct.Struct("<2sBBIIqqqqd")
 _MAGIC = b"P1"
 
 
+Raw = bytes | memoryview | zmq.Frame
+"""What a frame may be."""
+
+
 class WireError(PacelineError):
     """Bytes arrived that are no message of this run."""
 
@@ -69,9 +73,14 @@ class Message:
     staleness: int = 0
     waiting_s: float = 0.0
     body: Mapping[str, Any] = field(default_factory=dict)
-    payload: Sequence[bytes | memoryview | zmq.Frame] = ()
+    payload: Sequence[Raw] = ()
 
-    def encode(self) -> list[bytes | memoryview | zmq.Frame]:
+    def encode(self) -> list[Raw]:
+        """The frames to send: header, body, payload."""
+        return [*self.encode_head(), *self.payload]
+
+    def encode_head(self) -> list[bytes]:
+        """Header and body alone."""
         header = _HEADER.pack(
             _MAGIC,
             self.kind,
@@ -84,25 +93,26 @@ class Message:
             self.staleness,
             self.waiting_s,
         )
-        return [header, json.dumps(self.body).encode() if self.body else b"", *self.payload]
+        return [header, json.dumps(self.body).encode() if self.body else b""]
 
     @classmethod
-    def decode(cls, frames: Sequence[zmq.Frame], *, epoch: int) -> Message:
+    def decode(cls, frames: Sequence[Raw], *, epoch: int) -> Message:
         """Read a message of this epoch.
 
         Raises:
             WireError: it is none, or of another epoch.
         """
         try:
-            header, text = frames[0].buffer, frames[1].buffer
-            magic, kind, flags, theirs, sender, clock, iteration, pause_at, staleness, waiting_s = _HEADER.unpack(header)
+            header, text = raw_bytes(frames[0]), raw_bytes(frames[1])
+            numbers = _HEADER.unpack(header)
+            magic, kind, flags, theirs, sender, clock, iteration, pause_at, staleness, waiting_s = numbers
             body = json.loads(bytes(text)) if len(text) else {}
             if magic != _MAGIC or not isinstance(body, dict):
                 raise ValueError("no Paceline message")
             message = cls(
                 Kind(kind), theirs, sender, flags, clock, iteration, pause_at, staleness, waiting_s, body, frames[2:]
             )
-        except (IndexError, ValueError, struct.error) as error:
+        except (IndexError, ValueError, RecursionError, struct.error) as error:
             raise WireError(f"refused a malformed message: {error}") from None
         if theirs != epoch:
             raise WireError(f"refused a message of membership epoch {theirs}; this is epoch {epoch}")
@@ -136,7 +146,11 @@ class _OnlyThisRun:
 
 @final
 class Listener:
-    """A ROUTER socket on a free port of `host`, open to the run's clients only."""
+    """A ROUTER socket on a free port of `host`, open to the run's clients only.
+
+    Raises:
+        zmq.ZMQError: this machine has no such address, or no port free.
+    """
 
     def __init__(self, keys: Keys, *, host: str) -> None:
         self._context = zmq.Context()
@@ -153,7 +167,11 @@ class Listener:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         if ":" in host:
             self.socket.ipv6 = True
-        port = self.socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        try:
+            port = self.socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        except BaseException:
+            self.close()
+            raise
         self.endpoint = f"tcp://{host}:{port}" if ":" not in host else f"tcp://[{host}]:{port}"
 
     def send(self, identity: bytes, message: Message) -> None:
@@ -201,13 +219,13 @@ def to_frames(tensors: Sequence[Tensor]) -> list[memoryview]:
     return frames
 
 
-def from_frames(frames: Sequence[bytes | memoryview | zmq.Frame], tensors: Sequence[Tensor]) -> None:
+def from_frames(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> None:
     """Copy raw frames into the tensors that `to_frames` was given the like of.
 
     Raises:
         WireError: the frames hold another number of bytes.
     """
-    raws = [frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame) for frame in frames]
+    raws = [raw_bytes(frame) for frame in frames]
     expected = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     if sum(len(raw) for raw in raws) != expected:
         raise WireError(f"a message carries {sum(len(raw) for raw in raws)} bytes of tensors instead of {expected}")
@@ -223,7 +241,18 @@ def from_frames(frames: Sequence[bytes | memoryview | zmq.Frame], tensors: Seque
             start += len(raw)
 
 
+def raw_bytes(frame: Raw) -> memoryview:
+    """A frame's bytes, not copied."""
+    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
+
+
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """The memory of a contiguous CPU tensor.
+
+    Raises:
+        ValueError: the tensor is not contiguous.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} must be contiguous to be sent or received raw")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(cast(Any, flat.numpy())).cast("B")

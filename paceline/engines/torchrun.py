@@ -30,7 +30,9 @@ def join(*, seed: int) -> World:
     share_cores(local_size)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if has_own_device else "gloo")
-    collective: Collective = TorchCollective(dist.group.WORLD, deadline_s=config.deadline_s)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    collective: Collective = TorchCollective(everyone, device=device, deadline_s=config.deadline_s)
     if not has_own_device and local_size == size:
         collective = _through_shared_memory(collective, config.deadline_s)
     context = Context(

@@ -30,6 +30,9 @@ class AdmissionRule(ABC):
         """A gradient for `clock` arrived. Returns the workers whose pushed gradients now form one update (their mean).
 
         Empty: keep this one until its clock is full, or drop it if `is_held(worker)` is false.
+
+        Raises:
+            ProtocolError: the worker has left or never was, or is not at this clock.
         """
 
     @abstractmethod
@@ -47,6 +50,15 @@ class AdmissionRule(ABC):
     @abstractmethod
     def leave(self, worker: int) -> tuple[int, ...]:
         """The worker pushes no more. Returns the workers whose held gradients now form an update, if any do."""
+
+    @final
+    def require_active(self, worker: int) -> None:
+        """
+        Raises:
+            ProtocolError: the worker has left or never was.
+        """
+        if worker not in self.active:
+            raise ProtocolError(f"worker {worker} is none of the active workers {sorted(self.active)}")
 
 
 @final
@@ -66,6 +78,7 @@ class BulkSynchronous(AdmissionRule):
         self._held: set[int] = set()
 
     def push(self, worker: int, clock: int) -> tuple[int, ...]:
+        self.require_active(worker)
         if clock > self._clock or worker in self._held:
             raise ProtocolError(f"worker {worker} pushed for clock {clock} while clock {self._clock} is open")
         if clock < self._clock:
@@ -113,9 +126,10 @@ class StaleSynchronous(AdmissionRule):
         self._clocks = [0] * num_workers
 
     def push(self, worker: int, clock: int) -> tuple[int, ...]:
+        self.require_active(worker)
         if clock != self._clocks[worker]:
             raise ProtocolError(f"worker {worker} pushed for clock {clock}, but is at {self._clocks[worker]}")
-        if worker in self.active and not self.is_admitted(worker):
+        if not self.is_admitted(worker):
             raise ProtocolError(f"worker {worker} pushed for clock {clock} without having been admitted to it")
         self._clocks[worker] += 1
         return (worker,)

@@ -38,23 +38,27 @@ def cut(layout: Layout, *, num_servers: int, whole_tensors: bool) -> list[KeyRan
         whole_tensors: cut between tensors only, for optimizers whose update of an element depends on others.
 
     Raises:
-        UsageError: there are fewer places to cut than servers need.
+        UsageError: there are fewer tensors, or cache lines of parameters, than servers.
     """
-    atoms = _tensors(layout) if whole_tensors else _lines(layout)
+    atoms = _tensors(layout) if whole_tensors else _segments(layout)
     total = sum(atom.num_bytes(layout) for atom in atoms)
+    num_places = len(atoms) if whole_tensors else total // ALIGNMENT_BYTES
+    if num_places < num_servers:
+        kind = "tensors" if whole_tensors else "cache lines of parameters"
+        raise UsageError(f"servers={num_servers} leaves a server without parameters: the model has {num_places} {kind}")
     ranges: list[list[Piece]] = [[] for _ in range(num_servers)]
     before = 0
-    for atom in atoms:
+    owner = -1
+    for index, atom in enumerate(atoms):
         size = atom.num_bytes(layout)
         if whole_tensors:
-            owner = min(num_servers - 1, (before + size // 2) * num_servers // total)
+            # Where the middle of the tensor falls; but no server is left out, nor are too few left for those after.
+            middle = (before + size // 2) * num_servers // total
+            owner = min(max(min(middle, owner + 1), num_servers - len(atoms) + index), num_servers - 1)
             ranges[owner].append(atom)
         else:
             _share(layout, atom, before, total, ranges)
         before += size
-    if not all(ranges):
-        kind = "tensors" if whole_tensors else "cache lines of parameters"
-        raise UsageError(f"servers={num_servers} leaves a server without parameters: the model has {len(atoms)} {kind}")
     return [tuple(pieces) for pieces in ranges]
 
 
@@ -67,7 +71,7 @@ def _tensors(layout: Layout) -> list[Piece]:
     ]
 
 
-def _lines(layout: Layout) -> list[Piece]:
+def _segments(layout: Layout) -> list[Piece]:
     return [Piece(index, 0, segment.num_elements) for index, segment in enumerate(layout.segments)]
 
 

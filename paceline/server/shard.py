@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paceline.server.admission import AdmissionRule
+from paceline.server.admission import AdmissionRule, ProtocolError
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Answer:
     """Updates between the worker's last pull and its gradient; -1 if the gradient was not applied."""
     stop: bool
     admitted: bool
-    """False: answered only so that the worker can take part in a pause; it must ask again before it goes on."""
+    """False: answered only so that the worker can take part in a pause or end; it must ask again before it goes on."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Shard:
         self.iteration = 0
         self._rule = rule
         self._max_updates = max_updates
-        self._means = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self._means = [torch.zeros_like(parameter, dtype=_wide(parameter.dtype)) for parameter in self.parameters]
         self._pulled_at: dict[int, int] = {}
         self._pending: dict[int, _Pending] = {}
         self._stop = False
@@ -107,7 +107,14 @@ class Shard:
         return list(self._answers())
 
     def wait(self, worker: int, *, pause_at: int) -> list[Answer]:
-        """The worker asks for admission (again) without a gradient."""
+        """The worker asks for admission (again) without a gradient.
+
+        Raises:
+            ProtocolError: the worker has left, or its last gradient is still waiting for others.
+        """
+        self._rule.require_active(worker)
+        if self._rule.is_held(worker):
+            raise ProtocolError(f"worker {worker} asks for admission while its gradient waits for others")
         self._pending[worker] = _Pending(pause_at, self._rule.clock_of(worker), None)
         return list(self._answers())
 
@@ -153,25 +160,36 @@ class Shard:
         return self._max_updates is not None and self.iteration >= self._max_updates
 
     def _average(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Set each parameter's gradient to the mean, summed in worker order so that the result is reproducible."""
+        """Set each parameter's gradient to the mean, summed in worker order so that the result is reproducible.
+
+        float16 and bfloat16 are summed in float32.
+        """
         for index, parameter in enumerate(self.parameters):
             if len(gradients) == 1:
                 parameter.grad = gradients[0][index]
                 continue
-            mean = torch.add(gradients[0][index], gradients[1][index], out=self._means[index])
+            mean = self._means[index]
+            torch.add(gradients[0][index].to(mean.dtype), gradients[1][index], out=mean)
             for more in gradients[2:]:
                 mean.add_(more[index])
-            parameter.grad = mean.div_(len(gradients))
+            parameter.grad = mean.div_(len(gradients)).to(parameter.dtype)
 
     def _answers(self) -> Iterator[Answer]:
         for worker, push in list(self._pending.items()):
             admitted = self._rule.is_admitted(worker)
             held = self._rule.is_held(worker)
-            if not admitted and (held or self.iteration < push.pause_at):
+            # A held gradient is still read by the update to come. Without one, a worker need not be admitted to
+            # take part in a pause, nor to end.
+            if held or not (admitted or self._stop or self.iteration >= push.pause_at):
                 continue
             del self._pending[worker]
             clock = self._rule.clock_of(worker)
             yield Answer(worker, self.iteration, clock, push.staleness, self._stop, admitted)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of this dtype are summed in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def build_optimizer(

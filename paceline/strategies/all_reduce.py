@@ -26,7 +26,7 @@ from paceline.strategies.base import (
     option,
     require_choice,
 )
-from paceline.strategies.replica import require_no_closure
+from paceline.strategies.replica import is_skipped_by_scaler, require_no_closure, require_same_parameters
 
 Algorithm = Literal["auto", "ring"]
 
@@ -92,13 +92,24 @@ class _AllReduceSynchronizer(Synchronizer):
         self._culprit: str | None = None
         self._is_nonfinite = False
         self._stop = False
-        self._is_exchanged = False
+        self._is_exchanged = False  # whether what has been accumulated for the next step is averaged
+        self._weight = 1.0
 
     @property
     def timings(self) -> tuple[Timing, ...]:
         return (self._collective.timing,)
 
+    def set_weight(self, weight: float) -> None:
+        if weight != self._weight and not self._is_exchanged:
+            # What was accumulated without an exchange is to count with its own batch's weight, not with this one.
+            for parameter in self._replica.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._weight / weight)
+        self._weight = weight
+
     def set_synchronizing(self, on: bool) -> bool:
+        if not on:
+            self._is_exchanged = False
         before, self._buckets.is_synchronizing = self._buckets.is_synchronizing, on
         return before
 
@@ -113,8 +124,8 @@ class _AllReduceSynchronizer(Synchronizer):
         if culprit is not None:
             self._culprit = culprit
             buckets.fill_tail(bucket, stop=stop, nonfinite=True)
-        if self.weight != 1.0:
-            buckets.bodies[bucket].mul_(self.weight)
+        if self._weight != 1.0:
+            buckets.bodies[bucket].mul_(self._weight)
         self._works.append(self._exchange(buckets.flats[bucket]))
         for work in self._works:
             work.poll()
@@ -130,14 +141,17 @@ class _AllReduceSynchronizer(Synchronizer):
         self._is_exchanged = True
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        require_same_parameters(self._replica)
         if not self._is_exchanged:
             # No backward pass of this step exchanged anything; the others may have: take part.
             self._buckets.flush()
             self.finish_backward()
         self._is_exchanged = False
-        if self._is_nonfinite and self._strategy.nonfinite == "raise":
+        if is_skipped_by_scaler(self._replica.optimizer):
+            update()
+        elif self._is_nonfinite and self._strategy.nonfinite == "raise":
             raise non_finite(rank=self._rank, step=self._iteration + 1, parameter=self._culprit)
-        if not self._is_nonfinite:
+        elif not self._is_nonfinite:
             update()
             self._iteration += 1
         stop, self._stop = self._stop, False

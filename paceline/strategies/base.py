@@ -64,8 +64,6 @@ class StepOutcome:
 class Synchronizer(ABC):
     """What happens between `backward()` and the next `forward()` on one worker."""
 
-    weight: float = 1.0
-    """The current batch's share of its global batch, times the number of workers."""
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step: does this worker want all to stop?"""
 
@@ -73,6 +71,10 @@ class Synchronizer(ABC):
     @abstractmethod
     def timings(self) -> tuple[Timing, ...]:
         """The running totals that this worker's steps are accounted from."""
+
+    @abstractmethod
+    def set_weight(self, weight: float) -> None:
+        """The next backward passes are of a batch with this share of its global batch, times the number of workers."""
 
     @abstractmethod
     def set_synchronizing(self, on: bool) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +25,13 @@ from paceline.strategies.base import (
     option,
     require_choice,
 )
-from paceline.strategies.replica import require_no_closure, require_plain_steps
+from paceline.strategies.replica import (
+    hyperparameters,
+    is_skipped_by_scaler,
+    require_no_closure,
+    require_plain_steps,
+    require_same_parameters,
+)
 
 Consistency = Literal["bsp", "ssp", "asp"]
 DEFAULT_STALENESS = 3
@@ -115,9 +121,11 @@ class _ParameterServerSynchronizer(Synchronizer):
         layout = by_group(replica.specs)
         self._parameters = _Mirror(store.allocate(layout.num_bytes), context.device)
         self._gradients = _Mirror(store.allocate(layout.num_bytes), context.device)
-        for parameter, view in zip(replica.parameters, layout.views(self._parameters.local), strict=True):
+        views = layout.views(self._parameters.local)
+        for parameter, view in zip(replica.parameters, views, strict=True):
             view.copy_(parameter.data)
             parameter.data = view
+        self._places = [view.data_ptr() for view in views]
         self._buckets = GradientBuckets(
             replica.parameters, layout, self._gradients.local, on_backward_end=self._finish_backward
         )
@@ -125,9 +133,12 @@ class _ParameterServerSynchronizer(Synchronizer):
         self._is_undecided = strategy.consistency == "bsp" and strategy.combine == "auto" and context.size > 1
         self._combines = (self._is_undecided and not strategy.backup_workers) or strategy.combine == "always"
         self._versions_seen: list[int] | None = None
+        self._sums_seen: list[int] | None = None
         self._culprit: str | None = None
         self._steps = 0
-        self._groups = self._hyperparameters()
+        self._weight = 1.0
+        self._groups = hyperparameters(replica.optimizer)
+        self._num_changes = self._count_changes()
         self._parameters.to_host()
         store.attach(layout, replica.optimizer_spec, self._parameters.host, self._gradients.host)
 
@@ -135,30 +146,44 @@ class _ParameterServerSynchronizer(Synchronizer):
     def timings(self) -> tuple[Timing, ...]:
         return (self._store.timing, self._collective.timing)
 
+    def set_weight(self, weight: float) -> None:
+        is_averaged = self._combines and self._versions_seen is not None
+        if self._strategy.consistency == "bsp" and weight != self._weight and not is_averaged:
+            # What was accumulated without an exchange is to count with its own batch's weight, not with this one.
+            is_changed_by_script = self._versions_seen != self._versions()
+            for flat in self._buckets.flats:
+                flat.mul_(self._weight / weight)
+            if self._versions_seen is not None and not is_changed_by_script:
+                self._versions_seen = self._versions()
+        self._weight = weight
+
     def set_synchronizing(self, on: bool) -> bool:
+        if not on:
+            self._versions_seen = None
         before, self._buckets.is_synchronizing = self._buckets.is_synchronizing, on
         return before
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
+        require_same_parameters(self._replica)
+        self._require_unchanged()
         self._require_gradients()
         if self._is_undecided:
             self._decide()
         if self._combines and self._versions_seen is None:
             self._finish_backward()  # every backward pass of this step was under no_sync
         void = self._is_void()
-        if self._strategy.consistency == "bsp" and self.weight != 1.0 and not self._combines:
+        if self._strategy.consistency == "bsp" and self._weight != 1.0 and not self._combines:
             for flat in self._buckets.flats:
-                flat.mul_(self.weight)
+                flat.mul_(self._weight)
         self._versions_seen = None
         self._gradients.to_host()
-        groups = self._hyperparameters()
+        groups = hyperparameters(self._replica.optimizer)
         changed = None if groups == self._groups else groups
         self._groups = groups
-        reply = self._store.exchange(
-            Push(pause_at=pause_at, void=void, stop=self.stop_vote(), groups=changed)
+        return self._take(
+            self._store.exchange(Push(pause_at=pause_at, void=void, stop=self.stop_vote(), groups=changed))
         )
-        return self._take(reply)
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         return self._take(self._store.wait_for_admission(pause_at=pause_at))
@@ -166,6 +191,7 @@ class _ParameterServerSynchronizer(Synchronizer):
     def refresh(self) -> None:
         self._store.pull()
         self._parameters.to_device()
+        self._num_changes = self._count_changes()
 
     def leave(self) -> None:
         self._store.leave()
@@ -189,18 +215,27 @@ class _ParameterServerSynchronizer(Synchronizer):
         if self._combines:
             self._culprit = self._find_nonfinite()
             for flat in self._buckets.flats:
-                if self.weight != 1.0:
-                    flat.mul_(self.weight)
+                if self._weight != 1.0:
+                    flat.mul_(self._weight)
                 self._collective.all_reduce(flat, op="mean").wait()
         self._versions_seen = self._versions()
+        if self._is_undecided:
+            self._sums_seen = self._sums()
 
     def _versions(self) -> list[int]:
         """In-place changes of any gradient so far, which views count on the tensor they are a view of."""
         return [flat._version for flat in self._buckets.flats]
 
+    def _sums(self) -> list[int]:
+        """The sum of each buffer's bytes, since torch does not count a scaler's unscaling as an in-place change."""
+        return [int(flat.view(torch.uint8).sum()) for flat in self._buckets.flats]
+
     def _decide(self) -> None:
-        """Keep combining if the script changed the gradients of its first step on any worker."""
-        changed = self._versions_seen is not None and self._versions_seen != self._versions()
+        """Keep combining if the script changed the gradients of its first step on any worker, or is about to."""
+        is_scaled = getattr(self._replica.optimizer, "grad_scale", None) is not None
+        changed = self._versions_seen is not None and (
+            is_scaled or self._versions_seen != self._versions() or self._sums_seen != self._sums()
+        )
         votes = self._collective.all_gather_object(changed)
         self._is_undecided = False
         if any(votes) and self._strategy.backup_workers:
@@ -236,8 +271,7 @@ class _ParameterServerSynchronizer(Synchronizer):
         if scale is not None:
             for flat in self._buckets.flats:
                 flat.div_(scale)
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
+        if is_skipped_by_scaler(optimizer):
             return True
         if self._strategy.nonfinite == "allow":
             return False
@@ -251,11 +285,26 @@ class _ParameterServerSynchronizer(Synchronizer):
         found = (self._buckets.find_nonfinite(bucket) for bucket in range(len(self._buckets.flats)))
         return next((name for name in found if name is not None), None)
 
-    def _hyperparameters(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(
-            {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
-            for group in self._replica.optimizer.param_groups
-        )
+    def _count_changes(self) -> int:
+        """In-place changes of this worker's parameters by anyone but the servers, so far."""
+        return sum(parameter._version for parameter in self._replica.parameters)
+
+    def _require_unchanged(self) -> None:
+        """
+        Raises:
+            UsageError: the script changed parameters itself, which servers would not know of, or moved them.
+        """
+        for parameter, place, spec in zip(self._replica.parameters, self._places, self._replica.specs, strict=True):
+            if parameter.data_ptr() != place:
+                raise UsageError(
+                    f"step {self._steps}: parameter {spec.name!r} was moved or replaced after prepare; servers write "
+                    "to its old place: bring the model to its device and dtype before prepare"
+                )
+        if self._count_changes() != self._num_changes:
+            raise UsageError(
+                f"step {self._steps}: the script changed parameters in place on rank {self._rank}, but the servers own "
+                "them and would undo it; do so before prepare, or use all-reduce"
+            )
 
 
 @final
@@ -273,7 +322,3 @@ class _Mirror:
     def to_device(self) -> None:
         if self.local is not self.host:
             self.local.copy_(self.host)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.base import OptimizerSpec
-from paceline.errors import UsageError
+from paceline.comm.base import Collective, OptimizerSpec
+from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import TensorSpec
 from paceline.server.shard import build_optimizer
 from paceline.strategies.base import Replica
@@ -50,6 +51,48 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
     return Replica(model, optimizer, tuple(parameters), tuple(specs), _optimizer_spec(optimizer))
 
 
+def require_same_tensors(replica: Replica, collective: Collective) -> None:
+    """Compare the parameters of all ranks' models. Collective call.
+
+    Raises:
+        TensorMismatch: on every rank, naming the first rank and parameter that differ from rank 0's.
+    """
+    mine = [f"{spec.name} of shape {list(spec.shape)} and {spec.dtype}" for spec in replica.specs]
+    everyone = collective.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        for index, (first, other) in enumerate(zip_longest(everyone[0], theirs, fillvalue="nothing")):
+            if first != other:
+                raise TensorMismatch(f"parameter {index} differs: rank 0 has {first}, rank {rank} has {other}")
+
+
+def require_same_parameters(replica: Replica) -> None:
+    """Look whether the optimizer still updates the parameters that it was prepared with.
+
+    Raises:
+        UsageError: some were added or unfrozen since; their gradients would not be exchanged.
+    """
+    trained = [p for group in replica.optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if len(trained) != len(replica.parameters):
+        raise UsageError(
+            f"the optimizer had {len(replica.parameters)} parameters to train when it was prepared and has "
+            f"{len(trained)} now; freeze, unfreeze and add parameters before prepare"
+        )
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Each group's settings without its parameters; tensors of one element as numbers."""
+    return tuple(_settings(group) for group in optimizer.param_groups)
+
+
+def is_skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler has found that this step's gradients are not finite and leaves it to the optimizer to skip.
+
+    It does so for optimizers that unscale gradients themselves (fused ones); of others it does not call `step`.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
 def require_plain_steps(replica: Replica) -> None:
     """Refuse optimizers whose step needs more than the gradients, for strategies that update elsewhere.
 
@@ -60,14 +103,16 @@ def require_plain_steps(replica: Replica) -> None:
     kind = type(optimizer).__name__
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UsageError(f"{kind} has step hooks, which servers cannot call; remove them or use all-reduce")
-    if optimizer.state:
-        raise UsageError(f"{kind} has taken steps already; servers start from a fresh optimizer: call prepare first")
     spec = replica.optimizer_spec
     try:
         samples = [[torch.zeros(2, requires_grad=True)] for _ in spec.groups]
-        build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
+        fresh = build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
     except Exception as error:
         raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
+    # Some optimizers, such as Adagrad, have a state from the start.
+    has_stepped = any(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
+    if has_stepped or (optimizer.state and not fresh.state):
+        raise UsageError(f"{kind} has taken steps already; servers start from a fresh optimizer: call prepare first")
 
 
 def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -83,8 +128,7 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     kind = type(optimizer)
     is_element_wise = kind.__name__ in _ELEMENT_WISE and kind.__module__.startswith("torch.optim")
-    groups = tuple(_settings(group) for group in optimizer.param_groups)
-    return OptimizerSpec(kind, _settings(optimizer.defaults), groups, is_element_wise)
+    return OptimizerSpec(kind, _settings(optimizer.defaults), hyperparameters(optimizer), is_element_wise)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

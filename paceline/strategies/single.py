@@ -15,6 +15,7 @@ from paceline.errors import UsageError
 from paceline.server.admission import AdmissionRule
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context, Replica, StepOutcome, Strategy, Synchronizer, non_finite
+from paceline.strategies.replica import is_skipped_by_scaler
 
 
 @final
@@ -57,16 +58,20 @@ class _SingleSynchronizer(Synchronizer):
     def timings(self) -> tuple[Timing, ...]:
         return ()
 
+    def set_weight(self, weight: float) -> None:
+        pass
+
     def set_synchronizing(self, on: bool) -> bool:
         return True
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
-        culprit = None if self._strategy.nonfinite == "allow" else self._find_nonfinite()
+        is_skipped = is_skipped_by_scaler(self._replica.optimizer)
+        culprit = None if is_skipped or self._strategy.nonfinite == "allow" else self._find_nonfinite()
         if culprit is not None and self._strategy.nonfinite == "raise":
             raise non_finite(rank=self._rank, step=self._iteration + 1, parameter=culprit)
         if culprit is None:
             update()
-            self._iteration += 1
+            self._iteration += not is_skipped
         return StepOutcome(self._iteration, stop=self.stop_vote())
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:

@@ -12,11 +12,12 @@ from typing import Any, final
 
 import ray
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from paceline.checkpoint import Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, OptimizerSpec
+from paceline.comm.line import BellAddress
 from paceline.comm.parameter_service import ParameterService, ServerSpec
 from paceline.comm.segment import SegmentAddress
 from paceline.comm.server_group import ServerAddress, ServerGroup
@@ -25,7 +26,9 @@ from paceline.comm.torch_distributed import connect_gloo, connect_nccl
 from paceline.config import RunConfig
 from paceline.engines.ray.cluster import own_address, own_node_id
 from paceline.engines.ray.control import ControlLine, LauncherAddress
-from paceline.engines.ray.scripting import LineWriter, Outcome, Program, outcome_of, run_program
+from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
+from paceline.engines.ray.output import captured
+from paceline.engines.ray.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.threads import share_cores
 from paceline.engines.world import World, enter
 from paceline.layout import Layout
@@ -53,6 +56,7 @@ class ServerInfo:
     pid: int
     node_id: str
     endpoint: str
+    bell: BellAddress
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ class WorkerActor:
         # A Ctrl-C in the launcher's terminal reaches the whole process group; the launcher alone acts on it.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.environ[RUN_VARIABLE] = launcher.run
+        bind_forks_to_this_process()
         ends: list[Any] = []
         world: World | None = None
 
@@ -129,13 +135,13 @@ class WorkerActor:
         )
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, checkpoint, ends)
-            with contextlib.redirect_stdout(LineWriter(line.say)), contextlib.redirect_stderr(LineWriter(line.say)):
+            with captured(line.say):
                 run_program(program)
                 for finish in world.at_end:
                     finish()
-            return Outcome(step=progress())
+            return Outcome(num_steps=progress())
         except BaseException as error:
-            return outcome_of(error, step=progress())
+            return outcome_of(error, num_steps=progress())
         finally:
             line.close()
             for end in reversed(ends):
@@ -164,7 +170,7 @@ class WorkerActor:
         if spec.servers:
             store = ServerGroup(
                 launcher.keys,
-                servers=[ServerAddress(s.endpoint, s.node_id == me.node_id) for s in spec.servers],
+                servers=[ServerAddress(s.endpoint, s.bell if s.node_id == me.node_id else None) for s in spec.servers],
                 collective=collective,
                 configure=lambda layout, optimizer, ranges: _configure(spec, servers, layout, optimizer, ranges),
                 epoch=spec.epoch,
@@ -206,8 +212,9 @@ class WorkerActor:
         )
         address = spec.workers[rank].address
         if has_own_device:
-            torch.cuda.set_device(device)
-            return connect_nccl(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
+            return connect_nccl(
+                store, rank=rank, size=spec.size, device=device, address=address, deadline_s=deadline_s
+            )
         return connect_gloo(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
 
 
@@ -217,33 +224,44 @@ class ServerActor:
 
     def __init__(self, launcher: LauncherAddress, index: int) -> None:
         torch.set_num_threads(1)
+        self._service: ParameterService | None = None
         self._line = ControlLine(
-            launcher, identity=f"server-{index}", progress=lambda: self._service.iteration, on_abort=self._abort
+            launcher, identity=f"server-{index}", progress=self._iteration, on_abort=self._abort
         )
         self._service = ParameterService(
             launcher.keys, host=own_address(), index=index, epoch=launcher.epoch, reporter=self._line
         )
 
     def hello(self) -> ServerInfo:
-        return ServerInfo(os.getpid(), own_node_id(), self._service.endpoint)
+        return ServerInfo(os.getpid(), own_node_id(), self._built.endpoint, self._built.bell)
 
     def configure(self, spec: ServerSpec) -> None:
-        self._service.configure(spec)
+        self._built.configure(spec)
 
     def serve(self) -> Outcome:
         try:
-            self._service.serve()
-            return Outcome(step=self._service.iteration)
+            self._built.serve()
+            return Outcome(num_steps=self._iteration())
         except BaseException as error:
-            return outcome_of(error, step=self._service.iteration)
+            return outcome_of(error, num_steps=self._iteration())
         finally:
             self._line.close()
 
     def stop(self) -> None:
-        self._service.stop()
+        self._built.stop()
+
+    @property
+    def _built(self) -> ParameterService:
+        assert self._service is not None
+        return self._service
+
+    def _iteration(self) -> int:
+        """Asked by the control line from its start, which is before the service's."""
+        return self._service.iteration if self._service is not None else 0
 
     def _abort(self, reason: str) -> None:
-        self._service.stop()
+        if self._service is not None:
+            self._service.stop()
 
 
 def _configure(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
 from paceline.errors import RunFailed, UsageError
 
 # Tensors never go through Ray's object store, so a local cluster gets the smallest that Ray allows.
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
+_PREFIX = "paceline-ray-"
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,20 @@ def connected(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-    # Without this, Ray prints a notice about accelerators for every start.
+    with _local_directory() if address is None else nullcontext() as directory:
+        try:
+            with keep_handlers():
+                _connect(address, directory)
+            yield
+        finally:
+            with hold_back_interrupts():
+                ray.shutdown()
+
+
+def _connect(address: str | None, directory: str | None) -> None:
+    # Without these, Ray prints a notice about accelerators for every start, and one about every process that died.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     try:
         if address is None:
             cores = len(os.sched_getaffinity(0))
@@ -50,6 +67,7 @@ def connected(address: str | None) -> Iterator[None]:
                 num_cpus=cores,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=directory,
                 **common,
             )
         else:
@@ -57,19 +75,47 @@ def connected(address: str | None) -> Iterator[None]:
     except Exception as error:
         where = "start a local Ray" if address is None else f"connect to Ray at {address}"
         raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error
+
+
+@contextmanager
+def _local_directory() -> Iterator[str]:
+    """A place for a local Ray's sockets and logs, which Ray itself would leave behind.
+
+    In /tmp, because the paths of sockets must be short. Locked while in use: those that a killed launcher left are
+    removed here.
+    """
+    for left in Path("/tmp").glob(f"{_PREFIX}*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left, ignore_errors=True)
+    directory = tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")
+    with _locked(Path(directory)):
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """
+    Raises:
+        OSError: another process holds it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        ray.shutdown()
+        os.close(descriptor)
 
 
 def own_address() -> str:
     """The address under which the cluster's other nodes reach this one."""
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return str(ray.util.get_node_ip_address())
 
 
 def own_node_id() -> str:
-    return str(ray.get_runtime_context().get_node_id())  # type: ignore[no-untyped-call]
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def nodes() -> list[Node]:

@@ -26,6 +26,8 @@ class LauncherAddress:
     endpoint: str
     keys: Keys
     epoch: int
+    run: str
+    """Names the run among all others on its hosts."""
 
 
 @final

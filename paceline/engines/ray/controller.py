@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +18,9 @@ from paceline.engines.ray.control import LauncherAddress
 from paceline.errors import RunFailed
 from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, StepRecord, from_plain
 
+_TURN_S = 0.2
 # The names a member may write, so that nobody writes outside the result directory.
 _FILES = frozenset({"checkpoint.pt", "model.safetensors"})
-
-
-@dataclass
-class Member:
-    """What was last heard of one worker or server."""
-
-    step: int = 0
-    heard_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -41,6 +35,8 @@ class Progress:
     waiting_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     phase: str = "starting"
+    saved_iteration: int | None = None
+    """Of the last checkpoint that this run wrote."""
 
 
 @final
@@ -59,25 +55,31 @@ class Controller:
         self._keys = Keys.generate()
         self._listener = Listener(self._keys, host=host)
         self._epoch = epoch
+        self.run = uuid.uuid4().hex
         self._on_output = on_output
         self._writer = RecordWriter(directory)
-        self.members: dict[str, Member] = {}
+        self.num_steps: dict[str, int] = {}
+        """Of every member heard so far: its steps (of a server: updates) when it was last heard."""
         self.progress = Progress()
         self.write_error: str | None = None
         """Why records can no longer be written, once that is so."""
 
     @property
     def address(self) -> LauncherAddress:
-        return LauncherAddress(self._listener.endpoint, self._keys, self._epoch)
+        return LauncherAddress(self._listener.endpoint, self._keys, self._epoch, self.run)
 
     def turn(self, *, timeout_s: float) -> None:
-        """Take in all that has arrived, waiting up to `timeout_s` for the first message."""
+        """Take in what has arrived, waiting up to `timeout_s` for the first message."""
         timeout_ms = int(timeout_s * 1000)
         has_heard = False
+        until_s = time.monotonic() + timeout_s + _TURN_S
         while self._listener.socket.poll(timeout_ms, zmq.POLLIN):
             timeout_ms = 0
             has_heard = True
             self._take(self._listener.socket.recv_multipart(copy=False))
+            # Members that say much must not keep the launcher from looking after those that died.
+            if time.monotonic() > until_s:
+                break
         if has_heard:
             self._guarded(self._writer.flush)
 
@@ -85,8 +87,12 @@ class Controller:
         """Write records of the launcher's own."""
         self._guarded(lambda: self._writer.write(records))
 
+    def event(self, name: str, who: str = "run", **details: Any) -> None:
+        """Write down that something happened, at the run's present iteration."""
+        self.record(EventRecord(name, who, self.progress.iteration, self.progress.time_s, details))
+
     def tell_all(self, kind: Kind, **body: Any) -> None:
-        for identity in self.members:
+        for identity in self.num_steps:
             # A member that is gone has no route any more.
             with contextlib.suppress(zmq.ZMQError):
                 self._listener.send(identity.encode(), Message(kind, self._epoch, body=body))
@@ -99,10 +105,9 @@ class Controller:
         identity = frames[0].bytes.decode(errors="replace")
         try:
             message = Message.decode(frames[1:], epoch=self._epoch)
-            member = self.members.setdefault(identity, Member())
-            member.heard_s = time.monotonic()
+            self.num_steps.setdefault(identity, 0)
             if message.kind is Kind.PULSE:
-                member.step = message.iteration
+                self.num_steps[identity] = message.iteration
             elif message.kind is Kind.RECORDS:
                 self._keep([from_plain(record) for record in message.body["records"]])
             elif message.kind is Kind.OUTPUT:
@@ -111,7 +116,7 @@ class Controller:
             elif message.kind is Kind.FILE:
                 self._write_file(identity, message)
         except (WireError, ValueError, TypeError, KeyError) as error:
-            self.record(EventRecord("refused", identity, self.progress.iteration, self.progress.time_s, {"error": str(error)}))
+            self.event("refused", identity, error=str(error))
 
     def _keep(self, records: Sequence[Record]) -> None:
         self._guarded(lambda: self._writer.write(records))
@@ -128,6 +133,8 @@ class Controller:
                 progress.metrics = record.metrics
             elif isinstance(record, EventRecord) and record.name == "training":
                 progress.phase = "training"
+            elif isinstance(record, EventRecord) and record.name == "checkpoint":
+                progress.saved_iteration = record.iteration
 
     def _write_file(self, identity: str, message: Message) -> None:
         """Whole or not at all: a full disk leaves the file that was there before."""
@@ -145,7 +152,7 @@ class Controller:
                 os.fsync(file.fileno())
             partial.replace(target)
         except (OSError, WireError) as failure:
-            error = f"{failure}"
+            error = _reason(failure, self._directory)
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
         self._listener.send(identity.encode(), Message(Kind.FILE_WRITTEN, self._epoch, body={"error": error}))
@@ -155,8 +162,14 @@ class Controller:
         try:
             write()
         except OSError as error:
-            self.write_error = f"cannot write records in {self._directory}: {error}"
+            self.write_error = f"cannot write records: {_reason(error, self._directory)}"
 
     def raise_write_error(self) -> None:
         if self.write_error is not None:
             raise RunFailed(self.write_error)
+
+
+def _reason(error: Exception, directory: Path) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror} in {directory.resolve()}; what was there before is intact"
+    return str(error)

@@ -110,5 +110,5 @@ def _version(package: str) -> str:
 def _interface_of(address: str) -> str:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
-            return name
+            return str(name)
     return "unknown"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import linecache
 import os
 import sys
@@ -10,9 +9,12 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from paceline.errors import Aborted, BudgetReached, DeadlineExceeded, PeerLost
+from paceline.errors import Aborted, BudgetReached, DeadlineExceeded, PacelineError, PeerLost, UsageError
+
+_OWN_DIRECTORY = os.fspath(Path(__file__).resolve().parents[2]) + os.sep
 
 
 @dataclass(frozen=True)
@@ -30,23 +32,31 @@ Program = Script | Callable[[], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one worker's program ended."""
+    """How one member's part ended."""
 
+    num_steps: int = 0
+    """Steps it had done; of a server, updates."""
     error: str | None = None
     """`ErrorType: message`, if it failed."""
+    message: str = ""
+    """The error's message alone."""
     traceback: str = ""
+    """The script's frames; empty where the message says everything."""
     is_consequence: bool = False
     """The failure only says that someone else failed."""
-    kind: str = ""
-    """The error's type."""
-    step: int = 0
+    is_usage: bool = False
+    """The failure is that something was asked for that cannot be had."""
+
+
+class ScriptExit(PacelineError):
+    """A script ended itself with a status that is not 0."""
 
 
 def run_program(program: Program) -> None:
     """Run it to its end; a script's `sys.exit(0)` is an end like any other.
 
     Raises:
-        Whatever the program raises; RuntimeError where it exits with another status.
+        Whatever the program raises; ScriptExit where it exits with another status.
     """
     try:
         if isinstance(program, Script):
@@ -57,23 +67,39 @@ def run_program(program: Program) -> None:
         pass
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
-            raise RuntimeError(f"the script ended with sys.exit({exit_.code!r})") from exit_
+            raise ScriptExit(f"the script ended with sys.exit({exit_.code!r})") from None
 
 
-def outcome_of(error: BaseException, *, step: int) -> Outcome:
-    """Describe a failure, with the script's own frames alone in the traceback."""
-    is_consequence = isinstance(error, PeerLost | Aborted | DeadlineExceeded)
-    frames = traceback.TracebackException.from_exception(error)
-    own = os.path.dirname(os.path.abspath(__file__))
-    for part in _chain(frames):
-        part.stack = traceback.StackSummary.from_list([f for f in part.stack if not f.filename.startswith(own)])
-    text = "".join(frames.format())
-    return Outcome(f"{type(error).__name__}: {error}", text, is_consequence, type(error).__name__, step)
+def outcome_of(error: BaseException, *, num_steps: int) -> Outcome:
+    """Describe a failure."""
+    name = type(error).__name__
+    message = str(error)
+    return Outcome(
+        num_steps=num_steps,
+        error=f"{name}: {message}" if message else name,
+        message=message or name,
+        traceback="" if isinstance(error, PacelineError) else _script_traceback(error),
+        is_consequence=isinstance(error, PeerLost | Aborted | DeadlineExceeded),
+        is_usage=isinstance(error, UsageError),
+    )
 
 
-def _chain(frames: traceback.TracebackException) -> list[traceback.TracebackException]:
-    found = [frames]
-    for linked in (frames.__cause__, frames.__context__):
+def _script_traceback(error: BaseException) -> str:
+    """The traceback without Paceline's frames, except where the error arose in them."""
+    whole = traceback.TracebackException.from_exception(error)
+    for part in _chain(whole):
+        if part.stack and not _is_own(part.stack[-1]):
+            part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if not _is_own(frame)])
+    return "".join(whole.format())
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_OWN_DIRECTORY) and frame.filename != sys.argv[0]
+
+
+def _chain(error: traceback.TracebackException) -> list[traceback.TracebackException]:
+    found = [error]
+    for linked in (error.__cause__, error.__context__, *(error.exceptions or ())):
         if linked is not None:
             found += _chain(linked)
     return found
@@ -92,28 +118,3 @@ def _run_script(script: Script) -> None:
     # Tracebacks show the script's lines on hosts that do not have the file.
     linecache.cache[script.path] = (len(script.source), None, script.source.splitlines(keepends=True), script.path)
     exec(compile(script.source, script.path, "exec", dont_inherit=True), main.__dict__)
-
-
-class LineWriter(io.TextIOBase):
-    """A text stream that hands on whole lines."""
-
-    def __init__(self, on_line: Callable[[str], None]) -> None:
-        self._on_line = on_line
-        self._rest = ""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            self._on_line(line)
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        if self._rest:
-            self._on_line(self._rest)
-            self._rest = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast, final
@@ -15,11 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from paceline.comm.wire import Kind
 from paceline.config import RunConfig
 from paceline.engines.ray.actors import ServerActor, WorkerActor, WorldSpec
-from paceline.engines.ray.cluster import Place, nodes, own_address, place
+from paceline.engines.ray.cluster import Place, nodes, own_address, own_node_id, place
 from paceline.engines.ray.controller import Controller, Progress
+from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
+from paceline.engines.ray.liveness import Watch, end_processes_of
 from paceline.engines.ray.scripting import Outcome, Program
-from paceline.errors import RunFailed, UsageError
-from paceline.records import EventRecord
+from paceline.engines.ray.verdict import Testimony, is_synchronous, judge
+from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.strategies.base import Strategy
 
 FIRST_EPOCH = 1
@@ -51,13 +54,30 @@ class Job:
 
 @dataclass
 class _Members:
-    """The run's actors by name, and what they were asked to do."""
+    """The run's actors by name, and what became of them."""
 
     actors: dict[str, Any] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)
+    node_ids: dict[str, str] = field(default_factory=dict)
     pending: dict[Any, str] = field(default_factory=dict)
+    """What they were asked to do and have not ended."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    died: dict[str, str] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)
+
+    @property
+    def has_workers_pending(self) -> bool:
+        """Whether a worker is still at it."""
+        return any(name.startswith("worker") and name not in self.dead for name in self.pending.values())
+
+    @property
+    def has_failure(self) -> bool:
+        return bool(self.dead) or any(outcome.error is not None for outcome in self.outcomes.values())
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether a failure is known that is not merely a consequence of another."""
+        outcomes = self.outcomes.values()
+        return bool(self.dead) or any(outcome.error and not outcome.is_consequence for outcome in outcomes)
 
 
 @final
@@ -71,27 +91,30 @@ class Supervisor:
     """
 
     def __init__(self, job: Job, directory: Path, watcher: Watcher) -> None:
-        self._job, self._watcher = job, watcher
+        self._job, self._directory, self._watcher = job, directory, watcher
         self._members = _Members()
+        self._watch = Watch()
         self._controller = Controller(
             directory, host=own_address(), epoch=FIRST_EPOCH, on_output=watcher.on_output
         )
+        self._is_urgent = False
 
     def run(self) -> None:
         """Return when every worker has ended well.
 
         Raises:
             RunFailed: a member died or failed; the message says who, at which step, and why.
-            KeyboardInterrupt: the user interrupted the run, which has saved where it was if it could.
+            UsageError: the script or the run's target asks for something that cannot be had.
+            Interrupted: the user interrupted the run, which has saved where it was if it could.
         """
         try:
             self._start()
-            self._watch()
+            self._attend()
         except KeyboardInterrupt:
             self._save_and_stop()
-            raise
-        except RunFailed as failure:
-            self._record("failed", {"error": str(failure)})
+            raise Interrupted(self._directory, self._controller.progress.saved_iteration) from None
+        except PacelineError as failure:
+            self._controller.event("failed", error=str(failure))
             raise
         finally:
             self._end()
@@ -108,10 +131,15 @@ class Supervisor:
         for rank, where in enumerate(workers):
             self._members.actors[f"worker-{rank}"] = _actor(WorkerActor, where).remote()
         for index, where in enumerate(servers):
-            self._members.actors[f"server-{index}"] = _actor(ServerActor, where, max_concurrency=3).remote(launcher, index)
+            server = _actor(ServerActor, where, max_concurrency=3)
+            self._members.actors[f"server-{index}"] = server.remote(launcher, index)
         infos = self._hello()
         names = list(self._members.actors)
         self._members.pids = {name: infos[name].pid for name in names}
+        self._members.node_ids = {name: infos[name].node_id for name in names}
+        for name in names:
+            if infos[name].node_id == own_node_id():
+                self._watch.add(name, infos[name].pid)
         spec = WorldSpec(
             FIRST_EPOCH,
             tuple(infos[name] for name in names if name.startswith("worker")),
@@ -120,7 +148,7 @@ class Supervisor:
             job.config,
             uses_cuda,
         )
-        self._record("started", {"pids": self._members.pids, "hosts": spec.num_hosts})
+        self._controller.event("started", pids=self._members.pids, hosts=spec.num_hosts)
         server_actors = [actor for name, actor in self._members.actors.items() if name.startswith("server")]
         for actor, name in zip(server_actors, [n for n in names if n.startswith("server")], strict=True):
             self._members.pending[actor.serve.remote()] = name
@@ -151,118 +179,110 @@ class Supervisor:
                 )
         return infos
 
-    def _watch(self) -> None:
+    def _attend(self) -> None:
         """Until every worker has ended, or the first has failed."""
-        members = self._members
-        while any(name.startswith("worker") for name in members.pending.values()):
+        while self._members.has_workers_pending:
             self._turn(timeout_s=_TURN_S)
             self._controller.raise_write_error()
-            self._collect(timeout_s=0.0)
-            if self._failures():
+            self._collect()
+            if self._members.has_failure:
                 self._fail()
 
     def _turn(self, *, timeout_s: float) -> None:
         self._controller.turn(timeout_s=timeout_s)
         self._watcher.on_progress(self._controller.progress)
 
-    def _collect(self, *, timeout_s: float) -> None:
-        """Take the results of members that have ended."""
+    def _collect(self) -> None:
+        """Take the results of members that have ended, and note those that died."""
         members = self._members
+        for name in self._watch.ended():
+            if name in members.pending.values():
+                members.dead.add(name)
         if not members.pending:
             return
-        ready, _ = ray.wait(list(members.pending), num_returns=len(members.pending), timeout=timeout_s)
+        ready, _ = ray.wait(list(members.pending), num_returns=len(members.pending), timeout=0)
         for future in ready:
             name = members.pending.pop(future)
             try:
                 members.outcomes[name] = ray.get(future)
+                members.dead.discard(name)
             except RayTaskError as error:
-                members.outcomes[name] = Outcome(_last_line(error), str(error), kind="RayTaskError")
-            except (RayActorError, RayError) as error:
-                members.died[name] = _last_line(error)
-
-    def _failures(self) -> bool:
-        return bool(self._members.died) or any(o.error is not None for o in self._members.outcomes.values())
+                members.outcomes[name] = Outcome(error=_last_line(error), traceback=str(error))
+            except (RayActorError, RayError):
+                members.dead.add(name)
 
     def _fail(self) -> None:
-        """Hear the others, end them, and raise the cause rather than a consequence."""
-        until_s = time.monotonic() + _GATHER_S
-        while not self._has_cause() and self._members.pending and time.monotonic() < until_s:
-            self._turn(timeout_s=_TURN_S)
-            self._collect(timeout_s=0.0)
-        message = self._explain()
-        self._abort(message.splitlines()[0])
-        raise RunFailed(message)
-
-    def _has_cause(self) -> bool:
-        outcomes = self._members.outcomes.values()
-        return bool(self._members.died) or any(o.error and not o.is_consequence for o in outcomes)
-
-    def _explain(self) -> str:
+        """Hear who else has something to say, end everybody, and raise the cause rather than a consequence."""
+        self._gather(lambda: self._members.has_cause, limit_s=_GATHER_S)
         members = self._members
-        if members.died:
-            return "\n".join(f"{self._who(name)} died {self._when(name)}" for name in sorted(members.died))
-        failed = {name: outcome for name, outcome in members.outcomes.items() if outcome.error is not None}
-        causes = {name: outcome for name, outcome in failed.items() if not outcome.is_consequence} or failed
-        # Where every rank reports the same trouble, the one that names its own tensor or rank knows most.
-        name = min(causes, key=lambda name: ("another rank" in str(causes[name].error), name))
-        outcome = causes[name]
-        text = f"{self._who(name)} failed at step {outcome.step}: {outcome.error}"
-        is_own_message = outcome.kind in ("UsageError", "NonFiniteGradient", "TensorMismatch")
-        return text if is_own_message else f"{text}\n\n{outcome.traceback}"
+        self._controller.tell_all(Kind.ABORT, reason="the run is ending because another member failed")
+        # Those who waited for the dead or the hanging say at which step they were.
+        self._gather(lambda: not members.has_workers_pending, limit_s=_GRACE_S)
+        raise judge(
+            [self._testimony(name) for name in members.actors],
+            is_training=self._controller.progress.phase == "training",
+            is_synchronous=is_synchronous(self._job.strategy, num_workers=self._job.num_workers),
+        )
 
-    def _who(self, name: str) -> str:
-        pid = self._members.pids.get(name)
-        return f"{name.replace('-', ' ')} (process {pid})" if pid else name.replace("-", " ")
+    def _gather(self, is_enough: Callable[[], bool], *, limit_s: float) -> None:
+        """Collect until enough is known, or the time is over."""
+        until_s = time.monotonic() + limit_s
+        while not is_enough() and self._members.pending and time.monotonic() < until_s:
+            self._turn(timeout_s=_TURN_S)
+            self._collect()
 
-    def _when(self, name: str) -> str:
-        heard = self._controller.members.get(name)
-        if heard is None:
-            return "before its first step"
-        # What synchronous peers say of the step they were in is newer than the last pulse.
-        ago_s = time.monotonic() - heard.heard_s
-        unit = "step" if name.startswith("worker") else "update"
-        return f"after {unit} {heard.step} (last heard of {ago_s:.1f} s before)"
+    def _testimony(self, name: str) -> Testimony:
+        members = self._members
+        return Testimony(
+            name,
+            members.pids.get(name),
+            self._controller.num_steps.get(name, 0),
+            members.outcomes.get(name),
+            is_dead=name in members.dead,
+        )
 
     def _save_and_stop(self) -> None:
         """Let an interrupted run save itself; a second interrupt ends it at once."""
-        with contextlib.suppress(KeyboardInterrupt, RunFailed):
+        try:
             if self._controller.progress.phase == "training":
-                self._record("interrupted", {})
+                self._controller.event("interrupted")
                 self._controller.tell_all(Kind.STOP)
-                until_s = time.monotonic() + _SAVE_S
-                while any(n.startswith("worker") for n in self._members.pending.values()):
-                    if time.monotonic() > until_s or self._failures():
-                        break
-                    self._turn(timeout_s=_TURN_S)
-                    self._collect(timeout_s=0.0)
-
-    def _abort(self, reason: str) -> None:
-        """Ask everybody to end, so that scripts can clean up."""
-        self._controller.tell_all(Kind.ABORT, reason=reason)
-        until_s = time.monotonic() + _GRACE_S
-        while self._members.pending and time.monotonic() < until_s:
-            self._controller.turn(timeout_s=_TURN_S)
-            self._collect(timeout_s=0.0)
+                members = self._members
+                self._gather(lambda: members.has_failure or not members.has_workers_pending, limit_s=_SAVE_S)
+        except KeyboardInterrupt:
+            self._is_urgent = True
 
     def _end(self) -> None:
         """Whatever happened: servers end, no process stays, the files are closed."""
-        with contextlib.suppress(KeyboardInterrupt):
-            servers = [actor for name, actor in self._members.actors.items() if name.startswith("server")]
-            for actor in servers:
-                actor.stop.remote()
-            until_s = time.monotonic() + _GRACE_S
-            while self._members.pending and not self._failures() and time.monotonic() < until_s:
-                self._controller.turn(timeout_s=_TURN_S)
-                self._collect(timeout_s=0.0)
+        members = self._members
+        if not (self._is_urgent or members.has_failure):
+            with contextlib.suppress(KeyboardInterrupt):
+                for name, actor in members.actors.items():
+                    if name.startswith("server"):
+                        actor.stop.remote()
+                self._gather(lambda: members.has_failure, limit_s=_GRACE_S)
+        with hold_back_interrupts():
             self._controller.turn(timeout_s=0.0)
-        for actor in self._members.actors.values():
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
-        self._controller.close()
+            for actor in members.actors.values():
+                with contextlib.suppress(Exception):
+                    ray.kill(actor)
+            self._sweep()
+            self._watch.close()
+            self._controller.close()
 
-    def _record(self, name: str, details: dict[str, Any]) -> None:
-        progress = self._controller.progress
-        self._controller.record(EventRecord(name, "run", progress.iteration, progress.time_s, details))
+    def _sweep(self) -> None:
+        """End what scripts started and left running, on every host of the run."""
+        run = self._controller.run
+        end_processes_of(run)
+        elsewhere = set(self._members.node_ids.values()) - {own_node_id()}
+        task = cast(Any, ray.remote)(num_cpus=0, max_retries=0)(end_processes_of)
+        sweeps = [
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(run)
+            for node_id in elsewhere
+        ]
+        if sweeps:
+            with contextlib.suppress(RayError):
+                ray.wait(sweeps, num_returns=len(sweeps), timeout=_GRACE_S)
 
 
 def _actor(kind: type, where: Place, **options: Any) -> Any:

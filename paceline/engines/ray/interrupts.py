@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM: when they are raised, and what they are raised as."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import final
+
+from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@final
+class Interrupted(KeyboardInterrupt):
+    """A run was ended by the user; the message says what is left of it and how to go on.
+
+    Args:
+        directory: of the run's results.
+        iteration: of the checkpoint there, where that is known.
+    """
+
+    def __init__(self, directory: Path, iteration: int | None = None) -> None:
+        self.directory, self.iteration = directory, iteration
+        if not (directory / CHECKPOINT_FILE).exists():
+            super().__init__(f"interrupted before anything was saved; {directory} has no checkpoint to resume from")
+            return
+        where = "" if iteration is None else f" at iteration {iteration}"
+        super().__init__(
+            f"interrupted; saved{where} in {directory}: the same command with --resume {directory} goes on from there"
+        )
+
+
+@contextlib.contextmanager
+def keep_handlers() -> Iterator[None]:
+    """Ray takes SIGTERM for itself when it starts; give it back to whoever had it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def hold_back_interrupts() -> Iterator[None]:
+    """Let what must be done be done: interrupts that come inside are raised at its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])

@@ -1,0 +1,80 @@
+"""Which processes of this host have ended, known at once, and what the dead leave behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import threading
+from typing import final
+
+import psutil
+
+RUN_VARIABLE = "PACELINE_RUN"
+"""Environment variable by which processes that a run's scripts start are known."""
+_PR_SET_PDEATHSIG = 1
+
+
+@final
+class Watch:
+    """Watches processes of this host.
+
+    Ray learns of a death from a closed socket, which children that the dead process forked may hold open.
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._names: dict[int, str] = {}
+
+    def add(self, name: str, pid: int) -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return  # gone already, as Ray will tell
+        self._names[descriptor] = name
+        self._poll.register(descriptor, select.POLLIN)
+
+    def ended(self) -> list[str]:
+        """Those that have ended since the last call."""
+        names = []
+        for descriptor, _ in self._poll.poll(0):
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+            names.append(self._names.pop(descriptor))
+        return names
+
+    def close(self) -> None:
+        for descriptor in self._names:
+            os.close(descriptor)
+        self._names.clear()
+
+
+def bind_forks_to_this_process() -> None:
+    """Have children that the main thread forks from here on, such as a DataLoader's, end with this process.
+
+    The kernel ends them when the thread that forked them ends, so only the main thread's can be bound.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    is_main = False
+
+    def before() -> None:
+        nonlocal is_main
+        is_main = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        if is_main:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def end_processes_of(run: str) -> None:
+    """End what the scripts of a run started on this host and left running."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_VARIABLE) == run and process.pid != os.getpid():
+                process.kill()
+        except (psutil.Error, OSError):
+            continue
+

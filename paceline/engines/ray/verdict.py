@@ -1,0 +1,104 @@
+"""Who is to blame for a failed run: one error, from what every member said last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.engines.ray.scripting import Outcome
+from paceline.errors import PacelineError, RunFailed, UsageError
+from paceline.server.admission import StaleSynchronous
+from paceline.strategies.base import Strategy
+from paceline.strategies.parameter_server import ParameterServer
+
+
+@dataclass(frozen=True)
+class Testimony:
+    """What is known of one member of a run that is ending."""
+
+    name: str
+    """`worker-0`, `server-1`."""
+    pid: int | None
+    num_steps: int
+    """Steps (of a server: updates) that it had done when it was last heard of."""
+    outcome: Outcome | None = None
+    """How it ended; none: it died, or has not ended."""
+    is_dead: bool = False
+
+    @property
+    def who(self) -> str:
+        name = self.name.replace("-", " ")
+        return f"{name} (process {self.pid})" if self.pid is not None else name
+
+    @property
+    def is_worker(self) -> bool:
+        return self.name.startswith("worker")
+
+
+def is_synchronous(strategy: Strategy, *, num_workers: int) -> bool:
+    """Whether no worker can end a step without every member, so that survivors know at which step others died."""
+    rule = strategy.admission_rule(num_workers=num_workers)
+    spares = strategy.backup_workers if isinstance(strategy, ParameterServer) else 0
+    return not isinstance(rule, StaleSynchronous) and spares == 0
+
+
+def judge(members: Sequence[Testimony], *, is_training: bool, is_synchronous: bool) -> PacelineError:
+    """The run's error: deaths before failures, causes before their consequences.
+
+    Args:
+        is_training: the first step had begun.
+        is_synchronous: no worker ends a step without all members, so that the survivors' step is that of the dead.
+    """
+    dead = [member for member in members if member.is_dead]
+    if dead:
+        return RunFailed("\n".join(_death(member, members, is_training, is_synchronous) for member in dead))
+    failed = [member for member in members if member.outcome is not None and member.outcome.error is not None]
+    causes = [member for member in failed if member.outcome is not None and not member.outcome.is_consequence]
+    if causes:
+        return _failure(causes, is_alone=len(causes) == len(failed) and len(failed) > 1)
+    return RunFailed(_silence(failed, members))
+
+
+def _death(member: Testimony, members: Sequence[Testimony], is_training: bool, is_synchronous: bool) -> str:
+    survivors = [other for other in members if other.is_worker and not other.is_dead]
+    if not is_training:
+        return f"{member.who} died before training began"
+    if is_synchronous and survivors:
+        return f"{member.who} died during step {1 + max(_num_steps(other) for other in [*survivors, member])}"
+    if member.is_worker:
+        return f"{member.who} died during step {1 + member.num_steps} or shortly after"
+    return f"{member.who} died after update {member.num_steps} or shortly after"
+
+
+def _failure(causes: Sequence[Testimony], *, is_alone: bool) -> PacelineError:
+    # Where every rank reports the same trouble, the one that names its own tensor or rank knows most.
+    member = min(causes, key=lambda cause: ("another rank" in _outcome(cause).message, cause.name))
+    outcome = _outcome(member)
+    where = f"{member.who} failed after step {outcome.num_steps}: "
+    if outcome.is_usage:
+        # What every rank says alike is nobody's in particular.
+        says_the_same = is_alone and len({_outcome(cause).message for cause in causes}) == 1
+        return UsageError(outcome.message if says_the_same else where + outcome.message)
+    if not outcome.traceback:
+        return RunFailed(where + outcome.message)
+    return RunFailed(f"{where}{outcome.error}\n\n{outcome.traceback}".rstrip())
+
+
+def _silence(failed: Sequence[Testimony], members: Sequence[Testimony]) -> str:
+    """Some gave up waiting, and nobody says why: those who have not even ended are who was waited for."""
+    first = min(failed, key=lambda member: member.name)
+    text = f"{first.who} failed after step {_num_steps(first)}: {_outcome(first).message}"
+    silent = [member for member in members if member.is_worker and member.outcome is None]
+    if not silent:
+        return text
+    hanging = ", ".join(f"{member.who} hangs after step {member.num_steps}" for member in silent)
+    return f"{hanging}; {text}"
+
+
+def _outcome(member: Testimony) -> Outcome:
+    assert member.outcome is not None
+    return member.outcome
+
+
+def _num_steps(member: Testimony) -> int:
+    return max(member.num_steps, member.outcome.num_steps if member.outcome is not None else 0)

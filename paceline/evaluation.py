@@ -1,0 +1,56 @@
+"""Calling the script's evaluation, so that training goes on as if it had not been called."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.config import Target
+from paceline.errors import UsageError, unknown
+from paceline.seeding import preserved_random_state
+
+Evaluation = Callable[[nn.Module], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one evaluation returned."""
+
+    metrics: dict[str, float]
+    duration_s: float
+    is_target_reached: bool
+
+
+def evaluate(function: Evaluation, model: nn.Module, *, target: Target | None) -> Findings:
+    """Call `function(model)` in evaluation mode and without gradients; modes and random state are as before afterwards.
+
+    Raises:
+        UsageError: it returns something else than numbers by name, or not the target's metric.
+    """
+    began_s = time.perf_counter()
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with preserved_random_state(), torch.no_grad():
+            returned = function(model)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not isinstance(returned, Mapping):
+        raise UsageError(f"the evaluation returned {type(returned).__name__}; it must return a dict of numbers")
+    metrics = {str(name): _number(name, value) for name, value in returned.items()}
+    if target is not None and target.metric not in metrics:
+        raise unknown("target metric", target.metric, metrics)
+    is_reached = target is not None and target.is_reached(metrics[target.metric])
+    return Findings(metrics, time.perf_counter() - began_s, is_reached)
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"the evaluation's {name!r} is {type(value).__name__}; it must be a number") from None

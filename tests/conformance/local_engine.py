@@ -1,0 +1,275 @@
+"""The fast engine of these tests: a run's processes are forked on this machine, without Ray.
+
+Workers are real processes with shared memory among them; servers are real services behind real sockets, in threads
+of this process. `run` has the arguments of `paceline.run`, and its worlds are made of the same parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.comm.alone import AloneCollective
+from paceline.comm.base import Collective, OptimizerSpec
+from paceline.comm.parameter_service import ParameterService, ServerSpec
+from paceline.comm.segment import SegmentAddress
+from paceline.comm.server_group import ServerAddress, ServerGroup
+from paceline.comm.shared_memory import SharedMemoryCollective
+from paceline.comm.wire import Keys
+from paceline.config import RunConfig, Target
+from paceline.engines.ray.scripting import run_program
+from paceline.engines.world import World, enter
+from paceline.errors import RunFailed
+from paceline.layout import Layout
+from paceline.records import Record, RecordWriter, Reporter
+from paceline.result import Result
+from paceline.server.ranges import KeyRange
+from paceline.strategies import build
+from paceline.strategies.base import Context, Strategy
+
+EPOCH = 1
+GATHER_S = 2.0
+STOP_FILE = "stop"
+"""A script that makes this file in its result directory asks the run to end, as a user's Ctrl-C does."""
+
+# A server that has loaded torch and Paceline, and forks: processes start in milliseconds. torch._dynamo is what the
+# first optimizer would load otherwise, in most of a second.
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "paceline"])
+
+
+def run(
+    program: Callable[[], Any],
+    *,
+    strategy: str | Strategy,
+    workers: int,
+    out: Path,
+    options: Mapping[str, Any] | None = None,
+    max_steps: int | None = None,
+    max_time_s: float | None = None,
+    eval_every: int | None = None,
+    checkpoint_every: int | None = None,
+    target: str | None = None,
+    seed: int = 0,
+    deadline_s: float = 60.0,
+    resume: Path | None = None,
+    servers_are_local: bool = True,
+) -> Result:
+    """As `paceline.run`, for functions that can be pickled.
+
+    Args:
+        servers_are_local: false: tensors go through the servers' sockets, as from another host.
+
+    Raises:
+        RunFailed: a worker raised; the message holds every failed worker's error and traceback.
+    """
+    plan = build(strategy, options) if isinstance(strategy, str) else strategy
+    plan.check(num_workers=workers)
+    config = RunConfig(
+        max_steps=max_steps,
+        max_time_s=max_time_s,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        target=Target.parse(target) if target is not None else None,
+        seed=seed,
+        deadline_s=deadline_s,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint = (resume / FILE_NAME).read_bytes() if resume is not None else None
+    with _servers(plan) as (keys, services, records):
+        processes = [_Process(program, plan, config, rank, workers, out, checkpoint) for rank in range(workers)]
+        try:
+            addresses = [process.receive() for process in processes]
+            servers = [
+                ServerAddress(service.endpoint, service.bell if servers_are_local else None) for service in services
+            ]
+            for process in processes:
+                process.connection.send((addresses, keys, servers))
+            failures = _watch(processes, services, plan, config, records)
+        finally:
+            for process in processes:
+                process.end()
+        _write(out, records)
+    if failures:
+        raise RunFailed("\n".join(failures))
+    return Result(out)
+
+
+@contextlib.contextmanager
+def _servers(plan: Strategy) -> Iterator[tuple[Keys, list[ParameterService], list[Record]]]:
+    keys, records = Keys.generate(), list[Record]()
+    services = [
+        ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=_ListReporter(records, Path()))
+        for index in range(plan.num_servers())
+    ]
+    threads = [threading.Thread(target=service.serve) for service in services]
+    for thread in threads:
+        thread.start()
+    try:
+        yield keys, services, records
+    finally:
+        for service in services:
+            service.stop()
+        for thread in threads:
+            thread.join()
+
+
+def _watch(
+    processes: list[_Process],
+    services: Sequence[ParameterService],
+    plan: Strategy,
+    config: RunConfig,
+    records: list[Record],
+) -> list[str]:
+    """Serve the workers until all have ended, or one has failed and the others had time to say so too."""
+    failures: list[str] = []
+    running = {process.connection: process for process in processes}
+    give_up_s = time.monotonic() + 2 * config.deadline_s
+    while running and time.monotonic() < give_up_s:
+        for connection in wait(list(running), timeout=0.05):
+            process = running[connection]  # type: ignore[index]
+            kind, *content = process.receive()
+            if kind == "configure":
+                layout, spec, ranges = content
+                for service, pieces in zip(services, ranges, strict=True):
+                    rule = plan.admission_rule(num_workers=len(processes))
+                    assert rule is not None
+                    service.configure(ServerSpec(layout, pieces, spec, rule, config.max_steps))
+                process.connection.send("configured")
+                continue
+            del running[connection]  # type: ignore[arg-type]
+            records.extend(content[0])
+            if content[1] is not None:
+                failures.append(f"worker {process.rank}: {content[1]}")
+                give_up_s = min(give_up_s, time.monotonic() + GATHER_S)
+    if running and not failures:
+        failures.append(f"workers {[process.rank for process in running.values()]} did not end")
+    return failures
+
+
+def _write(directory: Path, records: list[Record]) -> None:
+    writer = RecordWriter(directory)
+    writer.write(records)
+    writer.close()
+
+
+@final
+class _Process:
+    """One worker's process, seen from here."""
+
+    def __init__(
+        self,
+        program: Callable[[], Any],
+        plan: Strategy,
+        config: RunConfig,
+        rank: int,
+        size: int,
+        out: Path,
+        checkpoint: bytes | None,
+    ) -> None:
+        self.rank = rank
+        self.connection, theirs = _forks.Pipe()
+        arguments = (theirs, program, plan, config, rank, size, out, checkpoint)
+        self._process = _forks.Process(target=_work, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def receive(self) -> Any:
+        try:
+            return self.connection.recv()
+        except EOFError:
+            return ("ended", [], "its process died")
+
+    def end(self) -> None:
+        self.connection.close()
+        self._process.join(0.5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@final
+class _ListReporter(Reporter):
+    """Keeps records until the end, and writes files at once."""
+
+    def __init__(self, records: list[Record], directory: Path) -> None:
+        self._records, self._directory = records, directory
+
+    def emit(self, record: Record) -> None:
+        self._records.append(record)
+
+    def save(self, name: str, content: bytes | memoryview) -> None:
+        (self._directory / name).write_bytes(content)
+
+    def stop_requested(self) -> bool:
+        return (self._directory / STOP_FILE).exists()
+
+
+def _work(
+    connection: Connection,
+    program: Callable[[], Any],
+    plan: Strategy,
+    config: RunConfig,
+    rank: int,
+    size: int,
+    out: Path,
+    checkpoint: bytes | None,
+) -> None:
+    """What a worker's process does."""
+    torch.set_num_threads(1)
+    control = SharedMemoryCollective.prepare()
+    connection.send(control.address)
+    addresses, keys, servers = connection.recv()
+    records: list[Record] = []
+    error: str | None = None
+    ends: list[Any] = []
+    try:
+        collective = _collective(rank, size, addresses, control, config.deadline_s)
+        ends.append(collective)
+        store = None
+        if servers:
+            store = ServerGroup(
+                keys,
+                servers=servers,
+                collective=collective,
+                configure=lambda *content: _configure(connection, *content),
+                epoch=EPOCH,
+                deadline_s=config.deadline_s,
+            )
+            ends.append(store)
+        context = Context(rank, size, rank, size, torch.device("cpu"), collective, store)
+        restored = Checkpoint.decode(checkpoint, where="the checkpoint") if checkpoint is not None else None
+        world = World(context, plan, config, _ListReporter(records, out), restored)
+        enter(world)
+        run_program(program)
+        for finish in world.at_end:
+            finish()
+    except BaseException as failure:
+        error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
+    for end in reversed(ends):
+        with contextlib.suppress(Exception):
+            end.close()
+    connection.send(("ended", records, error))
+
+
+def _collective(
+    rank: int, size: int, addresses: Sequence[SegmentAddress], control: Any, deadline_s: float
+) -> Collective:
+    if size == 1:
+        return AloneCollective()
+    return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=deadline_s)
+
+
+def _configure(connection: Connection, layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
+    connection.send(("configure", layout, spec, list(ranges)))
+    connection.recv()

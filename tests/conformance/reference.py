@@ -1,0 +1,80 @@
+"""The naive twin of a run: the same script in one plain process, which trains on the workers' combined batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from paceline.sharding import ShardedLoader
+
+Script = Callable[[Any], nn.Module]
+"""Trains with what it is given as its worker, which is Paceline's or a `Reference`, and returns its model."""
+
+
+@final
+class Reference:
+    """Stands where a script has its worker; exchanges nothing and changes nothing.
+
+    Args:
+        num_workers: whose batches are combined.
+        seed: of the run that is compared.
+    """
+
+    rank, size = 0, 1
+
+    def __init__(self, num_workers: int, *, seed: int = 0) -> None:
+        self.num_workers, self._seed = num_workers, seed
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], **stateful: Any
+    ) -> tuple[nn.Module, torch.optim.Optimizer, _CombinedBatches]:
+        return model, optimizer, _CombinedBatches(loader, self.num_workers, self._seed)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def log(self, **metrics: Any) -> None:
+        pass
+
+
+@final
+class _CombinedBatches:
+    """Global batches, epoch after epoch, in the order in which the workers have their parts."""
+
+    def __init__(self, loader: DataLoader[Any], num_workers: int, seed: int) -> None:
+        self._loader, self._epoch = loader, 0
+        self._parts = [part_of(loader, rank, num_workers, seed) for rank in range(num_workers)]
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        for parts in zip(*(part.batches(epoch) for part in self._parts), strict=True):
+            indices = [index for part in parts for index in part.indices]
+            yield self._loader.collate_fn([self._loader.dataset[index] for index in indices])
+
+    def __len__(self) -> int:
+        return len(self._parts[0])
+
+
+def part_of(loader: DataLoader[Any], rank: int, num_workers: int, seed: int) -> ShardedLoader:
+    """One worker's part of the data."""
+    return ShardedLoader(
+        loader,
+        rank=rank,
+        size=num_workers,
+        seed=seed,
+        on_batch=lambda batch: None,
+        on_position=lambda: None,
+        should_stop=lambda: False,
+    )
+
+
+def train_alone(script: Script, num_workers: int, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The final state of the script's model in one process with the batches of `num_workers`."""
+    torch.manual_seed(seed)
+    model = script(Reference(num_workers, seed=seed))
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,115 @@
+"""Starting commands as a user does, and looking at what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = SCRIPTS / "train.py"
+PACELINE = str(Path(sys.executable).parent / "paceline")
+GRACE_S = 5.0
+_TAG = "PACELINE_TEST_TAG"
+
+
+@dataclass
+class Command:
+    """A command in a session of its own, whose processes are known by a variable of their environment."""
+
+    arguments: Sequence[str]
+    directory: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tag = uuid.uuid4().hex
+        self.shared_memory_before = shared_memory()
+        self._output = (self.directory / f"output-{self.tag}").open("w+")
+        self.process = subprocess.Popen(
+            self.arguments,
+            cwd=self.directory,
+            env={**os.environ, **self.environment, _TAG: self.tag},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait(self, *, timeout_s: float = 90.0) -> str:
+        """The output, once the command has ended."""
+        self.process.wait(timeout=timeout_s)
+        self._output.seek(0)
+        return self._output.read()
+
+    @property
+    def status(self) -> int:
+        return self.process.returncode
+
+    def interrupt(self) -> None:
+        """As Ctrl-C in its terminal: the whole process group hears it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def processes(self) -> list[str]:
+        """Its processes that still run, the command itself included."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_its_own = process.environ().get(_TAG) == self.tag
+                if is_its_own and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+        return found
+
+    def assert_nothing_left(self, *, within_s: float = GRACE_S) -> None:
+        left = wait_until(lambda: not self.processes(), within_s=within_s) or self.processes()
+        assert left is True, f"processes are left: {left}"
+        new = wait_until(lambda: shared_memory() <= self.shared_memory_before, within_s=within_s)
+        assert new, f"shared memory is left: {shared_memory() - self.shared_memory_before}"
+
+    def close(self) -> None:
+        """End whatever a failed test left."""
+        for line in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+        self.process.wait(timeout=10)
+        self._output.close()
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def wait_until(is_so: Callable[[], Any], *, within_s: float) -> bool:
+    """Whether it became so in time."""
+    until_s = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "events.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def pids(directory: Path) -> dict[str, int]:
+    """The members' process ids, by name."""
+    return dict(next(event["details"]["pids"] for event in events(directory) if event["name"] == "started"))
+
+
+def is_training(directory: Path) -> bool:
+    return any(event["name"] == "training" for event in events(directory))

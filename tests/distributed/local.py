@@ -1,0 +1,48 @@
+"""Runs in this process's Ray, which is started once a module."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import paceline
+from paceline import Result
+from paceline.engines.ray.controller import Progress
+
+
+class Listener:
+    """Keeps what scripts print."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+
+    def on_progress(self, progress: Progress) -> None:
+        pass
+
+    def on_output(self, who: str, line: str) -> None:
+        self.lines.append((who, line))
+
+    def of(self, who: str) -> list[str]:
+        return [line for speaker, line in self.lines if speaker == who]
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    assert threading.current_thread() is threading.main_thread()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=80_000_000)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run_text(directory: Path, text: str, *, listener: Listener | None = None, **options: Any) -> Result:
+    """Run a script given as text."""
+    script = directory / "script.py"
+    script.write_text(text)
+    return paceline.run(script, out=directory / "out", watcher=listener or Listener(), **options)

@@ -1,0 +1,109 @@
+"""A script that trains for a while, and on one rank at one step does what it is told to."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fault", default="none")
+parser.add_argument("--rank", type=int, default=1, help="the rank, or the server, that the fault concerns")
+parser.add_argument("--step", type=int, default=5)
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
+parser.add_argument("--loaders", type=int, default=0, help="processes that load data")
+parser.add_argument("--child", action="store_true", help="start a process that outlives the script")
+parser.add_argument("--results", type=Path, help="the run's result directory")
+args = parser.parse_args()
+
+
+class Data(TensorDataset):
+    def __getitem__(self, index):
+        if args.fault == "raise-in-loader" and index == 40:
+            raise LookupError("the loader broke on purpose")
+        return super().__getitem__(index)
+
+
+def fault():
+    if args.fault == "kill":
+        strike(os.getpid())
+    elif args.fault == "kill-server":
+        strike(pids()[f"server-{args.rank}"])
+    elif args.fault == "raise":
+        raise ValueError("broken on purpose")
+    elif args.fault == "exit":
+        sys.exit(3)
+    elif args.fault == "vanish":
+        os._exit(0)
+    elif args.fault == "hang":
+        time.sleep(3600)
+
+
+def strike(pid):
+    time.sleep(0.3)  # until the launcher has heard of the step before
+    (args.results / "struck").write_text(str(time.time()))
+    os.kill(pid, signal.SIGKILL)
+
+
+def pids():
+    first = (args.results / "events.jsonl").read_text().splitlines()[0]
+    return json.loads(first)["details"]["pids"]
+
+
+worker = paceline.init()
+if args.child:
+    subprocess.Popen(["sleep", "600"])
+generator = torch.Generator().manual_seed(0)
+inputs, labels = torch.randn(1600, 8, generator=generator), torch.randint(0, 3, (1600,), generator=generator)
+is_odd = args.fault == "other-shape" and worker.rank == args.rank
+model = nn.Sequential(nn.Linear(8, 16 if not is_odd else 17), nn.Tanh(), nn.Linear(16 if not is_odd else 17, 3))
+if args.fault == "other-number" and worker.rank == args.rank:
+    model = nn.Sequential(*model, nn.Linear(3, 3))
+if args.fault == "other-dtype" and worker.rank == args.rank:
+    model[2] = model[2].double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+loader = DataLoader(Data(inputs, labels), batch_size=4, shuffle=True, num_workers=args.loaders)
+model, optimizer, loader = worker.prepare(model, optimizer, loader)
+
+
+@worker.evaluation
+def evaluation(model):
+    if args.fault == "raise-in-evaluation":
+        raise ArithmeticError("the evaluation broke on purpose")
+    outputs = model(inputs)
+    return {"loss": F.cross_entropy(outputs, labels).item(), "finite": float(outputs.isfinite().all())}
+
+
+step = 0
+while step < args.steps:
+    for x, y in loader:
+        step += 1
+        time.sleep(args.step_s)
+        is_now = step == args.step and worker.rank == (0 if args.fault == "kill-server" else args.rank)
+        if is_now and args.fault in ("nan", "inf"):
+            x = torch.full_like(x, float(args.fault))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        if is_now:
+            fault()
+        loss.backward()
+        optimizer.step()
+        if step >= args.steps:
+            break
+    else:
+        if worker.iteration and step == 0:
+            break
+        continue
+    break
+print("the script came to its end")

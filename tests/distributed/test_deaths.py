@@ -1,0 +1,84 @@
+"""A worker, a server or the launcher is killed: the run ends soon, says who died and when, and leaves nothing."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import TRAIN, is_training, pids, wait_until
+
+pytestmark = pytest.mark.ray
+LIMIT_S = 10.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim", "num_workers"),
+    [
+        ("all-reduce", "worker-1", 3),
+        ("ps-bsp", "worker-1", 2),
+        ("ps-asp", "worker-0", 2),
+        ("ps-ssp", "worker-1", 2),
+        ("ps-bsp", "server-1", 2),
+        ("ps-asp", "server-0", 2),
+        ("ps-ssp", "server-0", 2),
+    ],
+)
+def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, victim: str, num_workers: int) -> None:
+    out = tmp_path / "out"
+    kind, number = victim.split("-")
+    options = ["--option", "servers=2"] if victim == "server-1" else []
+    command = start(
+        "run", TRAIN, "--strategy", strategy, "--workers", num_workers, "--out", out, *options, "--",
+        "--fault", "kill" if kind == "worker" else "kill-server", "--rank", number, "--step", 5, "--step-s", 0.02,
+        "--loaders", 2, "--child", "--results", out,
+    )  # fmt: skip
+    output = command.wait()
+    took_s = time.time() - float((out / "struck").read_text())
+    print(f"{strategy} {victim}: {took_s:.1f} s from the kill to the end")
+
+    assert command.status == 1
+    assert took_s < LIMIT_S
+    pid = pids(out)[victim]
+    assert f"{kind} {number} (process {pid}) died" in output
+    if strategy in ("all-reduce", "ps-bsp"):
+        assert re.search(r"died during step 5$", output, re.MULTILINE)
+    elif kind == "worker":
+        assert re.search(r"died during step 5 or shortly after$", output, re.MULTILINE)
+    else:
+        assert re.search(r"died after update \d+ or shortly after$", output, re.MULTILINE)
+    assert "Traceback" not in output
+    assert "raylet" not in output
+    command.assert_nothing_left(within_s=1.0)
+
+
+def test_killed_launcher(start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = start(
+        "run", TRAIN, "--strategy", "ps-bsp", "--workers", 2, "--out", out, "--", "--step-s", 0.05, "--loaders", 2, "--child"
+    )  # fmt: skip
+    assert wait_until(lambda: is_training(out), within_s=60)
+    assert len(command.processes()) >= 10
+    command.process.kill()
+    began_s = time.monotonic()
+    command.process.wait()
+    command.assert_nothing_left(within_s=15.0)
+    print(f"{time.monotonic() - began_s:.1f} s from the launcher's death until nothing was left")
+
+
+def test_two_deaths_at_once_are_both_named(start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = start("run", TRAIN, "--workers", 3, "--out", out, "--", "--step-s", 0.05)
+    assert wait_until(lambda: is_training(out), within_s=60)
+    members = pids(out)
+    import os
+    import signal
+
+    for name in ("worker-0", "worker-2"):
+        os.kill(members[name], signal.SIGKILL)
+    output = command.wait()
+    for number in (0, 2):
+        assert f"worker {number} (process {members[f'worker-{number}']}) died during step" in output
+    assert "worker 1" not in output

@@ -1,0 +1,59 @@
+"""Every command that README and docs show is run, in the order of the page, from a copy of the project."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+RUN_HERE = ("paceline ", "python ", "torchrun ")
+# What continuous integration itself runs, or what would install or measure for minutes.
+NOT_HERE = ("make ", "pip install ", "git clone ", "cd ", "python benchmarks/")
+
+
+def commands_of(page: Path) -> list[str]:
+    """The lines of the page's shell blocks, continuation lines joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [" ".join(line.split()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def test_every_command_is_of_a_kind_that_is_run() -> None:
+    shown = [command for page in PAGES for command in commands_of(page)]
+    assert len(shown) > 5
+    assert [command for command in shown if not command.startswith((*RUN_HERE, *NOT_HERE))] == []
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    shown = {word for page in PAGES for c in commands_of(page) if c.startswith("make ") for word in c.split()[1:]}
+    assert {"demo", "test"} <= shown
+    for target in shown:
+        assert re.search(rf"^{re.escape(target)}:", makefile, flags=re.MULTILINE), target
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_run(page: Path, tmp_path: Path) -> None:
+    commands = [c for c in commands_of(page) if c.startswith(RUN_HERE) and not c.startswith(NOT_HERE)]
+    if not commands:
+        pytest.skip(f"{page.name} shows no command to run")
+    if any("cifar10" in command for command in commands) and not os.environ.get("PACELINE_DATA"):
+        pytest.skip("PACELINE_DATA is not set: a command of this page trains on CIFAR-10")
+    for folder in ("paceline", "recipes"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command in commands:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -1,0 +1,114 @@
+"""Ctrl-C and SIGTERM: a run saves itself, says how to go on, and leaves nothing; a second one ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline import Result
+from tests.distributed.harness import TRAIN, Command, is_training, wait_until
+
+pytestmark = pytest.mark.ray
+INTERRUPTED = 130
+
+
+def begin(start, out: Path, strategy: str = "all-reduce", *arguments: object) -> Command:
+    command: Command = start(
+        "run", TRAIN, "--strategy", strategy, "--workers", 2, "--out", out, *arguments, "--",
+        "--step-s", 0.02, "--steps", 300, "--loaders", 2, "--child",
+    )  # fmt: skip
+    return command
+
+
+@pytest.mark.parametrize(("strategy", "how"), [("all-reduce", signal.SIGINT), ("ps-asp", signal.SIGTERM)])
+def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path, strategy: str, how: signal.Signals) -> None:
+    out = tmp_path / "out"
+    command = begin(start, out, strategy)
+    assert wait_until(lambda: is_training(out), within_s=60)
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    if how is signal.SIGINT:
+        command.interrupt()
+    else:
+        os.kill(command.process.pid, how)
+    output = command.wait()
+    took_s = time.monotonic() - began_s
+    print(f"{strategy} {how.name}: {took_s:.1f} s until the end")
+
+    assert command.status == INTERRUPTED
+    assert took_s < 10
+    told = [line for line in output.splitlines() if line.startswith("interrupted")]
+    assert len(told) == 1
+    assert f"--resume {out}" in told[0]
+    assert "Traceback" not in output
+    assert (out / "checkpoint.pt").exists()
+    command.assert_nothing_left()
+    saved = Result.open(out).iteration
+    assert f"saved at iteration {saved} in {out}" in told[0]
+
+    again = start(
+        "run", TRAIN, "--strategy", strategy, "--workers", 2, "--resume", out, "--out", out, "--max-steps", saved + 20,
+        "--", "--steps", 300,
+    )  # fmt: skip
+    assert again.wait() is not None
+    assert again.status == 0
+    result = Result.open(out)
+    assert result.iteration == saved + 20
+    assert (out / "model.safetensors").exists()
+    for rank in range(2):
+        steps = [record.step for record in result.steps if record.worker == rank]
+        assert steps == list(range(1, len(steps) + 1)), f"worker {rank} lost or repeated a step"
+
+
+def test_second_interrupt_ends_at_once(start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    # A hanging worker cannot save, so that the first interrupt is still waited for.
+    command = start("run", TRAIN, "--workers", 2, "--out", out, "--", "--fault", "hang", "--step", 3, "--child")
+    assert wait_until(lambda: is_training(out), within_s=60)
+    time.sleep(0.5)
+    command.interrupt()
+    time.sleep(1.0)
+    assert command.process.poll() is None
+    began_s = time.monotonic()
+    command.interrupt()
+    output = command.wait()
+    assert command.status == INTERRUPTED
+    assert time.monotonic() - began_s < 4
+    assert "interrupted before anything was saved" in output
+    assert "Traceback" not in output
+    command.assert_nothing_left()
+
+
+def test_one_interrupt_of_a_run_that_cannot_save(start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = start("run", TRAIN, "--workers", 2, "--out", out, "--", "--fault", "hang", "--step", 3)
+    assert wait_until(lambda: is_training(out), within_s=60)
+    began_s = time.monotonic()
+    command.interrupt()
+    output = command.wait()
+    assert command.status == INTERRUPTED
+    assert time.monotonic() - began_s < 11
+    assert "interrupted before anything was saved" in output
+    command.assert_nothing_left()
+
+
+@pytest.mark.parametrize("delay_s", [0.1, 1.5, 3.0])
+def test_interrupt_during_start_up(start, tmp_path: Path, delay_s: float) -> None:
+    out = tmp_path / "out"
+    command = begin(start, out)
+    # The result directory is made right before Ray is started.
+    assert wait_until(lambda: (out / "manifest.json").exists(), within_s=60)
+    time.sleep(delay_s)
+    assert not is_training(out)
+    began_s = time.monotonic()
+    command.interrupt()
+    output = command.wait()
+    assert command.status == INTERRUPTED
+    assert time.monotonic() - began_s < 10
+    assert "Traceback" not in output
+    assert f"{out} has no checkpoint to resume from" in output
+    command.assert_nothing_left()

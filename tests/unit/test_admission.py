@@ -1,0 +1,221 @@
+"""Admission rules alone: which gradients form an update, and who may go on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.server.admission import AdmissionRule, BulkSynchronous, ProtocolError, StaleSynchronous
+
+RULES = {
+    "bsp": lambda n: BulkSynchronous(num_workers=n),
+    "backup": lambda n: BulkSynchronous(num_workers=n, backup_workers=n - 1),
+    "ssp": lambda n: StaleSynchronous(num_workers=n, staleness=2),
+    "asp": lambda n: StaleSynchronous(num_workers=n),
+}
+
+
+def push(rule: AdmissionRule, worker: int) -> tuple[int, ...]:
+    return rule.push(worker, rule.clock_of(worker))
+
+
+# --- bulk synchronous ----------------------------------------------------------------------------------------------
+
+
+def test_bsp_closes_a_clock_only_with_the_last_worker() -> None:
+    rule = BulkSynchronous(num_workers=3)
+    for clock in range(4):
+        assert push(rule, 2) == ()
+        assert push(rule, 0) == ()
+        assert rule.is_held(2)
+        assert rule.is_held(0)
+        assert [rule.is_admitted(worker) for worker in range(3)] == [False, True, False]
+        assert push(rule, 1) == (0, 1, 2)
+        assert all(rule.is_admitted(worker) and not rule.is_held(worker) for worker in range(3))
+        assert {rule.clock_of(worker) for worker in range(3)} == {clock + 1}
+
+
+@given(n=st.integers(1, 6), data=st.data())
+def test_bsp_updates_with_everyone_in_any_order(n: int, data: st.DataObject) -> None:
+    rule = BulkSynchronous(num_workers=n)
+    for _ in range(3):
+        order = data.draw(st.permutations(range(n)))
+        formed = [push(rule, worker) for worker in order]
+        assert formed == [()] * (n - 1) + [tuple(range(n))]
+
+
+def test_backup_workers_the_first_count_and_the_late_jump_ahead() -> None:
+    rule = BulkSynchronous(num_workers=4, backup_workers=2)
+    assert rule.push(3, 0) == ()
+    assert rule.push(1, 0) == (1, 3)
+    # Workers 0 and 2 have missed clock 0: dropped, not held, and sent on to the clock that is open.
+    assert rule.push(0, 0) == ()
+    assert not rule.is_held(0)
+    assert rule.is_admitted(0)
+    assert rule.clock_of(0) == 1
+    assert rule.push(0, 1) == ()
+    assert rule.is_held(0)
+    # A worker that is two clocks late jumps as well.
+    assert rule.push(1, 1) == (0, 1)
+    assert rule.push(2, 0) == ()
+    assert rule.clock_of(2) == 2
+
+
+@given(n=st.integers(1, 6), data=st.data())
+def test_backup_workers_every_update_has_exactly_n_minus_b(n: int, data: st.DataObject) -> None:
+    b = data.draw(st.integers(0, n - 1))
+    rule = BulkSynchronous(num_workers=n, backup_workers=b)
+    known = [0] * n  # the clock each worker was last told
+    num_updates = 0
+    for _ in range(40):
+        free = [worker for worker in range(n) if not rule.is_held(worker)]
+        assert len(free) > b or n == len(free)
+        worker = data.draw(st.sampled_from(free))
+        was_late = known[worker] < num_updates
+        formed = rule.push(worker, known[worker])
+        assert not (was_late and (formed or rule.is_held(worker)))
+        if formed:
+            num_updates += 1
+            assert len(formed) == n - b
+            assert worker in formed
+        for other in {worker, *formed}:
+            if not rule.is_held(other):
+                known[other] = rule.clock_of(other)
+
+
+def test_bsp_leaving_closes_the_clock_that_waits_only_for_the_leaver() -> None:
+    rule = BulkSynchronous(num_workers=3)
+    push(rule, 0)
+    push(rule, 1)
+    assert rule.leave(2) == (0, 1)
+    assert push(rule, 1) == ()
+    assert push(rule, 0) == (0, 1)
+    assert rule.leave(0) == ()
+    assert push(rule, 1) == (1,)
+    assert rule.leave(1) == ()
+
+
+def test_bsp_the_gradient_of_a_worker_that_left_still_counts() -> None:
+    rule = BulkSynchronous(num_workers=2)
+    push(rule, 0)
+    assert rule.leave(0) == ()
+    assert push(rule, 1) == (0, 1)
+
+
+@pytest.mark.parametrize("clock", [1, 7])
+def test_bsp_refuses_a_future_clock(clock: int) -> None:
+    with pytest.raises(ProtocolError, match=f"worker 1 pushed for clock {clock} while clock 0"):
+        BulkSynchronous(num_workers=2).push(1, clock)
+
+
+def test_bsp_refuses_a_second_gradient_for_a_clock() -> None:
+    rule = BulkSynchronous(num_workers=2)
+    push(rule, 0)
+    with pytest.raises(ProtocolError):
+        rule.push(0, 0)
+    assert push(rule, 1) == (0, 1), "the refused push changed nothing"
+
+
+# --- stale synchronous ---------------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(1, 6), staleness=st.integers(0, 4), data=st.data())
+def test_ssp_bound_holds_and_somebody_can_always_go_on(n: int, staleness: int, data: st.DataObject) -> None:
+    rule = StaleSynchronous(num_workers=n, staleness=staleness)
+    clocks = {worker: 0 for worker in range(n)}
+    weights = data.draw(st.lists(st.integers(1, 50), min_size=n, max_size=n), label="speeds")
+    schedule = [worker for worker in range(n) for _ in range(weights[worker])]
+    for _ in range(60):
+        admitted = {worker for worker in clocks if rule.is_admitted(worker)}
+        # The definition: a worker at clock c may compute while the slowest is at c - s or further.
+        assert admitted == {w for w, clock in clocks.items() if clock - min(clocks.values()) <= staleness}
+        assert admitted, "deadlock"
+        worker = data.draw(st.sampled_from([w for w in schedule if w in admitted]))
+        if len(clocks) > 1 and data.draw(st.integers(0, 30)) == 0:
+            assert rule.leave(worker) == ()
+            del clocks[worker]
+            continue
+        assert push(rule, worker) == (worker,)
+        clocks[worker] += 1
+        assert rule.clock_of(worker) == clocks[worker]
+        assert max(clocks.values()) - min(clocks.values()) <= staleness + 1
+
+
+def test_ssp_zero_is_lock_step() -> None:
+    rule = StaleSynchronous(num_workers=3, staleness=0)
+    for _ in range(3):
+        for worker in (2, 0, 1):
+            assert rule.is_admitted(worker)
+            push(rule, worker)
+            assert rule.is_admitted(worker) == (worker == 1)
+    assert all(rule.is_admitted(worker) for worker in range(3))
+
+
+def test_ssp_staleness_two_lets_the_fast_one_start_its_third_clock_ahead_of_none() -> None:
+    rule = StaleSynchronous(num_workers=2, staleness=2)
+    for _ in range(2):
+        push(rule, 0)
+        assert rule.is_admitted(0)
+    push(rule, 0)
+    assert not rule.is_admitted(0)
+    with pytest.raises(ProtocolError, match="without having been admitted"):
+        push(rule, 0)
+    push(rule, 1)
+    assert rule.is_admitted(0)
+
+
+def test_asp_never_waits() -> None:
+    rule = StaleSynchronous(num_workers=2)
+    for _ in range(1000):
+        push(rule, 0)
+        assert rule.is_admitted(0)
+
+
+def test_ssp_nobody_waits_for_a_worker_that_left() -> None:
+    rule = StaleSynchronous(num_workers=3, staleness=1)
+    push(rule, 1)
+    for _ in range(2):
+        push(rule, 0)
+    assert not rule.is_admitted(0)
+    rule.leave(2)
+    assert rule.is_admitted(0)
+    rule.leave(1)
+    for _ in range(10):
+        push(rule, 0)
+    assert rule.is_admitted(0)
+
+
+@pytest.mark.parametrize("clock", [-1, 1, 5])
+def test_ssp_refuses_a_clock_that_is_not_the_workers(clock: int) -> None:
+    with pytest.raises(ProtocolError, match=rf"worker 1 pushed for clock {clock}, but is at 0"):
+        StaleSynchronous(num_workers=2).push(1, clock)
+
+
+# --- all ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("stranger", [-1, 3])
+def test_a_worker_that_never_was_is_refused(name: str, stranger: int) -> None:
+    with pytest.raises(ProtocolError, match="none of the active workers"):
+        RULES[name](3).push(stranger, 0)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_worker_that_left_is_refused(name: str) -> None:
+    rule = RULES[name](3)
+    rule.leave(1)
+    with pytest.raises(ProtocolError, match="none of the active workers"):
+        rule.push(1, 0)
+
+
+def test_settings_out_of_range() -> None:
+    for num_workers, backup_workers in ((0, 0), (2, 2), (2, -1)):
+        with pytest.raises(ValueError, match=r"_workers must be"):
+            BulkSynchronous(num_workers=num_workers, backup_workers=backup_workers)
+    for staleness in (-1, math.nan):
+        with pytest.raises(ValueError, match="staleness must be"):
+            StaleSynchronous(num_workers=1, staleness=staleness)

@@ -1,0 +1,444 @@
+"""Where tensors lie in a flat buffer, and gradients that lie there during backward."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline.buckets import GradientBuckets
+from paceline.errors import UsageError
+from paceline.layout import ALIGNMENT_BYTES, Layout, TensorSpec, by_group, in_buckets
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SPECS = st.lists(
+    st.builds(
+        TensorSpec,
+        st.just("p"),
+        st.lists(st.integers(0, 6), max_size=3).map(tuple),
+        st.sampled_from(DTYPES),
+        st.integers(0, 1),
+    ),
+    max_size=12,
+)
+LAYOUTS: list[Callable[[Sequence[TensorSpec]], Layout]] = [
+    by_group,
+    lambda specs: in_buckets(specs, bucket_bytes=1),
+    lambda specs: in_buckets(specs, bucket_bytes=200, first_bucket_bytes=50),
+    lambda specs: in_buckets(specs, bucket_bytes=10**9),
+]
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+@given(specs=SPECS, lay_out=st.sampled_from(LAYOUTS))
+def test_views_are_aligned_and_never_overlap(
+    specs: list[TensorSpec], lay_out: Callable[[Sequence[TensorSpec]], Layout]
+) -> None:
+    layout = lay_out(specs)
+    assert layout.num_bytes % ALIGNMENT_BYTES == 0
+    assert layout.specs == specs
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    views = layout.views(buffer)
+    assert [(tuple(view.shape), view.dtype) for view in views] == [(spec.shape, spec.dtype) for spec in specs]
+    owners = torch.zeros(layout.num_bytes, dtype=torch.int64)
+    for view in views:
+        start = view.data_ptr() - buffer.data_ptr()
+        assert view.numel() == 0 or start % ALIGNMENT_BYTES == 0
+        owners[start : start + view.numel() * view.itemsize] += 1
+    for segment in layout.segments:
+        assert segment.start_bytes % ALIGNMENT_BYTES == 0
+        end = segment.start_bytes + segment.num_bytes
+        owners[end - segment.tail * segment.dtype.itemsize : end] += 1
+        assert {slot.spec.dtype for slot in segment.slots} == {segment.dtype}
+    assert bool((owners <= 1).all())
+    spans = [(segment.start_bytes, segment.start_bytes + segment.num_bytes) for segment in layout.segments]
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    assert not spans or spans[-1][1] <= layout.num_bytes
+
+
+@given(specs=SPECS)
+def test_by_group_has_one_segment_for_each_group_and_dtype_in_the_given_order(specs: list[TensorSpec]) -> None:
+    layout = by_group(specs)
+    keys = [(segment.group, segment.dtype) for segment in layout.segments]
+    assert keys == list(dict.fromkeys((spec.group, spec.dtype) for spec in specs))
+    for segment in layout.segments:
+        expected = [i for i, s in enumerate(specs) if (s.group, s.dtype) == (segment.group, segment.dtype)]
+        assert [slot.index for slot in segment.slots] == expected
+        assert segment.tail == 0
+
+
+@given(specs=SPECS, bucket_bytes=st.integers(1, 2000), first=st.none() | st.integers(1, 2000))
+def test_in_buckets_is_in_reverse_and_as_large_as_asked(
+    specs: list[TensorSpec], bucket_bytes: int, first: int | None
+) -> None:
+    layout = in_buckets(specs, bucket_bytes=bucket_bytes, first_bucket_bytes=first)
+    for dtype in DTYPES:
+        order = [slot.index for s in layout.segments for slot in s.slots if s.dtype == dtype]
+        assert order == [i for i in reversed(range(len(specs))) if specs[i].dtype == dtype]
+    for number, segment in enumerate(layout.segments):
+        assert segment.tail == 2 + len(segment.slots)
+        limit = bucket_bytes if number else min(first or bucket_bytes, bucket_bytes)
+        # Closed as soon as it is full: without its last tensor it was not.
+        assert sum(slot.spec.num_bytes for slot in segment.slots[:-1]) < limit
+
+
+def test_in_buckets_fills_each_bucket_before_the_next() -> None:
+    specs = [TensorSpec(str(i), (25,), torch.float32) for i in range(7)]  # 100 bytes each
+    layout = in_buckets(specs, bucket_bytes=300, first_bucket_bytes=100)
+    assert [[slot.index for slot in segment.slots] for segment in layout.segments] == [[6], [5, 4, 3], [2, 1, 0]]
+
+
+# --- buckets --------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """A model with its buckets, and what they announced."""
+
+    def __init__(self, model: nn.Module, *, bucket_bytes: int = 100) -> None:
+        self.model = model
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
+        self.names = list(named)
+        specs = [TensorSpec(n, tuple(p.shape), p.dtype) for n, p in named.items()]
+        layout = in_buckets(specs, bucket_bytes=bucket_bytes)
+        self.announced: list[int | str] = []
+        self.buckets = GradientBuckets(
+            self.parameters,
+            layout,
+            torch.zeros(layout.num_bytes, dtype=torch.uint8),
+            on_bucket=self.announced.append,
+            on_backward_end=lambda: self.announced.append("end"),
+        )
+
+    @property
+    def whole_pass(self) -> list[int | str]:
+        return [*range(len(self.buckets.flats)), "end"]
+
+    def are_views(self) -> bool:
+        return all(p.grad is view for p, view in zip(self.parameters, self.buckets.views, strict=True))
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model(x).pow(2).sum().backward()
+
+
+def reference(*inputs: Tensor) -> list[Tensor]:
+    """Gradients of a model without buckets, summed over the inputs."""
+    model = mlp()
+    for x in inputs:
+        backward(model, x)
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_gradients(script: Script, expected: Sequence[Tensor]) -> None:
+    assert script.are_views()
+    for view, value in zip(script.buckets.views, expected, strict=True):
+        torch.testing.assert_close(view, value, rtol=1e-6, atol=1e-7)
+
+
+X = torch.linspace(-1, 1, 6).view(2, 3)
+
+
+def clear_to_none(script: Script) -> None:
+    script.model.zero_grad(set_to_none=True)
+
+
+def clear_to_zero(script: Script) -> None:
+    script.model.zero_grad(set_to_none=False)
+
+
+def clear_by_hand(script: Script) -> None:
+    for parameter in script.parameters:
+        parameter.grad = None
+
+
+def clear_to_a_tensor_of_its_own(script: Script) -> None:
+    for parameter in script.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("clear", [clear_to_none, clear_to_zero, clear_by_hand, clear_to_a_tensor_of_its_own])
+def test_gradients_are_views_however_they_were_cleared(clear: Callable[[Script], None]) -> None:
+    script = Script(mlp())
+    for scale in (1.0, 2.0, 3.0):
+        clear(script)
+        backward(script.model, X * scale)
+        assert_gradients(script, reference(X * scale))
+        # The buckets hold them too: what is sent is what the optimizer sees.
+        assert script.buckets.flats[0].data_ptr() == script.parameters[-1].grad.data_ptr()
+    assert script.announced == script.whole_pass * 3
+
+
+def test_gradients_accumulate_over_two_backward_passes() -> None:
+    script = Script(mlp())
+    backward(script.model, X)
+    backward(script.model, 2 * X)
+    assert_gradients(script, reference(X, 2 * X))
+    assert script.announced == script.whole_pass * 2
+
+
+def test_without_synchronizing_nothing_is_announced_and_gradients_accumulate() -> None:
+    script = Script(mlp())
+    script.buckets.is_synchronizing = False
+    backward(script.model, X)
+    backward(script.model, 3 * X)
+    assert script.announced == []
+    script.buckets.is_synchronizing = True
+    backward(script.model, 2 * X)
+    assert_gradients(script, reference(X, 3 * X, 2 * X))
+    assert script.announced == script.whole_pass
+
+
+def test_gradients_are_final_when_their_bucket_is_announced() -> None:
+    script = Script(mlp())
+    expected = reference(X)
+    seen: list[bool] = []
+
+    def look(bucket: int) -> None:
+        slots = script.buckets.layout.segments[bucket].slots
+        seen.append(all(torch.allclose(script.buckets.views[slot.index], expected[slot.index]) for slot in slots))
+
+    script.buckets._on_bucket = look
+    backward(script.model, X)
+    assert seen == [True] * len(script.buckets.flats)
+
+
+def test_buckets_are_announced_during_backward() -> None:
+    """The first bucket leaves before the first layer's gradient is computed."""
+    script = Script(mlp())
+    order: list[str] = []
+    script.buckets._on_bucket = lambda bucket: order.append(f"bucket {bucket}")
+    script.parameters[0].register_hook(lambda gradient: order.append("first layer"))
+    backward(script.model, X)
+    assert order.index("bucket 0") < order.index("first layer")
+
+
+class Branches(nn.Module):
+    """Heads that are added up in an order that each call chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 7) for _ in range(6))
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        total = torch.zeros(())
+        for index in order:
+            total = self.heads[index](x + total).tanh().sum()
+        return total
+
+
+@given(seed=st.integers(0, 2**32))
+def test_the_order_of_buckets_does_not_depend_on_that_of_gradients(seed: int) -> None:
+    script = Script(Branches(), bucket_bytes=1)
+    order = list(range(6))
+    random.Random(seed).shuffle(order)
+    script.model(X, order).backward()
+    assert script.announced == script.whole_pass
+    assert script.are_views()
+
+
+def test_a_bucket_without_any_gradient_is_announced_all_the_same() -> None:
+    script = Script(Branches(), bucket_bytes=1)
+    for order in ([0], [5], [2, 4]):
+        script.announced.clear()
+        script.model.zero_grad()
+        script.model(X, order).backward()
+        assert script.announced == script.whole_pass
+        used = {2 * index + i for index in order for i in (0, 1)}
+        assert [p.grad is not None for p in script.parameters] == [i in used for i in range(12)]
+
+
+def test_flags_tell_which_parameters_have_gradients() -> None:
+    script = Script(Branches(), bucket_bytes=10**6)
+    script.model(X, [1, 3]).backward()
+    buckets = script.buckets
+    for view in buckets.views:
+        assert view.untyped_storage().data_ptr() == buckets.flats[0].untyped_storage().data_ptr()
+    buckets.views[0].fill_(99.0)  # stale: the parameter has no gradient
+    buckets.fill_tail(0, stop=True, nonfinite=False)
+    assert buckets.views[0].eq(0).all(), "a parameter without a gradient gives zeros"
+    assert buckets.read_tail(0) == (False, True)
+    assert [p.grad is not None for p in script.parameters] == [i in (2, 3, 6, 7) for i in range(12)]
+    # What another rank added: it had a gradient for parameter 0, and one that was not finite.
+    tail = buckets.flats[0][-buckets.layout.segments[0].tail :]
+    tail[0] = 0.5
+    position = [slot.index for slot in buckets.layout.segments[0].slots].index(0)
+    tail[2 + position] = 0.5
+    buckets.views[0].fill_(0.25)
+    assert buckets.read_tail(0) == (True, True)
+    assert script.parameters[0].grad is buckets.views[0]
+    tail[2 + position] = 0.0
+    buckets.read_tail(0)
+    assert script.parameters[0].grad is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("nonfinite", [False, True])
+def test_tails_round_trip_in_every_dtype(dtype: torch.dtype, stop: bool, nonfinite: bool) -> None:
+    script = Script(nn.Linear(3, 3).to(dtype))
+    for index, parameter in enumerate(script.parameters):
+        parameter.grad = torch.full_like(parameter, index + 1)
+    script.buckets.fill_tail(0, stop=stop, nonfinite=nonfinite)
+    assert script.buckets.read_tail(0) == (nonfinite, stop)
+    assert [view.unique().tolist() for view in script.buckets.views] == [[1.0], [2.0]], "flags lie apart"
+
+
+def test_shared_parameters_are_one_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3, bias=False)
+            self.second = nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh())
+
+    torch.manual_seed(1)
+    script, plain = Script(Tied()), Tied()
+    plain.load_state_dict(script.model.state_dict())
+    for _ in range(2):
+        backward(script.model, X)
+        backward(plain, X)
+    assert len(script.parameters) == 1
+    assert_gradients(script, [plain.first.weight.grad])
+    assert script.announced == script.whole_pass * 2
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = mlp()
+    for parameter in model[2].parameters():
+        parameter.requires_grad_(False)
+    script = Script(model)
+    backward(model, X)
+    expected = reference(X)
+    assert_gradients(script, [expected[i] for i in (0, 1, 4, 5)])
+    assert model[2].weight.grad is None
+    assert script.announced == script.whole_pass
+
+
+def test_a_parameter_frozen_later_counts_as_unused() -> None:
+    script = Script(mlp())
+    script.model[0].weight.requires_grad_(False)
+    backward(script.model, X)
+    assert script.announced == script.whole_pass
+    assert script.parameters[0].grad is None
+
+
+def test_mixed_dtypes_lie_in_buckets_of_their_own() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3).to(dtype) for dtype in DTYPES * 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x.to(layer.weight.dtype)).tanh()
+            return x.float()
+
+    torch.manual_seed(2)
+    script, plain = Script(Mixed(), bucket_bytes=40), Mixed()
+    plain.load_state_dict(script.model.state_dict())
+    for _ in range(2):
+        script.model.zero_grad()
+        plain.zero_grad()
+        backward(script.model, X)
+        backward(plain, X)
+        assert script.are_views()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(script.parameters, plain.parameters(), strict=True))
+    assert script.announced == script.whole_pass * 2
+
+
+def test_only_on_bucket_or_only_on_backward_end() -> None:
+    for only in ("on_bucket", "on_backward_end"):
+        model = mlp()
+        layout = by_group([TensorSpec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()])
+        calls: list[tuple[int, ...]] = []
+        GradientBuckets(
+            list(model.parameters()),
+            layout,
+            torch.zeros(layout.num_bytes, dtype=torch.uint8),
+            **{only: lambda *arguments, calls=calls: calls.append(arguments)},
+        )
+        backward(model, X)
+        backward(model, X)
+        assert calls == ([(0,)] if only == "on_bucket" else [()]) * 2
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_the_gradient_does_not_bind_the_bucket() -> None:
+    script = Script(mlp())
+    for _ in range(3):
+        script.model.zero_grad()
+        script.model(X).pow(2).sum().backward(create_graph=True)
+        assert_gradients(script, reference(X))
+        assert not any(view.requires_grad for view in script.buckets.views)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_parameter_with_a_non_finite_gradient_is_named(bad: float, dtype: torch.dtype) -> None:
+    script = Script(mlp().to(dtype), bucket_bytes=10**6)
+    for index, parameter in enumerate(script.parameters):
+        for other in script.parameters:
+            other.grad = torch.ones_like(other)
+        assert parameter.grad is not None
+        parameter.grad.view(-1)[-1] = bad
+        script.buckets.fill_tail(0, stop=True, nonfinite=True)
+        assert script.buckets.find_nonfinite(0) == script.names[index]
+    assert script.parameters[-1].grad is script.buckets.views[-1]
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308), (torch.float16, 65504.0)])
+def test_a_sum_that_overflows_is_not_taken_for_a_non_finite_gradient(dtype: torch.dtype, large: float) -> None:
+    script = Script(mlp().to(dtype), bucket_bytes=10**6)
+    for parameter in script.parameters:
+        parameter.grad = torch.full_like(parameter, large)
+    script.buckets.fill_tail(0, stop=False, nonfinite=False)
+    assert script.buckets.find_nonfinite(0) is None
+
+
+def test_infinities_of_both_signs_do_not_cancel() -> None:
+    script = Script(mlp(), bucket_bytes=10**6)
+    for parameter in script.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    script.parameters[2].grad.view(-1)[:2] = torch.tensor([math.inf, -math.inf])
+    script.buckets.fill_tail(0, stop=False, nonfinite=False)
+    assert script.buckets.find_nonfinite(0) == "2.weight"
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    script = Script(nn.Embedding(10, 3, sparse=True))
+    with pytest.raises(UsageError, match=r"'weight' has a sparse gradient.*sparse=False"):
+        script.model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_flush_announces_what_no_backward_pass_did() -> None:
+    script = Script(mlp())
+    script.buckets.flush()
+    assert script.announced == script.whole_pass[:-1]
+    backward(script.model, X)
+    assert script.announced == script.whole_pass[:-1] + script.whole_pass
+
+
+def test_closing_takes_the_hooks_off() -> None:
+    script = Script(mlp())
+    script.buckets.close()
+    backward(script.model, X)
+    assert script.announced == []
+    assert not any(p.grad is view for p, view in zip(script.parameters, script.buckets.views, strict=True))

@@ -1,0 +1,100 @@
+"""The line between a worker and a server of one host."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.comm.line import Bell, BellAddress, ServerLine, WorkerLine
+from paceline.errors import PeerLost
+
+
+@pytest.fixture
+def bell() -> Iterator[Bell]:
+    bell = Bell()
+    yield bell
+    bell.close()
+
+
+def is_ringing(bell: Bell, timeout_s: float = 0.0) -> bool:
+    return bool(select.select([bell.fd], [], [], timeout_s)[0])
+
+
+def test_a_request_rings_and_is_answered(bell: Bell) -> None:
+    worker = WorkerLine(bell.address)
+    server = ServerLine(worker.address)
+    assert server.receive() is None
+    assert worker.send([b"header", b"body"])
+    assert is_ringing(bell)
+    bell.silence()
+    assert not is_ringing(bell)
+    assert server.receive() == [b"header", b"body"]
+    assert server.receive() is None
+    assert worker.receive(timeout_s=0.01) is None
+    server.send([b"answer", b""])
+    assert worker.receive(timeout_s=0.01) == [b"answer", b""]
+    worker.close()
+    server.close()
+
+
+def test_a_late_answer_wakes_the_worker(bell: Bell) -> None:
+    worker = WorkerLine(bell.address)
+    server = ServerLine(worker.address)
+    worker.send([b"ask", b""])
+    server.receive()
+    answering = threading.Timer(0.1, lambda: server.send([b"answer", b""]))
+    answering.start()
+    began_s = time.monotonic()
+    assert worker.receive(timeout_s=10) == [b"answer", b""]
+    assert time.monotonic() - began_s < 5
+    answering.join()
+    worker.close()
+    server.close()
+
+
+def test_answers_belong_to_their_requests(bell: Bell) -> None:
+    worker = WorkerLine(bell.address)
+    server = ServerLine(worker.address)
+    for number in range(1000):
+        worker.send([b"%d" % number, b"x" * number])
+        assert server.receive() == [b"%d" % number, b"x" * number]
+        server.send([b"%d" % number, b""])
+        assert worker.receive(timeout_s=1) == [b"%d" % number, b""]
+    worker.close()
+    server.close()
+
+
+def test_a_request_too_large_is_left_to_the_socket(bell: Bell) -> None:
+    worker = WorkerLine(bell.address)
+    assert not worker.send([b"header", bytes(100_000)])
+    assert not is_ringing(bell)
+    server = ServerLine(worker.address)
+    with pytest.raises(ValueError, match="does not fit"):
+        server.send([b"header", bytes(100_000)])
+    worker.close()
+    server.close()
+
+
+def test_rings_that_nobody_hears_do_not_block(bell: Bell) -> None:
+    worker = WorkerLine(bell.address)
+    for _ in range(100_000):
+        worker.send([b"ask", b""])
+    assert is_ringing(bell)
+    bell.silence()
+    assert not is_ringing(bell)
+    worker.close()
+
+
+def test_a_server_that_is_gone_is_named(bell: Bell) -> None:
+    with pytest.raises(PeerLost, match="process 4194305"):
+        WorkerLine(BellAddress(4194305, 3))
+    gone = Bell()
+    worker = WorkerLine(gone.address)
+    gone.close()
+    with pytest.raises(PeerLost, match="gone"):
+        worker.send([b"ask", b""])
+    worker.close()

@@ -1,0 +1,410 @@
+"""A server's state machine: its numbers against one optimizer, and its answers under any order of messages."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.server.admission import AdmissionRule, BulkSynchronous, ProtocolError, StaleSynchronous
+from paceline.server.shard import Answer, Applied, Shard, build_optimizer
+
+NEVER = 10**9
+SHAPES = ((3, 4), (), (5,))
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.95), "amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+}
+
+
+def make_shard(rule: AdmissionRule, *, max_updates: int | None = None) -> Shard:
+    parameters = [torch.zeros(shape) for shape in SHAPES]
+    return Shard(
+        parameters=parameters, optimizer=torch.optim.SGD(parameters, lr=1.0), rule=rule, max_updates=max_updates
+    )
+
+
+def ones(scale: float = 1.0) -> list[Tensor]:
+    return [torch.full(shape, scale) for shape in SHAPES]
+
+
+# --- the numbers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_bsp_equals_one_optimizer_with_the_mean_gradient(name: str, n: int) -> None:
+    optimizer_class, settings = OPTIMIZERS[name]
+    generator = torch.Generator().manual_seed(n)
+    start = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    single = [parameter.clone() for parameter in start]
+    # Two groups with rates of their own: the last tensor is alone in the second.
+    reference = optimizer_class([{"params": single[:2]}, {"params": single[2:], "lr": 0.003}], **settings)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in reference.param_groups]
+    served = [parameter.clone() for parameter in start]
+    optimizer = build_optimizer(optimizer_class, reference.defaults, groups, [served[:2], served[2:]])
+    shard = Shard(parameters=served, optimizer=optimizer, rule=BulkSynchronous(num_workers=n))
+    for clock in range(6):
+        gradients = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(n)]
+        untouched = copy.deepcopy(gradients)
+        for worker in reversed(range(n)):
+            answers = shard.push(worker, clock, gradients[worker], pause_at=NEVER)
+        assert sorted(answer.worker for answer in answers) == list(range(n))
+        for index, parameter in enumerate(single):
+            parameter.grad = torch.stack([mine[index].double() for mine in gradients]).mean(0).float()
+        reference.step()
+        torch.testing.assert_close(served, single, rtol=2e-6, atol=2e-7)
+        for mine, before in zip(gradients, untouched, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True)), "a worker's memory was written"
+    assert shard.iteration == 6
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_sum_does_not_depend_on_the_order_of_arrival(order: tuple[int, ...]) -> None:
+    shard = make_shard(BulkSynchronous(num_workers=3))
+    # Summed in worker order the large ones cancel first and 1 remains; in another order the 1 is lost.
+    for worker in order:
+        shard.push(worker, 0, ones((1e9, -1e9, 1.0)[worker]), pause_at=NEVER)
+    torch.testing.assert_close(shard.parameters[0], torch.full((3, 4), -1 / 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_averaged_in_float32(dtype: torch.dtype) -> None:
+    parameter = torch.zeros(2, dtype=dtype)
+    shard = Shard(
+        parameters=[parameter],
+        optimizer=torch.optim.SGD([parameter], lr=1.0),
+        rule=BulkSynchronous(num_workers=3),
+    )
+    # The sum is infinite in float16, and 256 + 1 is 256 in bfloat16.
+    gradients = {torch.float16: (60000.0, 60000.0, 60000.0), torch.bfloat16: (256.0, 1.0, 1.0)}[dtype]
+    for worker, value in enumerate(gradients):
+        shard.push(worker, 0, [torch.full((2,), value, dtype=dtype)], pause_at=NEVER)
+    expected = torch.tensor(-sum(gradients) / 3).to(dtype)
+    assert torch.equal(parameter, expected.expand(2))
+    assert parameter.dtype == dtype
+
+
+def test_asynchronous_gradients_are_applied_one_by_one() -> None:
+    shard = make_shard(StaleSynchronous(num_workers=2))
+    for number, (worker, clock) in enumerate([(0, 0), (0, 1), (1, 0), (0, 2)], 1):
+        (answer,) = shard.push(worker, clock, ones(), pause_at=NEVER)
+        assert (answer.worker, answer.iteration, answer.clock) == (worker, number, clock + 1)
+        assert torch.equal(shard.parameters[0], torch.full((3, 4), -float(number)))
+
+
+def test_backup_workers_drop_the_late_gradient() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=3, backup_workers=1))
+    assert shard.push(0, 0, ones(3.0), pause_at=NEVER) == []
+    assert [answer.worker for answer in shard.push(2, 0, ones(1.0), pause_at=NEVER)] == [0, 2]
+    (late,) = shard.push(1, 0, ones(100.0), pause_at=NEVER)
+    assert (late.staleness, late.iteration, late.clock, late.admitted) == (-1, 1, 1, True)
+    assert torch.equal(shard.parameters[0], torch.full((3, 4), -2.0))
+    assert [applied.worker for applied in shard.drain_applied()] == [0, 2]
+
+
+def test_a_leaver_completes_the_clock_of_the_others() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=2))
+    assert shard.push(0, 0, ones(), pause_at=NEVER) == []
+    (answer,) = shard.leave(1)
+    assert (answer.worker, answer.iteration, answer.staleness) == (0, 1, 0)
+
+
+# --- void gradients, ends, settings, mistakes -----------------------------------------------------------------------
+
+
+def test_one_void_gradient_voids_the_clock_of_all() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=2))
+    shard.push(0, 0, ones(), pause_at=NEVER)
+    answers = shard.push(1, 0, None, pause_at=NEVER)
+    assert [(a.worker, a.iteration, a.clock, a.staleness, a.admitted) for a in answers] == [
+        (0, 0, 1, -1, True),
+        (1, 0, 1, -1, True),
+    ]
+    assert torch.equal(shard.parameters[0], torch.zeros(3, 4))
+    assert shard.drain_applied() == []
+    shard.push(1, 1, ones(), pause_at=NEVER)
+    assert len(shard.push(0, 1, ones(), pause_at=NEVER)) == 2
+    assert shard.iteration == 1
+
+
+def test_a_void_gradient_is_no_update_but_a_clock() -> None:
+    shard = make_shard(StaleSynchronous(num_workers=2, staleness=0))
+    assert shard.push(0, 0, None, pause_at=NEVER) == []
+    answers = shard.push(1, 0, ones(), pause_at=NEVER)
+    assert [(a.worker, a.iteration, a.staleness) for a in answers] == [(0, 1, -1), (1, 1, 0)]
+
+
+@pytest.mark.parametrize("rule", [BulkSynchronous, StaleSynchronous])
+def test_no_update_beyond_the_last(rule: Callable[..., AdmissionRule]) -> None:
+    shard = make_shard(rule(num_workers=1), max_updates=2)
+    staleness = [shard.push(0, clock, ones(), pause_at=NEVER)[0].staleness for clock in range(4)]
+    assert staleness == [0, 1, -1, -1] or staleness == [0, 0, -1, -1]
+    assert shard.iteration == 2
+    assert torch.equal(shard.parameters[0], torch.full((3, 4), -2.0))
+
+
+def test_hyperparameters_are_taken_over_for_the_next_update() -> None:
+    shard = make_shard(StaleSynchronous(num_workers=1))
+    shard.push(0, 0, ones(), pause_at=NEVER)
+    shard.set_hyperparameters([{"lr": 10.0}])
+    shard.push(0, 1, ones(), pause_at=NEVER)
+    assert torch.equal(shard.parameters[2], torch.full((5,), -11.0))
+    with pytest.raises(ValueError, match="zip"):
+        shard.set_hyperparameters([{"lr": 1.0}, {"lr": 1.0}])
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [[torch.ones(4, 3), torch.ones(()), torch.ones(5)], [torch.ones(3, 4)], []],
+    ids=["transposed", "too few", "none"],
+)
+def test_mismatched_shapes_are_refused_and_change_nothing(gradients: Sequence[Tensor]) -> None:
+    shard = make_shard(BulkSynchronous(num_workers=2))
+    with pytest.raises(ValueError, match=r"worker 1 pushed gradients of shapes .* this server owns"):
+        shard.push(1, 0, gradients, pause_at=NEVER)
+    shard.push(0, 0, ones(), pause_at=NEVER)
+    assert len(shard.push(1, 0, ones(), pause_at=NEVER)) == 2
+
+
+def test_asking_for_admission_with_a_held_gradient_is_refused() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=2))
+    shard.push(0, 0, ones(), pause_at=NEVER)
+    with pytest.raises(ProtocolError, match="worker 0 asks for admission while its gradient waits"):
+        shard.wait(0, pause_at=NEVER)
+    assert len(shard.push(1, 0, ones(), pause_at=NEVER)) == 2
+    assert shard.iteration == 1, "the held gradient was not forgotten"
+
+
+def test_a_worker_that_left_may_not_ask() -> None:
+    shard = make_shard(StaleSynchronous(num_workers=2, staleness=1))
+    shard.leave(1)
+    with pytest.raises(ProtocolError):
+        shard.wait(1, pause_at=NEVER)
+
+
+def test_the_word_to_stop_reaches_also_the_worker_that_waits_for_admission() -> None:
+    shard = make_shard(StaleSynchronous(num_workers=2, staleness=0))
+    assert shard.push(0, 0, ones(), pause_at=NEVER) == []
+    shard.push(1, 0, ones(), pause_at=NEVER)
+    assert shard.push(0, 1, ones(), pause_at=NEVER) == []
+    shard.leave(1)
+    shard = make_shard(StaleSynchronous(num_workers=3, staleness=0))
+    assert shard.push(0, 0, ones(), pause_at=NEVER) == []
+    answers = shard.push(1, 0, ones(), pause_at=NEVER, stop=True)
+    # Worker 2 has not come, so neither is admitted; but neither needs to be.
+    assert [(a.worker, a.stop, a.admitted) for a in answers] == [(0, True, False), (1, True, False)]
+
+
+def test_the_word_to_stop_does_not_release_a_held_gradient() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=2))
+    assert shard.push(0, 0, ones(), pause_at=NEVER, stop=True) == []
+    answers = shard.push(1, 0, ones(), pause_at=NEVER)
+    assert [(a.worker, a.stop, a.admitted, a.staleness) for a in answers] == [(0, True, True, 0), (1, True, True, 0)]
+
+
+def test_a_pause_answers_who_is_not_admitted() -> None:
+    shard = make_shard(StaleSynchronous(num_workers=2, staleness=0))
+    assert shard.push(0, 0, ones(), pause_at=2) == []
+    (answer,) = shard.wait(0, pause_at=1)
+    assert (answer.iteration, answer.admitted) == (1, False)
+    assert shard.wait(0, pause_at=2) == []
+    answers = shard.push(1, 0, ones(), pause_at=2)
+    assert [(a.worker, a.admitted) for a in answers] == [(0, True), (1, True)]
+
+
+# --- staleness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_asp_staleness_at_constant_speed_is_n_minus_one(n: int) -> None:
+    shard = make_shard(StaleSynchronous(num_workers=n))
+    clocks = [0] * n
+    for _ in range(20):
+        for worker in range(n):
+            (answer,) = shard.push(worker, clocks[worker], ones(), pause_at=NEVER)
+            shard.pulled(worker)
+            clocks[worker] = answer.clock
+    applied = shard.drain_applied()
+    assert [one.staleness for one in applied[:n]] == list(range(n))
+    assert {one.staleness for one in applied[n:]} == {n - 1}
+    assert applied[-1] == Applied(iteration=20 * n, worker=n - 1, clock=19, staleness=n - 1)
+    assert shard.drain_applied() == []
+
+
+# --- any order of messages, several servers -------------------------------------------------------------------------
+
+
+@dataclass
+class Worker:
+    """A worker as `ServerGroup` and `Session` have it behave: one request to every server, then all their answers."""
+
+    clocks: list[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
+    iteration: int = 0
+    admitted: bool = True
+    is_waiting: bool = False
+    stopped: bool = False
+
+
+class Fleet:
+    """Workers and servers with messages between them that arrive in any order, except those of one pair."""
+
+    def __init__(self, rules: Sequence[AdmissionRule], num_workers: int, randomness: random.Random) -> None:
+        self.shards = []
+        for rule in rules:
+            parameter = torch.zeros(1)
+            self.shards.append(
+                Shard(parameters=[parameter], optimizer=torch.optim.SGD([parameter], lr=1.0), rule=rule)
+            )
+        self.rules = rules
+        self.workers = [Worker([0] * len(rules)) for _ in range(num_workers)]
+        self.speeds = [randomness.choice([1, 1, 3, 20]) for _ in range(num_workers)]
+        self.gradients = [[torch.ones(1)] for _ in range(num_workers)]
+        self.since_pull = [[0] * num_workers for _ in rules]
+        """Per server and worker: updates since the worker was last given the parameters, counted one by one."""
+        self.messages: list[tuple[int, int, bool, bool]] = []
+        self.num_pushes = 0
+        self.pause_at = 0
+        self._random = randomness
+
+    def run_to_pause(self, pause_at: int, *, void_rate: float = 0.0) -> None:
+        """Every worker goes on until it was told an iteration of at least `pause_at`; all must get there."""
+        self.pause_at = pause_at
+        for worker in self.workers:
+            worker.stopped = False
+        while True:
+            idle = [i for i, worker in enumerate(self.workers) if not (worker.is_waiting or worker.stopped)]
+            choices: list[Callable[[], None]] = [
+                partial(self._act, i, self._random.random() < void_rate) for i in idle for _ in range(self.speeds[i])
+            ]
+            # A message of a slow link is chosen rarely: links differ, so that servers see different orders.
+            choices += [
+                partial(self._deliver, message)
+                for message in self.messages
+                for _ in range(1 + (message[0] * 7 + message[1] * 5) % 4)
+            ]
+            if not choices:
+                break
+            self._random.choice(choices)()
+        blocked = [i for i, worker in enumerate(self.workers) if worker.is_waiting]
+        assert not blocked, f"workers {blocked} are never answered: {self.workers}"
+        assert all(worker.iteration >= pause_at for worker in self.workers)
+
+    def _act(self, i: int, is_void: bool) -> None:
+        """What a worker does next: stop, ask again, or push."""
+        worker = self.workers[i]
+        if worker.iteration >= self.pause_at:
+            worker.stopped = True
+            return
+        if worker.admitted:
+            self.check_bound(i)
+            self.num_pushes += not is_void
+        worker.is_waiting = True
+        for server in range(len(self.shards)):
+            self.messages.append((i, server, worker.admitted, is_void))
+
+    def check_bound(self, i: int) -> None:
+        """The worker has computed a gradient: it may have."""
+        for rule, clock in zip(self.rules, self.workers[i].clocks, strict=True):
+            assert rule.clock_of(i) >= clock
+            if isinstance(rule, StaleSynchronous):
+                slowest = min(rule.clock_of(other) for other in rule.active)
+                assert clock - slowest <= rule._staleness
+
+    def _deliver(self, message: tuple[int, int, bool, bool]) -> None:
+        self.messages.remove(message)
+        i, server, is_push, is_void = message
+        shard, since_pull = self.shards[server], self.since_pull[server]
+        if is_push:
+            gradients = None if is_void else self.gradients[i]
+            answers = shard.push(i, self.workers[i].clocks[server], gradients, pause_at=self.pause_at)
+        else:
+            answers = shard.wait(i, pause_at=self.pause_at)
+        for iteration, group in itertools.groupby(shard.drain_applied(), key=lambda applied: applied.iteration):
+            for applied in group:
+                assert applied.staleness == since_pull[applied.worker]
+            assert iteration == shard.iteration
+            since_pull[:] = [count + 1 for count in since_pull]
+        for answer in answers:
+            shard.pulled(answer.worker)
+            since_pull[answer.worker] = 0
+            self._receive(server, answer)
+
+    def _receive(self, server: int, answer: Answer) -> None:
+        worker = self.workers[answer.worker]
+        assert server not in worker.answers, "answered twice"
+        worker.answers[server] = answer
+        if len(worker.answers) == len(self.shards):
+            worker.clocks = [worker.answers[s].clock for s in range(len(self.shards))]
+            worker.iteration = worker.answers[0].iteration
+            worker.admitted = all(a.admitted for a in worker.answers.values())
+            worker.answers, worker.is_waiting = {}, False
+
+
+def run_fleet(
+    make_rule: Callable[[int], AdmissionRule], n: int, num_servers: int, randomness: random.Random, void_rate: float
+) -> Fleet:
+    fleet = Fleet([make_rule(n) for _ in range(num_servers)], n, randomness)
+    pause_at = 0
+    for _ in range(4):
+        pause_at += randomness.choice([1, 2, 3, 7, 20])
+        fleet.run_to_pause(pause_at, void_rate=void_rate)
+    return fleet
+
+
+VOID_RATES = st.sampled_from([0.0, 0.2])
+RANDOMS = st.integers(0, 2**32).map(random.Random)
+
+
+@given(n=st.integers(1, 5), num_servers=st.integers(1, 3), randomness=RANDOMS, void_rate=VOID_RATES)
+def test_bsp_everyone_reaches_every_pause(n: int, num_servers: int, randomness: random.Random, void_rate: float) -> None:
+    fleet = run_fleet(lambda n: BulkSynchronous(num_workers=n), n, num_servers, randomness, void_rate)
+    # All servers have made the same updates of the same clocks, and stopped exactly at the pause.
+    assert {shard.iteration for shard in fleet.shards} == {fleet.pause_at}
+    assert len({tuple(worker.clocks) for worker in fleet.workers}) == 1
+
+
+@given(n=st.integers(1, 5), data=st.data(), randomness=RANDOMS, void_rate=VOID_RATES)
+def test_backup_workers_everyone_reaches_every_pause(
+    n: int, data: st.DataObject, randomness: random.Random, void_rate: float
+) -> None:
+    b = data.draw(st.integers(0, n - 1))
+    fleet = run_fleet(lambda n: BulkSynchronous(num_workers=n, backup_workers=b), n, 1, randomness, void_rate)
+    assert fleet.shards[0].iteration == fleet.pause_at
+
+
+@given(
+    n=st.integers(1, 5),
+    staleness=st.sampled_from([0, 1, 3, math.inf]),
+    num_servers=st.integers(1, 3),
+    randomness=RANDOMS,
+    void_rate=VOID_RATES,
+)
+def test_ssp_everyone_reaches_every_pause(
+    n: int, staleness: float, num_servers: int, randomness: random.Random, void_rate: float
+) -> None:
+    def make_rule(n: int) -> AdmissionRule:
+        return StaleSynchronous(num_workers=n, staleness=staleness)
+
+    fleet = run_fleet(make_rule, n, num_servers, randomness, void_rate)
+    for shard in fleet.shards:
+        assert shard.iteration == fleet.num_pushes
+        assert shard.parameters[0].item() == -fleet.num_pushes
+    for rule in fleet.rules:
+        clocks = [rule.clock_of(worker) for worker in range(n)]
+        assert max(clocks) - min(clocks) <= staleness + 1

@@ -1,0 +1,383 @@
+"""Messages and the sockets that carry them: what is let in, and what is not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.comm.wire import (
+    FRAME_BYTES,
+    Caller,
+    Keys,
+    Kind,
+    Listener,
+    Message,
+    WireError,
+    as_bytes,
+    from_frames,
+    to_frames,
+)
+
+WITHIN_S = 10.0
+SILENCE_S = 0.3
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+LONGS = st.integers(-(2**63), 2**63 - 1)
+BODIES = st.dictionaries(
+    st.text(max_size=8), st.none() | st.booleans() | LONGS | st.text(max_size=8) | st.lists(LONGS, max_size=3), max_size=4
+)
+MESSAGES = st.builds(
+    Message,
+    kind=st.sampled_from(Kind),
+    epoch=st.integers(0, 2**32 - 1),
+    sender=st.integers(0, 2**32 - 1),
+    flags=st.integers(0, 255),
+    clock=LONGS,
+    iteration=LONGS,
+    pause_at=LONGS,
+    staleness=LONGS,
+    waiting_s=st.floats(allow_nan=False),
+    body=BODIES,
+    payload=st.lists(st.binary(max_size=20), max_size=4),
+)
+
+
+def frames(parts: Sequence[Any]) -> list[zmq.Frame]:
+    return [zmq.Frame(bytes(part)) for part in parts]
+
+
+@given(message=MESSAGES)
+def test_messages_read_back_as_written(message: Message) -> None:
+    read = Message.decode(frames(message.encode()), epoch=message.epoch)
+    assert [bytes(frame) for frame in read.payload] == message.payload
+    for name in vars(message):
+        if name != "payload":
+            assert getattr(read, name) == getattr(message, name), name
+
+
+@given(message=MESSAGES, epoch=st.integers(0, 2**32 - 1))
+def test_a_message_of_another_epoch_is_refused(message: Message, epoch: int) -> None:
+    raw = frames(message.encode())
+    if epoch != message.epoch:
+        with pytest.raises(WireError, match=f"membership epoch {message.epoch}; this is epoch {epoch}"):
+            Message.decode(raw, epoch=epoch)
+
+
+@given(parts=st.lists(st.binary(max_size=80), max_size=4))
+def test_bytes_that_are_no_message_are_refused(parts: list[bytes]) -> None:
+    with pytest.raises(WireError, match="malformed"):
+        Message.decode(frames(parts), epoch=0)
+
+
+GOOD = Message(Kind.PULL, 7, body={"a": 1}).encode()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        GOOD[:1],
+        [GOOD[0][:-1], b""],
+        [bytes(GOOD[0]) + b"\0", b""],
+        [b"P2" + bytes(GOOD[0])[2:], b""],
+        [bytes(GOOD[0])[:2] + b"\xff" + bytes(GOOD[0])[3:], b""],
+        [GOOD[0], b"{"],
+        [GOOD[0], b"[1]"],
+        [GOOD[0], b"1"],
+        [GOOD[0], b"null"],
+        [GOOD[0], b'{"a": "\xff"}'],
+        [GOOD[0], b"\xff\xfe"],
+        [GOOD[0], b"[" * 100_000],
+    ],
+    ids=["no frame", "one frame", "short", "long", "magic", "kind", "json", "list", "number", "null", "utf-8", "binary", "deep"],
+)
+def test_malformed_messages_are_refused(parts: list[bytes]) -> None:
+    with pytest.raises(WireError, match="refused a malformed message"):
+        Message.decode(frames(parts), epoch=7)
+
+
+def test_a_pickle_is_never_read() -> None:
+    import pickle
+
+    class Malice:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return pytest.fail, ("it was executed",)
+
+    for parts in ([GOOD[0], pickle.dumps(Malice())], [pickle.dumps(Malice()), b""]):
+        with pytest.raises(WireError):
+            Message.decode(frames(parts), epoch=7)
+
+
+@pytest.mark.parametrize("field", ["clock", "iteration", "pause_at", "staleness"])
+def test_a_number_that_does_not_fit_is_no_message(field: str) -> None:
+    with pytest.raises(struct.error):
+        Message(Kind.PULL, 0, **{field: 2**63}).encode()
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+@given(forms=st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=6))
+def test_tensors_cross_as_they_are(forms: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    sent = [filled(shape, dtype, index) for index, (shape, dtype) in enumerate(forms)]
+    received = [torch.zeros_like(tensor) for tensor in sent]
+    raw = to_frames(sent)
+    for wrapped in (raw, [bytes(frame) for frame in raw], frames(raw)):
+        for tensor in received:
+            tensor.zero_()
+        from_frames(wrapped, received)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(received, sent, strict=True))
+
+
+@pytest.mark.parametrize("num_elements", [FRAME_BYTES // 4 - 1, FRAME_BYTES // 4, FRAME_BYTES // 4 + 1, 700_001])
+def test_large_tensors_are_cut_into_frames(num_elements: int) -> None:
+    sent = [torch.arange(num_elements, dtype=torch.float32), torch.ones(3)]
+    raw = to_frames(sent)
+    assert all(len(frame) <= FRAME_BYTES for frame in raw)
+    assert len(raw) == -(-num_elements * 4 // FRAME_BYTES) + 1
+    received = [torch.zeros(num_elements), torch.zeros(3)]
+    from_frames(raw, received)
+    assert torch.equal(received[0], sent[0])
+    assert torch.equal(received[1], sent[1])
+
+
+def test_frames_are_the_tensors_own_memory() -> None:
+    tensor = torch.zeros(4)
+    (frame,) = to_frames([tensor])
+    tensor[1] = 1.0
+    assert bytes(frame) == struct.pack("<4f", 0, 1, 0, 0)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    from_frames([struct.pack("<2f", 3, 4)], [parameter])
+    assert parameter.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("sizes", [[], [8], [4, 4, 4], [16], [4, 9], [0]])
+def test_frames_of_another_length_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(WireError, match=f"carries {sum(sizes)} bytes of tensors instead of 11"):
+        from_frames([bytes(size) for size in sizes], [torch.zeros(2), torch.zeros(3, dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize("sizes", [[9, 2], [11], [4, 5, 2], [4, 7]])
+def test_frames_that_cross_tensors_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(WireError, match="frames that cross tensors"):
+        from_frames([bytes(size) for size in sizes], [torch.zeros(2), torch.zeros(3, dtype=torch.uint8)])
+
+
+def test_frames_may_be_cut_in_any_way_within_a_tensor() -> None:
+    received = [torch.zeros(2), torch.zeros(3, dtype=torch.uint8)]
+    raw = struct.pack("<2f", 1, 2)
+    from_frames([raw[:3], b"", raw[3:], b"\1\2\3", b""], received)
+    assert [tensor.tolist() for tensor in received] == [[1, 2], [1, 2, 3]]
+
+
+def test_a_tensor_in_pieces_of_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be contiguous"):
+        as_bytes(torch.zeros(4, 4)[:, 0])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        from_frames([bytes(16)], [torch.zeros(4, 4)[:, 0]])
+
+
+# --- sockets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys.generate()
+
+
+@contextmanager
+def listening(keys: Keys, host: str = "127.0.0.1") -> Iterator[Listener]:
+    with closing(Listener(keys, host=host)) as listener:
+        yield listener
+
+
+@contextmanager
+def calling(keys: Keys, listener: Listener, name: str = "worker-0") -> Iterator[Caller]:
+    with closing(Caller(keys, endpoint=listener.endpoint, identity=name)) as caller:
+        yield caller
+
+
+def receive(socket: zmq.Socket[Any], *, within_s: float = WITHIN_S) -> list[zmq.Frame] | None:
+    return socket.recv_multipart(copy=False) if socket.poll(int(within_s * 1000)) else None
+
+
+def exchange(listener: Listener, caller: Caller, text: str = "hello") -> None:
+    """A question and its answer, with tensors."""
+    sent = torch.arange(300_000, dtype=torch.float32)
+    caller.send(Message(Kind.PULL, 1, sender=3, body={"text": text}, payload=to_frames([sent])))
+    arrived = receive(listener.socket)
+    assert arrived is not None, "the question did not arrive"
+    identity = arrived[0].bytes
+    assert identity == caller.socket.identity
+    question = Message.decode(arrived[1:], epoch=1)
+    assert (question.kind, question.sender, question.body) == (Kind.PULL, 3, {"text": text})
+    received = torch.zeros_like(sent)
+    from_frames(question.payload, [received])
+    assert torch.equal(received, sent)
+    listener.send(identity, Message(Kind.ANSWER, 1, payload=to_frames([received])))
+    answer = receive(caller.socket)
+    assert answer is not None, "the answer did not arrive"
+    from_frames(Message.decode(answer, epoch=1).payload, [received.zero_()])
+    assert torch.equal(received, sent)
+
+
+def test_a_question_and_its_answer(keys: Keys) -> None:
+    with listening(keys) as listener, calling(keys, listener, "a") as one, calling(keys, listener, "b") as other:
+        exchange(listener, one)
+        exchange(listener, other)
+        exchange(listener, one)
+
+
+def test_two_listeners_in_a_process(keys: Keys) -> None:
+    with listening(keys) as first, listening(Keys.generate()) as strange, listening(keys) as second:
+        assert len({first.endpoint, second.endpoint, strange.endpoint}) == 3
+        with calling(keys, first) as one, calling(keys, second) as other:
+            exchange(first, one)
+            exchange(second, other)
+            assert receive(strange.socket, within_s=0) is None
+        first.close()
+        with calling(keys, second, "again") as caller:
+            exchange(second, caller)
+
+
+def strange_socket(context: zmq.Context[Any], endpoint: str, keys: Keys | None, *, client: Keys | None) -> zmq.Socket[Any]:
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    if keys is not None and client is not None:
+        dealer.curve_serverkey = keys.server_public
+        dealer.curve_publickey, dealer.curve_secretkey = client.client_public, client.client_secret
+    dealer.connect(endpoint)
+    return dealer
+
+
+@pytest.mark.parametrize("stranger", ["no keys", "another client's key", "another server's key", "the server's key alone"])
+def test_a_stranger_gets_nothing_in_or_out(keys: Keys, stranger: str) -> None:
+    other = Keys.generate()
+    server, client = {
+        "no keys": (None, None),
+        "another client's key": (keys, other),
+        "another server's key": (other, keys),
+        "the server's key alone": (keys, Keys(keys.server_public, b"", *zmq.curve_keypair())),
+    }[stranger]
+    with listening(keys) as listener, calling(keys, listener) as friend, zmq.Context() as context:
+        with strange_socket(context, listener.endpoint, server, client=client) as dealer:
+            dealer.send_multipart([bytes(part) for part in Message(Kind.ABORT, 1).encode()])
+            assert receive(listener.socket, within_s=SILENCE_S) is None
+            exchange(listener, friend)
+            assert receive(listener.socket, within_s=0) is None
+            assert receive(dealer, within_s=0) is None
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": bytes(4096),
+    "ones": b"\xff" * 4096,
+    "greeting": b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(60),
+    "curve greeting": b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47) + b"\x04\xc8\x05HELLO" + bytes(194),
+    "huge frame": b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47) + b"\x06\x7f" + b"\xff" * 7,
+    "silence": b"",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_at_the_port_disturbs_nobody(keys: Keys, name: str) -> None:
+    with listening(keys) as listener, calling(keys, listener) as friend:
+        exchange(listener, friend)
+        port = int(listener.endpoint.rsplit(":", 1)[1])
+        intruders = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        try:
+            for intruder in intruders:
+                intruder.sendall(GARBAGE[name])
+            assert receive(listener.socket, within_s=SILENCE_S / 3) is None
+            exchange(listener, friend)
+            with calling(keys, listener, "late") as late:
+                exchange(listener, late)
+        finally:
+            for intruder in intruders:
+                intruder.close()
+        exchange(listener, friend)
+
+
+def test_a_second_caller_of_a_name_does_not_take_the_firsts_place(keys: Keys) -> None:
+    with listening(keys) as listener, calling(keys, listener, "a") as first:
+        exchange(listener, first)
+        with calling(keys, listener, "a") as second:
+            second.send(Message(Kind.PULL, 1))
+            assert receive(listener.socket, within_s=SILENCE_S) is None
+            exchange(listener, first)
+
+
+def test_keys_differ_and_secrets_are_not_shown() -> None:
+    one, other = Keys.generate(), Keys.generate()
+    assert len({*vars(one).values(), *vars(other).values()}) == 8
+    assert one.server_secret.decode() not in repr(one)
+    assert one.client_secret.decode() not in repr(one)
+
+
+def test_closing_twice_and_leaving_nothing(keys: Keys) -> None:
+    before = threading.active_count()
+    listener = Listener(keys, host="127.0.0.1")
+    caller = Caller(keys, endpoint=listener.endpoint, identity="a")
+    exchange(listener, caller)
+    for _ in range(2):
+        caller.close()
+        listener.close()
+    assert threading.active_count() == before
+
+
+def test_what_was_sent_leaves_before_a_lingering_close(keys: Keys) -> None:
+    with listening(keys) as listener:
+        caller = Caller(keys, endpoint=listener.endpoint, identity="a")
+        caller.send(Message(Kind.RECORDS, 1, body={"last": True}))
+        caller.close(linger_s=WITHIN_S)
+        arrived = receive(listener.socket)
+        assert arrived is not None
+        assert Message.decode(arrived[1:], epoch=1).body == {"last": True}
+
+
+def test_a_listener_that_cannot_listen_leaves_no_thread(keys: Keys) -> None:
+    before = threading.active_count()
+    with pytest.raises(zmq.ZMQError):
+        Listener(keys, host="203.0.113.1")  # a documentation address (RFC 5737), which no machine has
+    give_up_s = time.monotonic() + WITHIN_S
+    while threading.active_count() > before and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_listening_on_ipv6(keys: Keys) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listening(keys, "::1") as listener, calling(keys, listener) as caller:
+        assert listener.endpoint.startswith("tcp://[::1]:")
+        exchange(listener, caller)
+
+
+def test_bodies_are_json() -> None:
+    assert json.loads(bytes(Message(Kind.OK, 0, body={"a": [1, "x"]}).encode()[1])) == {"a": [1, "x"]}
+    with pytest.raises(TypeError):
+        Message(Kind.OK, 0, body={"a": object()}).encode()

@@ -13,8 +13,10 @@ from paceline.comm.base import Timing
 
 @dataclass(frozen=True)
 class Share:
-    """One step's part of the running totals; the three times add up to the step's whole time."""
+    """One step's part of the running totals; the three parts add up to the step's whole time."""
 
+    time_s: float
+    """Training clock at the end of the step."""
     compute_s: float
     communication_s: float
     waiting_s: float
@@ -48,7 +50,7 @@ class Account:
         waiting_s = totals.waiting_s - booked.waiting_s
         compute_s = max(0.0, now_s - self._time_s - communication_s - waiting_s)
         self._time_s, self._booked = now_s, totals
-        return Share(compute_s, communication_s, waiting_s, totals.moved_bytes - booked.moved_bytes)
+        return Share(now_s, compute_s, communication_s, waiting_s, totals.moved_bytes - booked.moved_bytes)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

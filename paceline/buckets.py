@@ -127,7 +127,9 @@ class GradientBuckets:
             self._missing[bucket] -= 1
             if self._missing[bucket] < 0:
                 name = self._name(index)
-                raise UsageError(f"the gradient of {name!r} was computed twice in one backward pass")
+                raise UsageError(
+                    f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed"
+                )
             while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
                 self._announce()
 

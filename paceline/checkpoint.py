@@ -121,5 +121,5 @@ def _require_plain(what: str, value: Any) -> None:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except (PickleError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"a checkpoint holds plain data and tensors only, but {what} is or has something else: {error}"
-        ) from None
+            f"a checkpoint holds plain data and tensors only, but {what}, a {type(value).__name__}, is or holds other"
+        ) from error

@@ -189,7 +189,7 @@ class Session:
                 worker=self.context.rank,
                 step=self.steps,
                 iteration=outcome.iteration,
-                time_s=self.clock.now_s,
+                time_s=share.time_s,
                 samples=samples,
                 compute_s=share.compute_s,
                 communication_s=share.communication_s,

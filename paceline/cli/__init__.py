@@ -27,14 +27,19 @@ app.command("strategies")(strategies.strategies)
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
-) -> None:
-    """Train one PyTorch script under any data-parallel architecture, and see which gets there first."""
-    if version:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(f"paceline {metadata.version('paceline')}")
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train one PyTorch script under any data-parallel architecture, and see which gets there first."""
 
 
 def main() -> None:

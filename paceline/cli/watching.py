@@ -20,6 +20,9 @@ from paceline.records import summarise
 EXIT_INTERRUPTED = 130
 _REFRESH_S = 0.1
 _PLAIN_INTERVAL_S = 5.0
+_BAR_WIDTH = 10
+_FIXED_WIDTH = 12  # the spinner, the time, and what separates them from the rest
+_GAP = "  "
 
 
 @final
@@ -32,10 +35,13 @@ class ProgressLine:
 
     def __init__(self, console: Console, label: str, config: RunConfig) -> None:
         self._console, self._label, self._config = console, label, config
+        # Where nobody knows how many steps there will be, a bar says nothing.
+        bars = [BarColumn(bar_width=_BAR_WIDTH)] if config.max_steps is not None else []
+        self._facts_width = console.width - len(label) - _FIXED_WIDTH - (_BAR_WIDTH + 1) * len(bars)
         self._bar = Bar(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            *bars,
             TextColumn("{task.fields[facts]}"),
             TimeElapsedColumn(),
             console=console,
@@ -67,24 +73,36 @@ class ProgressLine:
         self._shown_s = now_s
         facts = _facts(progress)
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=progress.iteration, facts=facts)
+            shown = _fitting(facts, self._facts_width)
+            self._bar.update(self._task, completed=progress.iteration, facts=shown)
         else:
-            self._console.print(f"{self._label}: {facts}", highlight=False, soft_wrap=True)
+            self._console.print(f"{self._label}: {_GAP.join(facts)}", markup=False, highlight=False, soft_wrap=True)
 
     def on_output(self, who: str, line: str) -> None:
         self._console.print(Text.assemble((f"[{who}] ", "dim"), Text.from_ansi(line)), soft_wrap=True)
 
 
-def _facts(progress: Progress) -> str:
+def _facts(progress: Progress) -> list[str]:
+    """What is to be shown, the most important first."""
     if progress.phase != "training":
-        return "starting"
-    parts = [f"step {progress.iteration}"]
+        return ["starting"]
+    facts = [f"step {progress.iteration}"]
     if progress.time_s > 0:
-        parts.append(f"{progress.samples / progress.time_s:,.0f} samples/s")
+        facts.append(f"{progress.samples / progress.time_s:,.0f} samples/s")
     if progress.metrics:
-        parts.append(summarise(progress.metrics))
+        facts.append(summarise(progress.metrics))
     whole = progress.compute_s + progress.communication_s + progress.waiting_s
     if whole > 0:
         shares = (progress.compute_s / whole, progress.communication_s / whole, progress.waiting_s / whole)
-        parts.append("compute {:.0%} communication {:.0%} waiting {:.0%}".format(*shares))
-    return "  ".join(parts)
+        facts.append("compute {:.0%} communication {:.0%} waiting {:.0%}".format(*shares))
+    return facts
+
+
+def _fitting(facts: list[str], width: int) -> str:
+    """As many as fit on the line, which must not wrap."""
+    shown = facts[0]
+    for fact in facts[1:]:
+        if len(shown) + len(_GAP) + len(fact) > width:
+            break
+        shown += _GAP + fact
+    return shown

@@ -31,11 +31,12 @@ def require_one_each(tensors: Sequence[Tensor], *, size: int) -> None:
         raise TypeError(f"the tensors of one operation must have one dtype, not {', '.join(sorted(dtypes))}")
 
 
-def flatten(tensor: Tensor, *, device_type: str) -> tuple[Tensor, Callable[[], None] | None]:
+def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tuple[Tensor, Callable[[], None] | None]:
     """The tensor as contiguous 1-D memory and, where that is a copy, what copies it back.
 
     Raises:
         TypeError: the tensor is not dense, or not on such a device.
+        ValueError: it is to be written to, but several of its elements lie at the same place.
     """
     if tensor.device.type != device_type or tensor.layout != torch.strided:
         raise TypeError(
@@ -47,6 +48,10 @@ def flatten(tensor: Tensor, *, device_type: str) -> tuple[Tensor, Callable[[], N
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         # With one element or none, any stride counts as contiguous, but not when the bytes are viewed.
         return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))), None
+    if is_target and any(
+        stride == 0 < length - 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(f"elements of a {list(tensor.shape)} tensor share memory, as after expand(); pass a clone")
     copy = tensor.contiguous()
 
     def copy_back() -> None:

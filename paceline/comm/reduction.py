@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.comm.base import REDUCE_OPS, ReduceOp
 from paceline.errors import unknown
 
-ACCUMULATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_ACCUMULATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What a dtype is accumulated in, where that is not the dtype itself."""
 
 _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
@@ -35,7 +35,7 @@ class Reduction:
     def __init__(self, op: ReduceOp, dtype: torch.dtype) -> None:
         self._combine = _COMBINE[op]
         self._is_mean = op == "mean"
-        self._accumulation_dtype = ACCUMULATION_DTYPES.get(dtype)
+        self._accumulation_dtype = _ACCUMULATION_DTYPES.get(dtype)
         self._scratch = (torch.empty(0), torch.empty(0))
 
     def __call__(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -58,10 +58,8 @@ class Reduction:
     def _reduce_widened(self, parts: Sequence[Tensor], out: Tensor) -> None:
         num_elements = out.numel()
         if self._scratch[0].numel() < num_elements:
-            self._scratch = (
-                torch.empty(num_elements, dtype=self._accumulation_dtype),
-                torch.empty(num_elements, dtype=self._accumulation_dtype),
-            )
+            one, other = torch.empty(2, num_elements, dtype=self._accumulation_dtype, device=out.device)
+            self._scratch = (one, other)
         total, addend = self._scratch[0][:num_elements], self._scratch[1][:num_elements]
         total.copy_(parts[0])
         for part in parts[1:]:

@@ -60,7 +60,7 @@ class SharedMemoryCollective(Collective):
         Args:
             addresses: of what every rank got from `prepare`, in rank order.
             control: what this rank got from `prepare`.
-            deadline_s: the longest that any one call may wait for a peer; None for ever.
+            deadline_s: the longest wait at any one meeting of the ranks; None for ever.
 
         Raises:
             UsageError: the addresses do not fit the rank.
@@ -118,14 +118,14 @@ class SharedMemoryCollective(Collective):
             TensorMismatch: from the work, on every rank: ranks disagree on operation, dtype, size or place.
         """
         require_reducible(op, tensor.dtype)
-        flat, copy_back = flatten(tensor, device_type="cpu")
+        flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
         steps = self._plans.steps(flat, op)
         steps[-1].finish = copy_back
         return self._pipeline.submit(steps)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         require_root(root, size=self.size)
-        flat, copy_back = flatten(tensor, device_type="cpu")
+        flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
         raw = flat.view(torch.uint8)
         signature = Signature("broadcast", tensor.dtype, tensor.numel(), root=root)
 
@@ -201,7 +201,7 @@ class SharedMemoryCollective(Collective):
 
     def recv(self, tensor: Tensor, *, source: int) -> None:
         require_other(source, rank=self.rank, size=self.size)
-        flat, copy_back = flatten(tensor, device_type="cpu")
+        flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
         self._mailbox.recv(flat.view(torch.uint8), source, _message(tensor))
         if copy_back is not None:
             copy_back()
@@ -232,7 +232,10 @@ class SharedMemoryCollective(Collective):
         self._rendezvous.leave(Aborted(reason))
 
     def close(self) -> None:
-        """Leave. Peers that still wait for this rank raise `PeerLost`; allocated tensors stay readable here."""
+        """Leave. Peers that still wait for this rank raise `PeerLost`; allocated tensors stay readable here.
+
+        What is under way is given up, a sent tensor included if its work has not been waited for.
+        """
         self._release()
         self._mailbox.close()
 

@@ -45,7 +45,7 @@ class Allocation:
 class ReductionPlans:
     """Chooses how a tensor is reduced, and prepares that once for each form.
 
-    Without the cache an all-reduce of 12 KB among two ranks takes 25 us instead of 10 us.
+    Without the cache an all-reduce of 12 KB between two ranks takes 24 us instead of 10 us.
     """
 
     def __init__(self, staging: Sequence[Sequence[Tensor]], rank: int) -> None:

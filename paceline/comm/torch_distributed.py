@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, final
 
 import psutil
@@ -18,28 +19,11 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from paceline.comm.arguments import flatten, require_one_each, require_other, require_root
 from paceline.comm.base import Collective, ReduceOp, Timing, Work
-from paceline.comm.reduction import Reduction, divide, require_reducible
+from paceline.comm.reduction import Reduction, require_reducible
 from paceline.comm.signature import TensorForm, pack_forms, unpack_forms
+from paceline.comm.torch_reduction import from_wire, options_for, to_wire
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, TensorMismatch, UsageError
 
-# What travels for a dtype in a reduction: float16 and bfloat16 so that they are accumulated in float32, the others
-# because gloo has no arithmetic for them.
-_WIRE_DTYPES = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.int16: torch.int32,
-    torch.bool: torch.uint8,
-    **{dtype: dtype for dtype in (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)},
-}
-_OPERATIONS: dict[ReduceOp, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-# Of truth values as uint8, sum ("or") must not count and product is "and".
-_BOOL_OPERATIONS = {**_OPERATIONS, "sum": dist.ReduceOp.MAX, "product": dist.ReduceOp.MIN}
 _FOR_EVER = timedelta(days=365)
 _LOOK_INTERVAL_S = 0.2
 # NCCL's futures are done when the work is enqueued, so its works are asked in turn.
@@ -97,23 +81,16 @@ class TorchCollective(Collective):
         require_reducible(op, tensor.dtype)
         self._require_device(tensor)
         tensor = tensor.detach()
-        wire = _to_wire(tensor, op)
-        options = dist.AllreduceOptions()
-        options.reduceOp = (_BOOL_OPERATIONS if tensor.dtype == torch.bool else _OPERATIONS)[op]
-
-        def finish() -> None:
-            if op == "mean":
-                divide(wire, self.size)
-            if wire.data_ptr() != tensor.data_ptr():
-                tensor.copy_(torch.view_as_complex(wire) if tensor.is_complex() else wire)
-
+        wire = to_wire(tensor, op)
+        options = options_for(op, tensor.dtype)
+        finish = partial(from_wire, wire, tensor, op, size=self.size)
         num_bytes = 2 * (self.size - 1) * wire.nbytes // self.size
         return self._start(f"all_reduce({op})", lambda: self._group.allreduce([wire], options), num_bytes, finish)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         require_root(root, size=self.size)
         self._require_agreement("broadcast", [tensor])
-        flat, copy_back = flatten(tensor, device_type=self._device.type)
+        flat, copy_back = flatten(tensor, device_type=self._device.type, is_target=True)
         raw = flat.view(torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = root
@@ -122,10 +99,14 @@ class TorchCollective(Collective):
             copy_back()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        forms = [theirs[0] for theirs in self._exchange_forms("all_gather", [tensor])]
-        raw = flatten(tensor, device_type=self._device.type)[0].view(torch.uint8)
+        """As `Collective.all_gather`; a tensor from another device travels by way of the backend's."""
+        here = tensor.to(self._device)
+        forms = [theirs[0] for theirs in self._exchange_forms("all_gather", [here])]
+        raw = flatten(here, device_type=self._device.type)[0].view(torch.uint8)
         pieces = self._gather_raw("all_gather", raw, [form.num_bytes for form in forms])
-        return [piece.view(form.dtype).view(form.shape) for piece, form in zip(pieces, forms, strict=True)]
+        return [
+            piece.view(form.dtype).view(form.shape).to(tensor.device) for piece, form in zip(pieces, forms, strict=True)
+        ]
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
         """As `Collective.reduce_scatter`; an all-to-all, then a reduction in rank order on this rank."""
@@ -146,7 +127,7 @@ class TorchCollective(Collective):
 
     def recv(self, tensor: Tensor, *, source: int) -> None:
         require_other(source, rank=self.rank, size=self.size)
-        flat, copy_back = flatten(tensor, device_type=self._device.type)
+        flat, copy_back = flatten(tensor, device_type=self._device.type, is_target=True)
         raw = flat.view(torch.uint8)
         self._run(f"recv from rank {source}", lambda: self._watched(self._group.recv([raw], source, 0)), raw.numel())
         if copy_back is not None:
@@ -275,14 +256,6 @@ class TorchCollective(Collective):
             if forms != all_forms[0]:
                 self._fail(_mismatch(operation, all_forms[0], rank, forms))
         return all_forms[0]
-
-    def _require_one_a_rank(self, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) != self.size:
-            raise UsageError(f"one tensor for each of {self.size} ranks is needed, not {len(tensors)}")
-
-    def _require_other(self, rank: int) -> None:
-        if not 0 <= rank < self.size or rank == self.rank:
-            raise UsageError(f"rank {rank} is not another rank of a world of {self.size}; this one is {self.rank}")
 
     def _require_device(self, tensor: Tensor) -> None:
         if tensor.device.type != self._device.type:
@@ -427,15 +400,6 @@ def _meeting(size: int, deadline_s: float | None) -> Iterator[None]:
 
 def _timeout(deadline_s: float | None) -> timedelta:
     return _FOR_EVER if deadline_s is None else timedelta(seconds=deadline_s)
-
-
-def _to_wire(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """The tensor as contiguous memory of a dtype that the backend reduces; the same memory where possible."""
-    if tensor.is_complex() and op in ("sum", "mean"):
-        return torch.view_as_real(tensor.resolve_conj().contiguous())
-    if tensor.dtype not in _WIRE_DTYPES:
-        raise TypeError(f"torch.distributed has no {op} of {tensor.dtype} tensors; convert them")
-    return tensor.to(_WIRE_DTYPES[tensor.dtype]).contiguous()
 
 
 def _exceeded(operation: str, deadline_s: float | None) -> DeadlineExceeded:

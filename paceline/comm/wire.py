@@ -156,9 +156,7 @@ class Listener:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(
-            domain="*", credentials_provider=_OnlyThisRun(keys.client_public)
-        )
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyThisRun(keys.client_public))
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.curve_server = True
         self.socket.curve_publickey = keys.server_public

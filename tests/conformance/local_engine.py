@@ -38,7 +38,7 @@ from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
 
 EPOCH = 1
-GATHER_S = 2.0
+GATHER_S = 0.7
 STOP_FILE = "stop"
 """A script that makes this file in its result directory asks the run to end, as a user's Ctrl-C does."""
 

@@ -27,9 +27,11 @@ from paceline.comm.torch_distributed import connect_gloo
 
 ANSWER_WITHIN_S = 30.0
 
-# A server that has loaded torch and nothing else, and forks: processes start in milliseconds, with no thread of ours.
+# A server that has loaded what the ranks need, and forks: they start in milliseconds, without any thread of pytest's.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+_context.set_forkserver_preload(
+    ["torch.distributed", "pytest", "hypothesis", "paceline.comm.shared_memory", "paceline.comm.torch_distributed"]
+)
 
 
 class RankFailed(Exception):

@@ -125,7 +125,7 @@ def test_bsp_refuses_a_second_gradient_for_a_clock() -> None:
 @given(n=st.integers(1, 6), staleness=st.integers(0, 4), data=st.data())
 def test_ssp_bound_holds_and_somebody_can_always_go_on(n: int, staleness: int, data: st.DataObject) -> None:
     rule = StaleSynchronous(num_workers=n, staleness=staleness)
-    clocks = {worker: 0 for worker in range(n)}
+    clocks = dict.fromkeys(range(n), 0)
     weights = data.draw(st.lists(st.integers(1, 50), min_size=n, max_size=n), label="speeds")
     schedule = [worker for worker in range(n) for _ in range(weights[worker])]
     for _ in range(60):

@@ -304,9 +304,8 @@ def run_many(collective: Collective, forms: Sequence[tuple[tuple[int, ...], bool
     if order == "backwards":
         works.reverse()
     if order == "poll":
-        while not works[-1].poll():
-            time.sleep(0)
-        assert all(work.poll() for work in works)
+        while unfinished := [work for work in works if not work.poll()]:
+            time.sleep(1e-4 * len(unfinished))
     if order == "barrier":
         collective.barrier()
     for work in works:
@@ -605,8 +604,10 @@ def run_refusals(collective: Collective) -> list[tuple[str, str, float]]:
 
 def test_mixed_dtypes_and_other_devices_are_refused() -> None:
     with World("shared_memory", 2) as pair:
-        for mixed, elsewhere in pair.run(run_more_refusals):
+        for mixed, elsewhere, overlapping in pair.run(run_more_refusals):
             assert mixed[0] == elsewhere[0] == "TypeError"
+            assert overlapping[0] == "ValueError"
+            assert "expand()" in overlapping[1]
             assert "float32, int64" in mixed[1]
             assert "meta" in elsewhere[1]
 
@@ -615,6 +616,7 @@ def run_more_refusals(collective: Collective) -> list[tuple[str, str, float]]:
     return [
         caught(lambda: collective.all_to_all([torch.ones(1), torch.ones(1, dtype=torch.int64)])),
         caught(lambda: collective.all_reduce(torch.ones(1, device="meta"))),
+        caught(lambda: collective.all_reduce(torch.ones(1).expand(3))),
     ]
 
 

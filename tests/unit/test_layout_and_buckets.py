@@ -6,12 +6,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.buckets import GradientBuckets
 from paceline.errors import UsageError
@@ -63,6 +65,14 @@ def test_views_are_aligned_and_never_overlap(
     spans = [(segment.start_bytes, segment.start_bytes + segment.num_bytes) for segment in layout.segments]
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     assert not spans or spans[-1][1] <= layout.num_bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flags_of_any_number_of_tensors_lie_behind_them(dtype: torch.dtype) -> None:
+    for num_tensors in range(1, 70):
+        (segment,) = in_buckets([TensorSpec("p", (64,), dtype)] * num_tensors, bucket_bytes=10**6).segments
+        assert segment.slots[-1].stop <= segment.num_elements - segment.tail
+        assert segment.num_bytes % ALIGNMENT_BYTES == 0
 
 
 @given(specs=SPECS)
@@ -404,7 +414,9 @@ def test_the_parameter_with_a_non_finite_gradient_is_named(bad: float, dtype: to
     assert script.parameters[-1].grad is script.buckets.views[-1]
 
 
-@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308), (torch.float16, 65504.0)])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308), (torch.float16, 65504.0)]
+)
 def test_a_sum_that_overflows_is_not_taken_for_a_non_finite_gradient(dtype: torch.dtype, large: float) -> None:
     script = Script(mlp().to(dtype), bucket_bytes=10**6)
     for parameter in script.parameters:
@@ -426,6 +438,45 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     script = Script(nn.Embedding(10, 3, sparse=True))
     with pytest.raises(UsageError, match=r"'weight' has a sparse gradient.*sparse=False"):
         script.model(torch.tensor([1, 2])).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_activations_change_nothing(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            return self.layers[4](checkpoint(self.layers[:4], x, use_reentrant=use_reentrant))
+
+    script = Script(Checkpointed())
+    for _ in range(2):
+        script.model.zero_grad()
+        backward(script.model, X)
+        assert_gradients(script, reference(X))
+    assert script.announced == script.whole_pass * 2
+
+
+class Broken(torch.autograd.Function):
+    """Its backward pass fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise MemoryError
+
+
+def test_a_backward_pass_after_a_failed_one_is_refused() -> None:
+    script = Script(mlp())
+    with pytest.raises(MemoryError):
+        script.model[2:](Broken.apply(script.model[:2](X))).sum().backward()
+    with pytest.raises(UsageError, match="or the one before it failed"):
+        backward(script.model, X)
 
 
 def test_flush_announces_what_no_backward_pass_did() -> None:

@@ -172,7 +172,9 @@ def test_truncating_a_damaged_directory_loses_nothing(tmp_path: Path) -> None:
     assert read_records(tmp_path, UpdateRecord) == UPDATES
 
 
-@pytest.mark.parametrize("data", [[], ["steps"], ["steps", 1, 2], ["nothing", 1], [None], [[]], [{}, 1], [*to_plain(STEP), 1]])
+@pytest.mark.parametrize(
+    "data", [[], ["steps"], ["steps", 1, 2], ["nothing", 1], [None], [[]], [{}, 1], [*to_plain(STEP), 1]]
+)
 def test_plain_data_that_is_no_record(data: list[Any]) -> None:
     with pytest.raises(ValueError, match="not a record"):
         from_plain(data)
@@ -216,7 +218,8 @@ def test_targets(text: str, metric: str, value: float, rising: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "accuracy", "accuracy=", "=0.9", "accuracy=high", "accuracy==0.9", "accuracy>0.9", "9=9", "a b=1", "a=1 2"]
+    "text",
+    ["", "accuracy", "accuracy=", "=0.9", "accuracy=high", "accuracy==0.9", "accuracy>0.9", "9=9", "a b=1", "a=1 2"],
 )
 def test_texts_that_are_no_target(text: str) -> None:
     with pytest.raises(UsageError, match="is not of the form metric=value"):
@@ -398,18 +401,23 @@ def test_a_checkpoint_reads_back_as_written() -> None:
     assert_same_checkpoint(Checkpoint.decode(CHECKPOINT.encode(), where="here"), CHECKPOINT)
 
 
+def decode_or_none(raw: bytes) -> Checkpoint | None:
+    """None: refused as it should be."""
+    try:
+        return Checkpoint.decode(raw, where="here")
+    except UsageError:
+        return None
+
+
 def test_a_changed_byte_is_refused_or_harmless() -> None:
     raw = CHECKPOINT.encode()
     refused = 0
     for place in random.Random(0).sample(range(len(raw)), 300):
         damaged = bytearray(raw)
         damaged[place] ^= 0x10
-        try:
-            decoded = Checkpoint.decode(bytes(damaged), where="here")
-        except UsageError as error:
-            assert str(error).startswith("here is ")
-            refused += 1
-        else:
+        decoded = decode_or_none(bytes(damaged))
+        refused += decoded is None
+        if decoded is not None:
             assert_same_checkpoint(decoded, CHECKPOINT)
     assert refused > 100
 

@@ -42,7 +42,9 @@ class Neighbours:
 def run_ring(tensors: list[Tensor]) -> list[Neighbours]:
     """`ring_mean` with one rank a tensor."""
     size = len(tensors)
-    links: dict[tuple[int, int], queue.Queue[Tensor]] = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+    links: dict[tuple[int, int], queue.Queue[Tensor]] = {
+        (a, b): queue.Queue() for a in range(size) for b in range(size)
+    }
     ranks = [Neighbours(rank, links, size) for rank in range(size)]
     errors: list[BaseException] = []
 
@@ -111,7 +113,7 @@ def test_the_work_runs_once_when_it_is_waited_for() -> None:
     ranks = [Neighbours(rank, links, 2) for rank in range(2)]
     works = [RingWork(cast(Collective, rank), tensor) for rank, tensor in zip(ranks, tensors, strict=True)]
     assert not works[0].poll()
-    threads = [threading.Thread(target=work.wait) for work in works for _ in range(1)]
+    threads = [threading.Thread(target=work.wait) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:

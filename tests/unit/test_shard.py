@@ -268,9 +268,7 @@ class Fleet:
         self.shards = []
         for rule in rules:
             parameter = torch.zeros(1)
-            self.shards.append(
-                Shard(parameters=[parameter], optimizer=torch.optim.SGD([parameter], lr=1.0), rule=rule)
-            )
+            self.shards.append(Shard(parameters=[parameter], optimizer=torch.optim.SGD([parameter], lr=1.0), rule=rule))
         self.rules = rules
         self.workers = [Worker([0] * len(rules)) for _ in range(num_workers)]
         self.speeds = [randomness.choice([1, 1, 3, 20]) for _ in range(num_workers)]
@@ -372,7 +370,9 @@ RANDOMS = st.integers(0, 2**32).map(random.Random)
 
 
 @given(n=st.integers(1, 5), num_servers=st.integers(1, 3), randomness=RANDOMS, void_rate=VOID_RATES)
-def test_bsp_everyone_reaches_every_pause(n: int, num_servers: int, randomness: random.Random, void_rate: float) -> None:
+def test_bsp_everyone_reaches_every_pause(
+    n: int, num_servers: int, randomness: random.Random, void_rate: float
+) -> None:
     fleet = run_fleet(lambda n: BulkSynchronous(num_workers=n), n, num_servers, randomness, void_rate)
     # All servers have made the same updates of the same clocks, and stopped exactly at the pause.
     assert {shard.iteration for shard in fleet.shards} == {fleet.pause_at}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import socket
 import struct
 import threading
@@ -38,7 +39,9 @@ SILENCE_S = 0.3
 
 LONGS = st.integers(-(2**63), 2**63 - 1)
 BODIES = st.dictionaries(
-    st.text(max_size=8), st.none() | st.booleans() | LONGS | st.text(max_size=8) | st.lists(LONGS, max_size=3), max_size=4
+    st.text(max_size=8),
+    st.none() | st.booleans() | LONGS | st.text(max_size=8) | st.lists(LONGS, max_size=3),
+    max_size=4,
 )
 MESSAGES = st.builds(
     Message,
@@ -103,7 +106,21 @@ GOOD = Message(Kind.PULL, 7, body={"a": 1}).encode()
         [GOOD[0], b"\xff\xfe"],
         [GOOD[0], b"[" * 100_000],
     ],
-    ids=["no frame", "one frame", "short", "long", "magic", "kind", "json", "list", "number", "null", "utf-8", "binary", "deep"],
+    ids=[
+        "no frame",
+        "one frame",
+        "short",
+        "long",
+        "magic",
+        "kind",
+        "json",
+        "list",
+        "number",
+        "null",
+        "utf-8",
+        "binary",
+        "deep",
+    ],
 )
 def test_malformed_messages_are_refused(parts: list[bytes]) -> None:
     with pytest.raises(WireError, match="refused a malformed message"):
@@ -111,8 +128,6 @@ def test_malformed_messages_are_refused(parts: list[bytes]) -> None:
 
 
 def test_a_pickle_is_never_read() -> None:
-    import pickle
-
     class Malice:
         def __reduce__(self) -> tuple[Any, ...]:
             return pytest.fail, ("it was executed",)
@@ -262,7 +277,9 @@ def test_two_listeners_in_a_process(keys: Keys) -> None:
             exchange(second, caller)
 
 
-def strange_socket(context: zmq.Context[Any], endpoint: str, keys: Keys | None, *, client: Keys | None) -> zmq.Socket[Any]:
+def strange_socket(
+    context: zmq.Context[Any], endpoint: str, keys: Keys | None, *, client: Keys | None
+) -> zmq.Socket[Any]:
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     if keys is not None and client is not None:
@@ -272,7 +289,9 @@ def strange_socket(context: zmq.Context[Any], endpoint: str, keys: Keys | None, 
     return dealer
 
 
-@pytest.mark.parametrize("stranger", ["no keys", "another client's key", "another server's key", "the server's key alone"])
+@pytest.mark.parametrize(
+    "stranger", ["no keys", "another client's key", "another server's key", "the server's key alone"]
+)
 def test_a_stranger_gets_nothing_in_or_out(keys: Keys, stranger: str) -> None:
     other = Keys.generate()
     server, client = {
@@ -281,13 +300,17 @@ def test_a_stranger_gets_nothing_in_or_out(keys: Keys, stranger: str) -> None:
         "another server's key": (other, keys),
         "the server's key alone": (keys, Keys(keys.server_public, b"", *zmq.curve_keypair())),
     }[stranger]
-    with listening(keys) as listener, calling(keys, listener) as friend, zmq.Context() as context:
-        with strange_socket(context, listener.endpoint, server, client=client) as dealer:
-            dealer.send_multipart([bytes(part) for part in Message(Kind.ABORT, 1).encode()])
-            assert receive(listener.socket, within_s=SILENCE_S) is None
-            exchange(listener, friend)
-            assert receive(listener.socket, within_s=0) is None
-            assert receive(dealer, within_s=0) is None
+    with (
+        listening(keys) as listener,
+        calling(keys, listener) as friend,
+        zmq.Context() as context,
+        strange_socket(context, listener.endpoint, server, client=client) as dealer,
+    ):
+        dealer.send_multipart([bytes(part) for part in Message(Kind.ABORT, 1).encode()])
+        assert receive(listener.socket, within_s=SILENCE_S) is None
+        exchange(listener, friend)
+        assert receive(listener.socket, within_s=0) is None
+        assert receive(dealer, within_s=0) is None
 
 
 GARBAGE = {

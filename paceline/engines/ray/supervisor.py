@@ -30,6 +30,7 @@ _TURN_S = 0.05
 _START_S = 120.0
 _GATHER_S = 1.5  # how long others may take to tell their side once one member has failed
 _GRACE_S = 2.0  # how long members have to end by themselves once the run is aborted
+_SWEEP_S = 3.0  # how long other hosts may take to end what a dead member left
 _SAVE_S = 7.0  # how long an interrupted run has to save
 
 
@@ -249,6 +250,8 @@ class Supervisor:
                 self._controller.tell_all(Kind.STOP)
                 members = self._members
                 self._gather(lambda: members.has_failure or not members.has_workers_pending, limit_s=_SAVE_S)
+            # Whoever has not ended by now will not answer to a friendly word.
+            self._is_urgent = self._members.has_workers_pending
         except KeyboardInterrupt:
             self._is_urgent = True
 
@@ -271,10 +274,10 @@ class Supervisor:
             self._controller.close()
 
     def _sweep(self) -> None:
-        """End what scripts started and left running, on every host of the run."""
-        run = self._controller.run
+        """End what scripts started and left running: here, and where a member died without ending it itself."""
+        members, run = self._members, self._controller.run
         end_processes_of(run)
-        elsewhere = set(self._members.node_ids.values()) - {own_node_id()}
+        elsewhere = {members.node_ids[name] for name in members.dead if name in members.node_ids} - {own_node_id()}
         task = cast(Any, ray.remote)(num_cpus=0, max_retries=0)(end_processes_of)
         sweeps = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(run)
@@ -282,7 +285,7 @@ class Supervisor:
         ]
         if sweeps:
             with contextlib.suppress(RayError):
-                ray.wait(sweeps, num_returns=len(sweeps), timeout=_GRACE_S)
+                ray.wait(sweeps, num_returns=len(sweeps), timeout=_SWEEP_S)
 
 
 def _actor(kind: type, where: Place, **options: Any) -> Any:

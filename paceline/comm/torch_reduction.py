@@ -1,0 +1,59 @@
+"""What travels over torch.distributed for a tensor that is to be reduced, and what becomes of it afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.base import ReduceOp
+from paceline.comm.reduction import divide
+
+# float16 and bfloat16 travel as what they are accumulated in, and dtypes that gloo has no arithmetic for as one it has.
+_WIRE_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int16: torch.int32,
+    torch.bool: torch.uint8,
+    **{dtype: dtype for dtype in (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)},
+}
+_OPERATIONS: dict[ReduceOp, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+# Of truth values as uint8, sum ("or") must not count and product is "and".
+_BOOL_OPERATIONS = {**_OPERATIONS, "sum": dist.ReduceOp.MAX, "product": dist.ReduceOp.MIN}
+
+
+def to_wire(tensor: Tensor, op: ReduceOp) -> Tensor:
+    """The tensor as contiguous memory of a dtype that the backends reduce; the same memory where possible.
+
+    Raises:
+        TypeError: there is no such dtype.
+    """
+    if tensor.is_complex() and op in ("sum", "mean"):
+        return torch.view_as_real(tensor.resolve_conj().contiguous())
+    if tensor.dtype not in _WIRE_DTYPES:
+        name = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(f"{op} of {name} tensors is not possible over torch.distributed; convert them")
+    return tensor.to(_WIRE_DTYPES[tensor.dtype]).contiguous()
+
+
+def options_for(op: ReduceOp, dtype: torch.dtype) -> Any:
+    """The backend's options of an all-reduce."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = (_BOOL_OPERATIONS if dtype == torch.bool else _OPERATIONS)[op]
+    return options
+
+
+def from_wire(wire: Tensor, tensor: Tensor, op: ReduceOp, *, size: int) -> None:
+    """Give `tensor` the result of the all-reduce of its `to_wire` over `size` ranks."""
+    if op == "mean":
+        divide(wire, size)
+    if wire.data_ptr() != tensor.data_ptr():
+        tensor.copy_(torch.view_as_complex(wire) if tensor.is_complex() else wire)

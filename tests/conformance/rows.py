@@ -1,0 +1,134 @@
+"""The table of strategies that every conformance check runs over: a new strategy is one new row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.result import Result
+from paceline.worker import Worker
+from tests.conformance import local_engine
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy as it is checked, and what is promised of it."""
+
+    name: str
+    strategy: str
+    workers: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_deterministic: bool = True
+    """The same run twice gives the same bits, so a resumed run equals an uninterrupted one."""
+    updates_are_joint: bool = True
+    """One update is made of all workers' gradients; else every gradient is an update."""
+    drops_gradients: bool = False
+    options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
+    """What a script that clips gradients has to ask for."""
+
+    @property
+    def num_servers(self) -> int:
+        return int(self.options.get("servers", 1)) if self.strategy.startswith("ps") else 0
+
+    def run(self, script: Callable[..., Any], out: Path, /, *, changes_gradients: bool = False, **settings: Any) -> Result:
+        """Run `script(worker, out)`."""
+        more = self.options_to_change_gradients if changes_gradients else {}
+        options = {**self.options, **more, **settings.pop("options", {})}
+        return local_engine.run(
+            partial(launched, script, out),
+            strategy=self.strategy,
+            workers=self.workers,
+            options=options,
+            out=out,
+            **settings,
+        )
+
+
+ROWS = (
+    Row("single", "single", 1),
+    Row("all-reduce", "all-reduce", 2),
+    Row("ring", "ring", 2),
+    Row("ps-bsp", "ps-bsp", 2),
+    Row("ps-bsp-3-servers", "ps-bsp", 2, {"servers": 3}),
+    Row(
+        "ps-bsp-backup",
+        "ps-bsp",
+        3,
+        {"backup_workers": 1},
+        is_deterministic=False,
+        drops_gradients=True,
+        options_to_change_gradients={"combine": "never"},
+    ),
+    Row("ps-ssp", "ps-ssp", 2, {"staleness": 2, "servers": 2}, is_deterministic=False, updates_are_joint=False),
+    Row("ps-asp", "ps-asp", 2, is_deterministic=False, updates_are_joint=False),
+)
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+every_deterministic_row = pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.is_deterministic], ids=lambda row: row.name
+)
+
+
+def launched(script: Callable[..., Any], out: Path) -> None:
+    script(paceline.init(), out)
+
+
+# --- what the checks' scripts share ---------------------------------------------------------------------------
+
+NUM_SAMPLES, BATCH_SIZE = 96, 4
+
+
+def problem(count: int = NUM_SAMPLES) -> TensorDataset:
+    """Vectors of 10 numbers, a class that depends on them, and each sample's index."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 10, generator=generator)
+    return TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long(), torch.arange(count))
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def loader_of(data: TensorDataset) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=BATCH_SIZE, shuffle=True)
+
+
+def prepared(worker: Worker, *, lr: float = 0.1) -> tuple[nn.Sequential, Optimizer, DataLoader[Any]]:
+    model = network()
+    return worker.prepare(model, SGD(model.parameters(), lr=lr, momentum=0.5), loader_of(problem()))
+
+
+def step(worker: Worker, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    worker.log(loss=loss)
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters as one vector, detached."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def checksum(state: Mapping[str, Tensor]) -> float:
+    return sum(float(tensor.double().sum()) for tensor in state.values())
+
+
+def keep(out: Path, name: str, value: Any) -> None:
+    """Let the test see a value of the script."""
+    torch.save(value, out / f"{name}.kept")
+
+
+def kept(out: Path, name: str) -> Any:
+    return torch.load(out / f"{name}.kept", weights_only=True)

@@ -1,0 +1,436 @@
+"""What every strategy promises to every script."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.errors import RunFailed
+from paceline.records import StepRecord
+from paceline.result import Result
+from paceline.worker import Worker
+from tests.conformance.local_engine import STOP_FILE
+from tests.conformance.rows import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    Row,
+    checksum,
+    every_row,
+    flat,
+    keep,
+    kept,
+    loader_of,
+    network,
+    prepared,
+    problem,
+    step,
+)
+
+
+def train(worker: Worker, out: Path, *, num_epochs: int = 4) -> None:
+    """The plain script."""
+    model, optimizer, loader = prepared(worker)
+    for _ in range(num_epochs):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+
+
+def steps_of(result: Result, worker: int) -> list[StepRecord]:
+    return [record for record in result.steps if record.worker == worker]
+
+
+# --- prepare --------------------------------------------------------------------------------------------------
+
+
+def prepare_unlike(worker: Worker, out: Path) -> None:
+    torch.manual_seed(100 + worker.rank)
+    model = nn.Sequential(network(), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(worker.rank + 1.0)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    before = flat(model).clone()
+    new_model, new_optimizer, loader = worker.prepare(model, optimizer, loader_of(problem()))
+    assert new_model is model
+    assert new_optimizer is optimizer
+    assert isinstance(optimizer, Optimizer)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    everyone = worker.all_gather(flat(model))
+    assert all(torch.equal(other, everyone[0]) for other in everyone)
+    assert torch.equal(everyone[0], worker.broadcast(before))
+    assert float(model[1].running_mean[0]) == 1.0
+    draws = worker.all_gather(torch.rand(1))
+    assert len({float(draw) for draw in draws}) == worker.size
+    keep(out, f"indices-{worker.rank}", torch.cat([indices for _, _, indices in loader]))
+
+
+@every_row
+def test_prepare_starts_all_from_rank_0_and_divides_the_data(row: Row, tmp_path: Path) -> None:
+    row.run(prepare_unlike, tmp_path)
+    indices = torch.cat([kept(tmp_path, f"indices-{rank}") for rank in range(row.workers)])
+    assert sorted(indices.tolist()) == list(range(NUM_SAMPLES))
+
+
+# --- steps ----------------------------------------------------------------------------------------------------
+
+
+@every_row
+def test_loss_falls_and_every_number_is_logged(row: Row, tmp_path: Path) -> None:
+    result = row.run(train, tmp_path)
+    steps_a_worker = 4 * NUM_SAMPLES // BATCH_SIZE // row.workers
+    for worker in range(row.workers):
+        logged = [record for record in result.logged if record.worker == worker]
+        assert [record.step for record in logged] == list(range(1, steps_a_worker + 1))
+        assert {record.name for record in logged} == {"loss"}
+    early = [record.value for record in result.logged if record.step <= 4]
+    late = [record.value for record in result.logged if record.step > steps_a_worker - 4]
+    assert sum(late) / len(late) < 0.8 * sum(early) / len(early)
+
+
+def clip(worker: Worker, out: Path) -> None:
+    model = network()
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1.0), loader_of(problem()))
+    before = flat(model).clone()
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    keep(out, f"before-{worker.rank}", before)
+
+
+@every_row
+def test_clipped_gradients_are_what_is_applied(row: Row, tmp_path: Path) -> None:
+    """Every update moves the parameters by at most the clipped norm, and all in one direction by about that."""
+    result = row.run(clip, tmp_path, changes_gradients=True)
+    after = network()
+    after.load_state_dict(result.model_state())
+    moved = float((flat(after) - kept(tmp_path, "before-0")).norm())
+    assert 0.2 * 0.01 * result.iteration < moved <= 1.001 * 0.01 * result.iteration
+
+
+def accumulate(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    for number, (x, y, _) in enumerate(loader, 1):
+        if number % 4:
+            with worker.no_sync():
+                F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        else:
+            F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            assert gradient.abs().sum() > 0
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@every_row
+def test_accumulation_makes_one_step_of_several_batches(row: Row, tmp_path: Path) -> None:
+    result = row.run(accumulate, tmp_path)
+    num_steps = NUM_SAMPLES // BATCH_SIZE // row.workers // 4
+    assert [len(steps_of(result, worker)) for worker in range(row.workers)] == [num_steps] * row.workers
+    assert {record.samples for record in result.steps} == {4 * BATCH_SIZE}
+
+
+def schedule(worker: Worker, out: Path) -> None:
+    """The learning rate becomes 0 after each worker's third step."""
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = worker.prepare(model, optimizer, loader_of(problem()))
+    scheduler = StepLR(optimizer, step_size=3, gamma=0.0)
+    worker.evaluation(lambda model: {"sum": float(flat(model).double().sum())})
+    for x, y, _ in loader:
+        step(worker, model, optimizer, x, y)
+        scheduler.step()
+
+
+@every_row
+def test_schedule_reaches_the_update(row: Row, tmp_path: Path) -> None:
+    result = row.run(schedule, tmp_path, eval_every=1)
+    sums = [evaluation.metrics["sum"] for evaluation in result.evaluations]
+    assert len({*sums[:3]}) == 3
+    assert sums[-1] == sums[-2] == sums[-3]
+
+
+def freeze_by_group(worker: Worker, out: Path) -> None:
+    model = network()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.0}]
+    model, optimizer, loader = worker.prepare(model, SGD(groups, lr=0.1), loader_of(problem()))
+    keep(out, f"before-{worker.rank}", model.state_dict())
+    for x, y, _ in loader:
+        step(worker, model, optimizer, x, y)
+
+
+@every_row
+def test_groups_keep_their_settings(row: Row, tmp_path: Path) -> None:
+    after = row.run(freeze_by_group, tmp_path).model_state()
+    before = kept(tmp_path, "before-0")
+    assert torch.equal(after["2.weight"], before["2.weight"])
+    assert not torch.allclose(after["0.weight"], before["0.weight"])
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------
+
+EVALUATION_S = 0.15
+
+
+def evaluate(worker: Worker, out: Path, *, registers_on_all: bool = True) -> None:
+    model = nn.Sequential(network(), nn.BatchNorm1d(4), nn.Dropout(0.3))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.05), loader_of(problem()))
+    if registers_on_all or worker.rank == 0:
+        worker.evaluation(lambda given: look_at(worker, given, model))
+    for _ in range(20):
+        for x, y, _ in loader:
+            assert model.training
+            step(worker, model, optimizer, x, y)
+    keep(out, f"metrics-{worker.rank}", worker.metrics)
+
+
+def look_at(worker: Worker, given: nn.Module, model: nn.Module) -> dict[str, float]:
+    assert worker.rank == 0
+    assert given is model
+    assert not any(module.training for module in given.modules())
+    assert not torch.is_grad_enabled()
+    torch.rand(7)
+    time.sleep(EVALUATION_S)
+    return {"checksum": checksum(given.state_dict()), "mean": float(given[1].running_mean.sum())}  # type: ignore[index]
+
+
+@every_row
+@pytest.mark.parametrize("registers_on_all", [True, False])
+def test_evaluation_sees_the_global_model_and_leaves_no_trace(
+    row: Row, registers_on_all: bool, tmp_path: Path
+) -> None:
+    script = partial(evaluate, registers_on_all=registers_on_all)
+    result = row.run(script, tmp_path / "with", max_steps=20, eval_every=5)
+    iterations = [evaluation.iteration for evaluation in result.evaluations]
+    assert [iteration // 5 for iteration in iterations] == [0, 1, 2, 3, 4]
+    if row.updates_are_joint:
+        assert iterations == [0, 5, 10, 15, 20]
+    state = result.model_state()
+    assert result.metrics["checksum"] == checksum(state)
+    assert result.metrics["mean"] == pytest.approx(float(state["1.running_mean"].sum()), abs=1e-7)
+    for rank in range(row.workers):
+        assert kept(tmp_path / "with", f"metrics-{rank}") == result.evaluations[-2].metrics  # the last one comes later
+    assert all(evaluation.duration_s >= EVALUATION_S for evaluation in result.evaluations)
+    assert result.training_time_s < 3 * EVALUATION_S
+    if row.is_deterministic and registers_on_all:
+        without = row.run(script, tmp_path / "without", max_steps=20)
+        assert checksum(without.model_state()) == checksum(state)
+
+
+# --- when a run ends ------------------------------------------------------------------------------------------
+
+
+def train_for_long(worker: Worker, out: Path, *, slow_rank: int | None = None, max_epochs: int = 200) -> None:
+    model, optimizer, loader = prepared(worker)
+    calls = [0]
+
+    @worker.evaluation
+    def score(model: nn.Module) -> dict[str, float]:
+        calls[0] += 1
+        return {"score": float(calls[0])}
+
+    for _ in range(max_epochs):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+            if worker.rank == slow_rank:
+                time.sleep(0.01)
+    keep(out, f"ended-{worker.rank}", worker.iteration)
+
+
+@every_row
+def test_target_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
+    result = row.run(train_for_long, tmp_path, target="score=3", eval_every=4)
+    assert [evaluation.metrics["score"] for evaluation in result.evaluations] == [1, 2, 3]
+    assert 8 <= result.iteration < 12
+    assert result.time_to_target_s == result.evaluations[-1].time_s
+    assert [kept(tmp_path, f"ended-{rank}") for rank in range(row.workers)] == [result.iteration] * row.workers
+
+
+@every_row
+def test_max_steps_counts_as_the_literature_does(row: Row, tmp_path: Path) -> None:
+    """One a global update; where every gradient is an update, one a gradient."""
+    result = row.run(train_for_long, tmp_path, max_steps=10)
+    assert result.iteration == 10
+    num_steps = [len(steps_of(result, worker)) for worker in range(row.workers)]
+    if row.is_deterministic:
+        assert num_steps == [10] * row.workers
+    for server in range(row.num_servers):
+        updates = [update for update in result.updates if update.server == server]
+        gradients = {(update.worker, update.clock) for update in updates}
+        assert len(gradients) == len(updates)
+        assert {update.iteration for update in updates} == set(range(1, 11))
+        contributors = 1 if not row.updates_are_joint else row.workers - int(row.drops_gradients)
+        assert len(updates) == 10 * contributors
+        assert all(update.staleness >= 0 for update in updates)
+    applied = [record.staleness for record in result.steps if record.staleness >= 0]
+    assert len(applied) == 10 * (row.workers - int(row.drops_gradients) if row.updates_are_joint else 1)
+
+
+@every_row
+def test_max_time_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
+    result = row.run(train_for_long, tmp_path, max_time_s=0.25)
+    assert 0.25 <= result.training_time_s < 5
+    if row.is_deterministic:
+        assert len({len(steps_of(result, worker)) for worker in range(row.workers)}) == 1
+
+
+def stop_at_step_7(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    worker.evaluation(lambda model: {"loss": 1.0})
+    for _ in range(200):
+        for number, (x, y, _) in enumerate(loader, 1):
+            step(worker, model, optimizer, x, y)
+            if number == 7 and worker.rank == 0:
+                (out / STOP_FILE).touch()
+
+
+@every_row
+def test_word_to_stop_ends_the_run_and_saves(row: Row, tmp_path: Path) -> None:
+    result = row.run(stop_at_step_7, tmp_path, checkpoint_every=5)
+    num_steps = {len(steps_of(result, worker)) for worker in range(row.workers)}
+    assert max(num_steps) < 40
+    if row.is_deterministic:
+        assert num_steps == {8}
+    checkpoint = Checkpoint.decode((tmp_path / FILE_NAME).read_bytes(), where="")
+    assert checkpoint.iteration == result.iteration
+    assert not result.evaluations
+
+
+@every_row
+def test_a_worker_that_is_done_early_takes_part_in_the_others_pauses(row: Row, tmp_path: Path) -> None:
+    """Where workers do not wait for each other, the last one pauses alone many times."""
+    script = _slow_last
+    result = row.run(script, tmp_path, eval_every=3, checkpoint_every=4)
+    assert all(kept(tmp_path, f"ended-{rank}") for rank in range(row.workers))
+    assert len(result.evaluations) >= result.iteration // 3
+
+
+def _slow_last(worker: Worker, out: Path) -> None:
+    train_for_long(worker, out, slow_rank=worker.size - 1, max_epochs=2)
+
+
+def step_after_the_end(worker: Worker, out: Path) -> None:
+    """One batch over and over: the loader cannot end this loop."""
+    model, optimizer, loader = prepared(worker)
+    x, y, _ = next(iter(loader))
+    for _ in range(100):
+        step(worker, model, optimizer, x, y)
+    keep(out, f"never-{worker.rank}", True)
+
+
+@every_row
+def test_script_that_goes_on_stepping_is_ended(row: Row, tmp_path: Path) -> None:
+    result = row.run(step_after_the_end, tmp_path, max_steps=10, checkpoint_every=3)
+    assert result.iteration == 10
+    assert not list(tmp_path.glob("never-*"))
+    saved_at = [event.iteration for event in result.events if event.name == "checkpoint"]
+    assert saved_at == [3, 6, 9, 10] or (not row.updates_are_joint and [at // 3 for at in saved_at[:3]] == [1, 2, 3])
+
+
+# --- gradients that are not finite ----------------------------------------------------------------------------
+
+
+def overflow(worker: Worker, out: Path) -> None:
+    """One worker's third gradient is NaN in one parameter."""
+    model, optimizer, loader = prepared(worker)
+    for number, (x, y, _) in enumerate(loader, 1):
+        if number == 3 and worker.rank == worker.size - 1:
+            y_term = model[2].bias.sum() * torch.nan
+        else:
+            y_term = torch.zeros(())
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) + y_term).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+@every_row
+def test_non_finite_gradient_raises(row: Row, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=rf"the gradient of parameter '2\.bias' on rank {row.workers - 1} is not finite"):
+        row.run(overflow, tmp_path)
+
+
+@every_row
+def test_non_finite_gradient_is_skipped(row: Row, tmp_path: Path) -> None:
+    result = row.run(overflow, tmp_path, options={"nonfinite": "skip"})
+    assert all(tensor.isfinite().all() for tensor in result.model_state().values())
+    num_steps = NUM_SAMPLES // BATCH_SIZE // row.workers
+    if row.is_deterministic:
+        assert result.iteration == num_steps - 1
+    if not row.updates_are_joint:
+        assert result.iteration == num_steps * row.workers - 1
+
+
+@every_row
+def test_non_finite_gradient_is_allowed(row: Row, tmp_path: Path) -> None:
+    if row.drops_gradients:
+        pytest.skip("whether the gradient is among those that count is up to timing")
+    result = row.run(overflow, tmp_path, options={"nonfinite": "allow"})
+    assert result.model_state()["2.bias"].isnan().all()
+
+
+# --- records --------------------------------------------------------------------------------------------------
+
+
+def train_with_pauses(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    worker.evaluation(lambda model: {"zero": time.sleep(0.05) or 0.0})  # type: ignore[func-returns-value]
+    for _ in range(2):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+            time.sleep(0.004)  # after the step: it belongs to the next one
+            if worker.rank == worker.size - 1:
+                time.sleep(0.01)
+
+
+@every_row
+def test_records_are_complete_and_add_up(row: Row, tmp_path: Path) -> None:
+    result = row.run(train_with_pauses, tmp_path, eval_every=5)
+    num_steps = 2 * NUM_SAMPLES // BATCH_SIZE // row.workers
+    for worker in range(row.workers):
+        steps = steps_of(result, worker)
+        assert [record.step for record in steps] == list(range(1, num_steps + 1))
+        assert sum(record.samples for record in steps) == num_steps * BATCH_SIZE
+        before_s = 0.0
+        for record in steps:
+            parts_s = record.compute_s + record.communication_s + record.waiting_s
+            assert parts_s == pytest.approx(record.time_s - before_s, abs=1e-5)
+            before_s = record.time_s
+        assert sum(record.compute_s for record in steps) > 0.004 * (num_steps - 1)
+        iterations = [record.iteration for record in steps]
+        assert iterations == sorted(iterations)
+        if row.workers > 1:
+            assert all(record.moved_bytes > 0 for record in steps)
+    assert sum(result.shares.values()) == pytest.approx(1)
+    assert result.samples == 2 * NUM_SAMPLES
+    if row.updates_are_joint and row.workers > 1 and not row.drops_gradients:
+        waited_s = [sum(record.waiting_s for record in steps_of(result, worker)) for worker in range(row.workers)]
+        assert waited_s[0] > 0.005 * num_steps
+    if row.num_servers:
+        clocks = [(update.worker, update.clock) for update in result.updates if update.server == 0]
+        assert len(clocks) == len(set(clocks)) == sum(record.staleness >= 0 for record in result.steps)
+
+
+def evaluate_badly(worker: Worker, out: Path, *, returned: Any = None) -> None:
+    model, optimizer, loader = prepared(worker)
+    worker.evaluation(lambda model: returned)
+    for x, y, _ in loader:
+        step(worker, model, optimizer, x, y)
+
+
+@every_row
+def test_unknown_target_metric_is_an_error_at_once(row: Row, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="unknown target metric 'acuracy'; did you mean 'accuracy'"):
+        row.run(_evaluate_accuracy, tmp_path, target="acuracy=0.5")
+
+
+def _evaluate_accuracy(worker: Worker, out: Path) -> None:
+    evaluate_badly(worker, out, returned={"accuracy": 0.1})

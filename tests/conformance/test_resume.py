@@ -1,0 +1,225 @@
+"""A run that goes on from a checkpoint equals one that was never interrupted."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+
+from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.errors import RunFailed
+from paceline.worker import Worker
+from tests.conformance.rows import (
+    ROWS,
+    Row,
+    every_deterministic_row,
+    every_row,
+    keep,
+    kept,
+    loader_of,
+    network,
+    prepared,
+    problem,
+    step,
+)
+
+NUM_STEPS = 30
+ROW = {row.name: row for row in ROWS}
+
+
+class Noisy(torch.utils.data.TensorDataset):
+    """Augments: what a sample is depends on the random state."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, *rest = super().__getitem__(index)
+        return x + 0.1 * torch.randn_like(x), *rest
+
+
+def train_everything(
+    worker: Worker, out: Path, *, optimizer: str = "adam", fails_at: int | None = None, num_epochs: int = 40
+) -> None:
+    """Momentum or Adam, two schedulers, dropout, batch norm and random augmentation."""
+    model = nn.Sequential(network(), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 4))
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters[:2], "lr": 0.03}, {"params": parameters[2:]}]
+    updater = Adam(groups, lr=0.01) if optimizer == "adam" else SGD(groups, lr=0.05, momentum=0.9)
+    by_step, by_epoch, seen = CosineAnnealingLR(updater, 50), ExponentialLR(updater, 0.8), Counter()
+    loader = loader_of(Noisy(*problem(64).tensors))
+    model, updater, loader = worker.prepare(model, updater, loader, by_step=by_step, by_epoch=by_epoch, seen=seen)
+    worker.evaluation(lambda model: {"zero": 0.0})
+    for _ in range(num_epochs):
+        for x, y, _ in loader:
+            step(worker, model, updater, x, y)
+            by_step.step()
+            seen.count += 1
+            worker.log(lr=updater.param_groups[0]["lr"], count=float(seen.count))
+            if seen.count == fails_at:
+                raise RuntimeError("scripted failure")
+        by_epoch.step()
+    keep(out, f"count-{worker.rank}", seen.count)
+
+
+class Counter:
+    """Stateful things of a script's own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def checkpoint_in(directory: Path) -> Checkpoint:
+    return Checkpoint.decode((directory / FILE_NAME).read_bytes(), where=str(directory))
+
+
+def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
+    """Bit for bit: model, optimizer, hyperparameters, every worker's random state, buffers and place in the data."""
+    assert actual.iteration == expected.iteration
+    assert actual.groups == expected.groups
+    assert actual.extra == expected.extra
+    for mine, theirs in ((actual.model, expected.model), (actual.optimizer, expected.optimizer)):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(mine[name], tensor), name
+    for own, other in zip(actual.workers, expected.workers, strict=True):
+        assert (own.steps, own.samples, own.epoch, own.num_batches_done) == (
+            other.steps,
+            other.samples,
+            other.epoch,
+            other.num_batches_done,
+        )
+        assert torch.equal(own.random_state["torch"], other.random_state["torch"])
+        assert all(torch.equal(own.buffers[name], buffer) for name, buffer in other.buffers.items())
+
+
+@every_deterministic_row
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_run_that_ended_by_its_budget_goes_on_bit_for_bit(row: Row, optimizer: str, tmp_path: Path) -> None:
+    script = partial(train_everything, optimizer=optimizer)
+    row.run(script, tmp_path / "whole", max_steps=NUM_STEPS, eval_every=7)
+    row.run(script, tmp_path / "begun", max_steps=13, eval_every=7)
+    row.run(script, tmp_path / "resumed", max_steps=NUM_STEPS, eval_every=7, resume=tmp_path / "begun")
+    assert_same(checkpoint_in(tmp_path / "resumed"), checkpoint_in(tmp_path / "whole"))
+
+
+@every_deterministic_row
+@pytest.mark.parametrize("every", [8, 5], ids=["at the end of an epoch", "within an epoch"])
+def test_run_that_failed_goes_on_bit_for_bit(row: Row, every: int, tmp_path: Path) -> None:
+    """The last checkpoint was taken in a pause, some steps before the failure."""
+    row.run(train_everything, tmp_path / "whole", max_steps=NUM_STEPS)
+    with pytest.raises(RunFailed, match="scripted failure"):
+        row.run(partial(train_everything, fails_at=19), tmp_path / "begun", max_steps=NUM_STEPS, checkpoint_every=every)
+    assert checkpoint_in(tmp_path / "begun").iteration in (15, 16)
+    result = row.run(train_everything, tmp_path / "resumed", max_steps=NUM_STEPS, resume=tmp_path / "begun")
+    assert_same(checkpoint_in(tmp_path / "resumed"), checkpoint_in(tmp_path / "whole"))
+    counts = [record.value for record in result.logged if record.name == "count" and record.worker == 0]
+    assert counts == list(range(checkpoint_in(tmp_path / "begun").iteration + 1, NUM_STEPS + 1))
+
+
+@every_row
+def test_resumed_run_continues_sanely(row: Row, tmp_path: Path) -> None:
+    """Also where workers are not in step: counts go on, no batch of the epoch is seen twice, learning goes on."""
+    row.run(train_long, tmp_path / "begun", max_steps=24)
+    begun = checkpoint_in(tmp_path / "begun")
+    assert begun.iteration == 24
+    result = row.run(train_long, tmp_path / "resumed", max_steps=96, resume=tmp_path / "begun")
+    assert result.iteration == checkpoint_in(tmp_path / "resumed").iteration == 96
+    for worker, state in enumerate(begun.workers):
+        steps = [record.step for record in result.steps if record.worker == worker]
+        assert steps[0] == state.steps + 1
+    losses = [record.value for record in result.logged]
+    whole = row.run(train_long, tmp_path / "whole", max_steps=8)
+    assert sum(losses[-8:]) / 8 < 0.7 * sum(record.value for record in whole.logged[:4]) / 4
+
+
+def train_long(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    for _ in range(60):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("all-reduce", "ps-bsp-3-servers"),
+        ("ps-bsp-3-servers", "ps-bsp"),
+        ("ps-bsp", "ring"),
+        ("ps-bsp-3-servers", "all-reduce"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_resume_under_another_strategy(first: str, second: str, optimizer: str, tmp_path: Path) -> None:
+    script = partial(train_everything, optimizer=optimizer)
+    ROW[first].run(script, tmp_path / "whole", max_steps=NUM_STEPS)
+    ROW[first].run(script, tmp_path / "begun", max_steps=13)
+    ROW[second].run(script, tmp_path / "resumed", max_steps=NUM_STEPS, resume=tmp_path / "begun")
+    resumed, whole = checkpoint_in(tmp_path / "resumed"), checkpoint_in(tmp_path / "whole")
+    assert resumed.groups == whole.groups
+    for name, tensor in whole.model.items():
+        torch.testing.assert_close(resumed.model[name], tensor, rtol=1e-3, atol=1e-5)
+    for name, tensor in whole.optimizer.items():
+        torch.testing.assert_close(resumed.optimizer[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@every_row
+def test_resume_of_a_finished_run_only_saves_the_model(row: Row, tmp_path: Path) -> None:
+    script = partial(train_everything, num_epochs=2)
+    first = row.run(script, tmp_path / "begun")
+    second = row.run(script, tmp_path / "resumed", resume=tmp_path / "begun")
+    assert not second.steps
+    for name, tensor in first.model_state().items():
+        assert torch.equal(second.model_state()[name], tensor), name
+
+
+def other_model(worker: Worker, out: Path) -> None:
+    model = nn.Sequential(network(), nn.Linear(4, 4))
+    worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    ROW["ps-bsp"].run(train_long, tmp_path / "begun", max_steps=3)
+    with pytest.raises(RunFailed, match="the checkpoint is of another model"):
+        ROW["ps-bsp"].run(other_model, tmp_path / "resumed", resume=tmp_path / "begun")
+
+
+def test_checkpoint_of_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+    ROW["ps-bsp"].run(train_long, tmp_path / "begun", max_steps=3)
+    with pytest.raises(RunFailed, match="taken with 2 workers, this run has 1"):
+        ROW["single"].run(train_long, tmp_path / "resumed", resume=tmp_path / "begun")
+
+
+@every_row
+def test_checkpoint_is_complete(row: Row, tmp_path: Path) -> None:
+    result = row.run(partial(train_everything, optimizer="momentum"), tmp_path, max_steps=10, checkpoint_every=4)
+    saved_at = [event.iteration for event in result.events if event.name == "checkpoint"]
+    if row.updates_are_joint:
+        assert saved_at == [4, 8, 10]
+    assert [iteration // 4 for iteration in saved_at[:2]] == [1, 2]
+    checkpoint = checkpoint_in(tmp_path)
+    state = result.model_state()
+    assert checkpoint.iteration == 10
+    assert checkpoint.model.keys() == state.keys()
+    assert all(torch.equal(checkpoint.model[name], tensor) for name, tensor in state.items())
+    shapes = {tuple(tensor.shape) for name, tensor in state.items() if name.endswith(("weight", "bias"))}
+    assert {tuple(tensor.shape) for tensor in checkpoint.optimizer.values()} == shapes
+    assert len(checkpoint.optimizer) == 8
+    assert len(checkpoint.groups) == 2
+    assert len(checkpoint.workers) == row.workers
+    assert set(checkpoint.extra) == {"by_step", "by_epoch", "seen"}
+    steps = [max(record.step for record in result.steps if record.worker == worker) for worker in range(row.workers)]
+    assert [worker.steps for worker in checkpoint.workers] == steps
+    means = torch.stack([worker.buffers["1.running_mean"] for worker in checkpoint.workers]).mean(dim=0)
+    torch.testing.assert_close(checkpoint.model["1.running_mean"], means)
+
+

@@ -1,0 +1,123 @@
+"""Two Ray nodes on this machine count as two hosts: tensors cross the network, and nothing is shared."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import safetensors.torch
+import torch
+from ray.cluster_utils import Cluster
+
+import paceline
+from paceline import RunFailed
+from tests.distributed.harness import SCRIPTS, TRAIN, is_training, pids, wait_until
+from tests.distributed.local import Listener
+from tests.distributed.scripts import full_batch
+
+pytestmark = pytest.mark.ray
+NUM_STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args=settings)
+    cluster.add_node(num_cpus=2, object_store_memory=80_000_000)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, torch.Tensor]:
+    """What one plain process comes to with all the data at every step."""
+    model, optimizer = full_batch.build()
+    for _ in range(NUM_STEPS):
+        full_batch.update(model, optimizer, *full_batch.data())
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "num_workers"),
+    [("all-reduce", {}, 4), ("ps-bsp", {"servers": 1}, 2), ("ps-bsp", {"servers": 3}, 2)],
+)
+def test_synchronous_strategies_equal_one_process(
+    cluster: Cluster, alone, tmp_path: Path, strategy: str, options: dict[str, int], num_workers: int
+) -> None:
+    listener = Listener()
+    paceline.run(
+        SCRIPTS / "full_batch.py", strategy=strategy, workers=num_workers, options=options, max_steps=NUM_STEPS,
+        address=cluster.address, out=tmp_path / "out", watcher=listener,
+    )  # fmt: skip
+    trained = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert trained.keys() == alone.keys()
+    for name, tensor in trained.items():
+        torch.testing.assert_close(tensor, alone[name], rtol=1e-5, atol=1e-6)
+
+    lines = sorted(line for _, line in listener.lines if line.startswith("rank"))
+    found = [re.fullmatch(r"rank (\d) local (\d) node (\d+)", line).groups() for line in lines]  # type: ignore[union-attr]
+    per_node = num_workers // 2
+    assert [(int(rank), int(local)) for rank, local, _ in found] == [(r, r % per_node) for r in range(num_workers)]
+    nodes = [node for _, _, node in found]
+    assert len(set(nodes)) == 2
+    assert nodes == sorted(nodes, key=nodes.index), "ranks run host by host"
+
+
+def test_asynchronous_servers(cluster: Cluster, tmp_path: Path) -> None:
+    result = paceline.run(
+        TRAIN, strategy="ps-asp", workers=2, options={"servers": 2}, max_steps=100, address=cluster.address,
+        out=tmp_path / "out", watcher=Listener(),
+    )  # fmt: skip
+    assert result.iteration == 100
+    assert {record.worker for record in result.updates} == {0, 1}
+    assert result.metrics["loss"] < 1.2
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+def test_killed_worker_on_the_other_node(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RunFailed) as caught:
+        paceline.run(
+            TRAIN, strategy=strategy, workers=2, address=cluster.address, out=out, watcher=Listener(),
+            arguments=["--fault", "kill", "--rank", "1", "--loaders", "2", "--child", "--results", str(out)],
+        )  # fmt: skip
+    took_s = time.time() - float((out / "struck").read_text())
+    print(f"{strategy}: {took_s:.1f} s from the kill to the end")
+    assert took_s < 10
+    assert str(caught.value) == f"worker 1 (process {pids(out)['worker-1']}) died during step 5"
+    assert wait_until(lambda: not _sleepers(), within_s=5)
+
+
+def test_killed_node(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    struck: list[float] = []
+
+    def strike() -> None:
+        wait_until(lambda: is_training(out), within_s=60)
+        raylet = psutil.Process(pids(out)["worker-1"]).parent()
+        struck.append(time.time())
+        for process in [raylet, *raylet.children(recursive=True)]:
+            process.kill()
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    with pytest.raises(RunFailed) as caught:
+        paceline.run(
+            TRAIN, strategy="ps-bsp", workers=2, options={"servers": 2}, address=cluster.address, out=out,
+            watcher=Listener(), arguments=["--step-s", "0.05"],
+        )  # fmt: skip
+    thread.join()
+    print(f"{time.time() - struck[0]:.1f} s from the node's end to the run's")
+    assert time.time() - struck[0] < 15
+    assert f"worker 1 (process {pids(out)['worker-1']}) died during step" in str(caught.value)
+
+
+def _sleepers() -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "600"]]

@@ -31,7 +31,7 @@ def run(
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
-            help="Iterations between checkpoints. [default: at evaluations at least 30 s apart, and at the end]"
+            help="Iterations between checkpoints.", show_default="every 30 s, at an evaluation, and at the end"
         ),
     ] = None,
     target: Annotated[
@@ -41,7 +41,7 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     deadline: Annotated[float, typer.Option(help="Seconds that any wait for a peer may take.")] = 300.0,
     out: Annotated[
-        Path | None, typer.Option(help="Result directory, new or empty. [default: a new one under runs/]")
+        Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run of this result directory.")] = None,
     arguments: Annotated[

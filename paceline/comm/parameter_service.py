@@ -105,7 +105,9 @@ class ParameterService:
         """Build the shard; called once, from any thread, before the first worker attaches."""
         segments = spec.layout.segments
         parameters = [
-            torch.zeros(piece.shape or piece.stop - piece.start, dtype=segments[piece.segment].dtype)
+            torch.zeros(
+                piece.stop - piece.start if piece.shape is None else piece.shape, dtype=segments[piece.segment].dtype
+            )
             for piece in spec.pieces
         ]
         owned: dict[int, list[Tensor]] = {}
@@ -229,14 +231,15 @@ class ParameterService:
         is_void = bool(message.flags & VOID)
         if not client.is_local and not is_void:
             from_frames(message.payload, client.gradients)
-        if "groups" in message.body:
-            shard.set_hyperparameters([_tuples(message.body["groups"][group]) for group in self._groups])
+        given = message.body.get("groups")
+        groups = [_tuples(given[group]) for group in self._groups] if given is not None else None
         answers = shard.push(
             message.sender,
             message.clock,
             None if is_void else client.gradients,
             pause_at=message.pause_at,
             stop=bool(message.flags & STOP),
+            groups=groups,
         )
         self._answer(answers, released_at_s=client.arrived_s)
 

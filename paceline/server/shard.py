@@ -12,6 +12,9 @@ from torch import Tensor
 
 from paceline.server.admission import AdmissionRule, ProtocolError
 
+Groups = Sequence[Mapping[str, Any]]
+"""Hyperparameters of an optimizer's groups, without their parameters."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -73,6 +76,11 @@ class Shard:
         self._rule = rule
         self._max_updates = max_updates
         self._means = [torch.zeros_like(parameter, dtype=_wide(parameter.dtype)) for parameter in self.parameters]
+        self._initial: Groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self._in_force = self._initial
+        self._groups: dict[int, tuple[int, Groups]] = {}
         self._pulled_at: dict[int, int] = {}
         self._pending: dict[int, _Pending] = {}
         self._stop = False
@@ -86,6 +94,7 @@ class Shard:
         *,
         pause_at: int,
         stop: bool = False,
+        groups: Groups | None = None,
     ) -> list[Answer]:
         """A gradient arrived: one tensor a parameter, or None where the worker has none to give for this clock.
 
@@ -94,13 +103,20 @@ class Shard:
         Args:
             pause_at: answer, admitted or not, once the iteration is this far.
             stop: tell every worker to stop after this clock.
+            groups: what the worker's LR schedulers set, from this gradient on; one mapping for each of the optimizer's
+                groups.
 
         Raises:
             ProtocolError: the worker is not at this clock.
+            ValueError: gradients or groups are not of this server's shape.
         """
         if gradients is not None:
             self._check(worker, gradients)
+        if groups is not None and len(groups) != len(self._initial):
+            raise ValueError(f"worker {worker} has {len(groups)} parameter groups; this server has {len(self._initial)}")
         contributors = self._rule.push(worker, clock)
+        if groups is not None:
+            self._groups[worker] = (clock, groups)
         self._stop = self._stop or stop
         self._pending[worker] = _Pending(pause_at, clock, gradients)
         self._update(contributors)
@@ -127,11 +143,6 @@ class Shard:
         """The worker was given the parameters as they are now."""
         self._pulled_at[worker] = self.iteration
 
-    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what the worker's LR schedulers set; one mapping for each of this optimizer's groups."""
-        for own, given in zip(self.optimizer.param_groups, groups, strict=True):
-            own.update(given)
-
     def drain_applied(self) -> list[Applied]:
         """The gradients applied since the last call."""
         applied, self._applied = self._applied, []
@@ -149,12 +160,22 @@ class Shard:
         # One worker without a gradient voids the clock: what one process would do with the combined batch.
         if not pushed or len(gradients) < len(pushed) or self._is_over():
             return
+        self._adopt_groups(contributors)
         self._average(gradients)
         self.optimizer.step()
         self.iteration += 1
         for worker, push in zip(contributors, pushed, strict=True):
             push.staleness = self.iteration - 1 - self._pulled_at.get(worker, 0)
             self._applied.append(Applied(self.iteration, worker, push.clock, push.staleness))
+
+    def _adopt_groups(self, contributors: Sequence[int]) -> None:
+        """Update with what the gradient's own worker set; of several workers, with what was set last."""
+        known = [self._groups[worker] for worker in contributors if worker in self._groups]
+        groups = max(known, key=lambda entry: entry[0])[1] if known else self._initial
+        if groups is not self._in_force:
+            for own, given in zip(self.optimizer.param_groups, groups, strict=True):
+                own.update(given)
+            self._in_force = groups
 
     def _is_over(self) -> bool:
         return self._max_updates is not None and self.iteration >= self._max_updates

@@ -82,6 +82,9 @@ class ParameterServer(Strategy):
             raise UsageError(f"staleness must be at least 0, not {self.staleness}")
         if self.consistency != "bsp" and (self.backup_workers or self.combine != "auto"):
             raise UsageError(f"backup_workers and combine have no effect under ps-{self.consistency}; use ps-bsp")
+        if self.backup_workers and self.servers > 1:
+            # Each server would find other workers late, and could wait for one that another has let go.
+            raise UsageError(f"backup_workers needs servers=1, not {self.servers}: servers must agree on who was late")
         if self.backup_workers and self.combine == "always":
             raise UsageError("combine=always waits for every worker, so backup_workers would have no effect")
 

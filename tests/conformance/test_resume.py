@@ -21,7 +21,6 @@ from tests.conformance.rows import (
     every_deterministic_row,
     every_row,
     keep,
-    kept,
     loader_of,
     network,
     prepared,
@@ -50,7 +49,7 @@ def train_everything(
     groups: list[dict[str, Any]] = [{"params": parameters[:2], "lr": 0.03}, {"params": parameters[2:]}]
     updater = Adam(groups, lr=0.01) if optimizer == "adam" else SGD(groups, lr=0.05, momentum=0.9)
     by_step, by_epoch, seen = CosineAnnealingLR(updater, 50), ExponentialLR(updater, 0.8), Counter()
-    loader = loader_of(Noisy(*problem(64).tensors))
+    loader = loader_of(Noisy(*problem(72).tensors))
     model, updater, loader = worker.prepare(model, updater, loader, by_step=by_step, by_epoch=by_epoch, seen=seen)
     worker.evaluation(lambda model: {"zero": 0.0})
     for _ in range(num_epochs):
@@ -113,13 +112,13 @@ def test_run_that_ended_by_its_budget_goes_on_bit_for_bit(row: Row, optimizer: s
 
 
 @every_deterministic_row
-@pytest.mark.parametrize("every", [8, 5], ids=["at the end of an epoch", "within an epoch"])
+@pytest.mark.parametrize("every", [9, 5], ids=["at the end of an epoch", "within an epoch"])
 def test_run_that_failed_goes_on_bit_for_bit(row: Row, every: int, tmp_path: Path) -> None:
     """The last checkpoint was taken in a pause, some steps before the failure."""
     row.run(train_everything, tmp_path / "whole", max_steps=NUM_STEPS)
     with pytest.raises(RunFailed, match="scripted failure"):
         row.run(partial(train_everything, fails_at=19), tmp_path / "begun", max_steps=NUM_STEPS, checkpoint_every=every)
-    assert checkpoint_in(tmp_path / "begun").iteration in (15, 16)
+    assert checkpoint_in(tmp_path / "begun").iteration in (15, 18)
     result = row.run(train_everything, tmp_path / "resumed", max_steps=NUM_STEPS, resume=tmp_path / "begun")
     assert_same(checkpoint_in(tmp_path / "resumed"), checkpoint_in(tmp_path / "whole"))
     counts = [record.value for record in result.logged if record.name == "count" and record.worker == 0]

@@ -173,6 +173,7 @@ def test_help_names_every_setting(monkeypatch, capsys) -> None:
     shown = capsys.readouterr().out
     for name in ("strategy", "workers", "option", "address", "max-steps", "target", "deadline", "out", "resume"):
         assert f"--{name}" in shown
+    assert shown.count("[default: ") == 7
     assert "paceline run train.py --strategy ps-async" in " ".join(shown.split())
 
 
@@ -197,18 +198,17 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
 
 
 @pytest.mark.parametrize("max_steps", [None, 1_000_000])
-@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("width", [80, 200])
 def test_progress_line_does_not_wrap(width: int, max_steps: int | None) -> None:
     console = Console(force_terminal=True, width=width, file=io.StringIO())
     line = watching.ProgressLine(console, "all-reduce x 128", RunConfig(max_steps=max_steps))
+    busy = Progress(
+        iteration=87_654, time_s=12_345.6, samples=10**10, compute_s=1.0, communication_s=98.0, waiting_s=1.0,
+        metrics={"accuracy": 0.123456, "validation_loss_of_the_mean": 1234567.0}, phase="training",
+    )  # fmt: skip
     with line:
         time.sleep(2 * watching._REFRESH_S)
-        line.on_progress(
-            Progress(
-                iteration=87_654, time_s=12_345.6, samples=10**10, compute_s=1.0, communication_s=98.0, waiting_s=1.0,
-                metrics={"accuracy": 0.123456, "validation_loss_of_the_mean": 1234567.0}, phase="training",
-            )  # fmt: skip
-        )
+        line.on_progress(busy)
         lines = console.render_lines(line._bar.get_renderable())
     texts = ["".join(segment.text for segment in segments) for segments in lines]
     assert len(texts) == 1
@@ -217,7 +217,7 @@ def test_progress_line_does_not_wrap(width: int, max_steps: int | None) -> None:
     assert "step 87654  810,005 samples/s" in texts[0]
     assert "0:00:00" in texts[0]
     assert "…" not in texts[0]
-    assert ("waiting 1%" in texts[0]) == (width == 160)
+    assert ("waiting 1%" in texts[0]) == (width == 200)
 
 
 def test_without_a_terminal_progress_is_plain_lines(monkeypatch) -> None:

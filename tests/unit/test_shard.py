@@ -158,14 +158,43 @@ def test_no_update_beyond_the_last(rule: Callable[..., AdmissionRule]) -> None:
     assert torch.equal(shard.parameters[0], torch.full((3, 4), -2.0))
 
 
-def test_hyperparameters_are_taken_over_for_the_next_update() -> None:
+def test_hyperparameters_hold_from_the_gradient_they_came_with() -> None:
     shard = make_shard(StaleSynchronous(num_workers=1))
     shard.push(0, 0, ones(), pause_at=NEVER)
-    shard.set_hyperparameters([{"lr": 10.0}])
-    shard.push(0, 1, ones(), pause_at=NEVER)
+    shard.push(0, 1, ones(), pause_at=NEVER, groups=[{"lr": 10.0}])
     assert torch.equal(shard.parameters[2], torch.full((5,), -11.0))
-    with pytest.raises(ValueError, match="zip"):
-        shard.set_hyperparameters([{"lr": 1.0}, {"lr": 1.0}])
+    shard.push(0, 2, ones(), pause_at=NEVER)
+    assert torch.equal(shard.parameters[2], torch.full((5,), -21.0))
+
+
+def test_each_gradient_is_applied_with_its_own_workers_hyperparameters() -> None:
+    shard = make_shard(StaleSynchronous(num_workers=2))
+    shard.push(0, 0, ones(), pause_at=NEVER, groups=[{"lr": 10.0}])
+    shard.push(1, 0, ones(), pause_at=NEVER)
+    assert torch.equal(shard.parameters[2], torch.full((5,), -11.0))
+    shard.push(0, 1, ones(), pause_at=NEVER)
+    assert torch.equal(shard.parameters[2], torch.full((5,), -21.0))
+
+
+def test_a_late_worker_does_not_turn_the_hyperparameters_back() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=3, backup_workers=1))
+    for worker in (0, 1):
+        shard.push(worker, 0, ones(), pause_at=NEVER, groups=[{"lr": 10.0}])
+    shard.push(2, 0, ones(), pause_at=NEVER, groups=[{"lr": 100.0}])
+    assert torch.equal(shard.parameters[2], torch.full((5,), -10.0))
+    shard.push(2, 1, ones(), pause_at=NEVER)
+    shard.push(0, 1, ones(), pause_at=NEVER, groups=[{"lr": 1.0}])
+    assert torch.equal(shard.parameters[2], torch.full((5,), -11.0))
+
+
+def test_a_refused_push_changes_no_hyperparameter() -> None:
+    shard = make_shard(StaleSynchronous(num_workers=1))
+    with pytest.raises(ProtocolError):
+        shard.push(0, 7, ones(), pause_at=NEVER, groups=[{"lr": 10.0}])
+    with pytest.raises(ValueError, match="2 parameter groups"):
+        shard.push(0, 0, ones(), pause_at=NEVER, groups=[{"lr": 1.0}, {"lr": 1.0}])
+    shard.push(0, 0, ones(), pause_at=NEVER)
+    assert torch.equal(shard.parameters[2], torch.full((5,), -1.0))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,16 @@
+"""One Ray for all tests of the session that run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.engines.ray.cluster import connected
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray, as a run would start it; runs inside use it."""
+    with connected(None):
+        yield

@@ -1,0 +1,159 @@
+"""The result directory: complete after a run, and a full disk does no harm to what is in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+import paceline
+from paceline import ParameterServer, Result, RunFailed
+from paceline.checkpoint import Checkpoint
+from tests.distributed.harness import TRAIN
+from tests.distributed.local import Listener, local_ray, run_text
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_ray() -> Iterator[None]:
+    with local_ray():
+        yield
+
+
+def test_result_directory_is_complete(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    script = repository / "train.py"
+    script.write_text(TRAIN.read_text() + "\n")
+    git = ["git", "-C", str(repository), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for command in (["init", "-q"], ["add", "train.py"], ["commit", "-q", "-m", "A script"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    out = tmp_path / "out"
+    paceline.run(
+        script, strategy=ParameterServer(consistency="asp", servers=2), workers=2, seed=11, max_steps=40, eval_every=10,
+        checkpoint_every=20, out=out, arguments=["--steps", "500"], watcher=Listener(),
+    )  # fmt: skip
+
+    assert {path.name for path in out.iterdir()} == {
+        "manifest.json", "steps.csv", "updates.csv", "evaluations.jsonl", "events.jsonl", "model.safetensors",
+        "checkpoint.pt",
+    }  # fmt: skip
+    result = Result.open(out)
+    manifest = result.manifest
+    assert manifest["program"] == str(script)
+    assert manifest["arguments"] == ["--steps", "500"]
+    assert manifest["strategy"]["name"] == "ps-asp"
+    assert manifest["strategy"]["servers"] == 2
+    assert manifest["num_workers"] == 2
+    assert manifest["config"]["seed"] == 11
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["ray"] == ray.__version__
+    assert manifest["git_commit"] == head
+    assert manifest["machine"]["num_cores"] == len(os.sched_getaffinity(0))
+    assert manifest["command"]
+
+    assert result.iteration == 40
+    for rank in range(2):
+        steps = [step for step in result.steps if step.worker == rank]
+        assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+        assert all(step.samples == 4 for step in steps)
+        assert all(step.time_s > 0 and step.compute_s > 0 for step in steps)
+    for server in range(2):
+        numbers = [update.iteration for update in result.updates if update.server == server]
+        assert numbers == list(range(1, 41)), "every update is recorded once and in order"
+    assert [e.iteration for e in result.evaluations][:1] == [0]
+    assert result.evaluations[-1].iteration == 40
+    assert {"started", "training", "checkpoint"} <= {event.name for event in result.events}
+    saved = Checkpoint.decode((out / "checkpoint.pt").read_bytes(), where="checkpoint.pt")
+    assert saved.iteration == 40
+    model = result.model_state()
+    assert model.keys() == saved.model.keys()
+    assert all(torch.equal(tensor, saved.model[name]) for name, tensor in model.items())
+
+
+def test_logged_numbers_are_kept(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+worker = paceline.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
+model, optimizer, loader = worker.prepare(model, optimizer, loader)
+for (x,) in loader:
+    loss = model(x).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    worker.log(loss=loss, ten=10)
+"""
+    result = run_text(tmp_path, text, workers=2)
+    tens = [record for record in result.logged if record.name == "ten"]
+    assert [(r.worker, r.step, r.value) for r in sorted(tens, key=lambda r: (r.worker, r.step))] == [
+        (worker, step, 10.0) for worker in range(2) for step in (1, 2, 3)
+    ]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a tmpfs needs privileges")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+BIG = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+worker = paceline.init()
+model = torch.nn.Linear(25_000, 1)  # 100 kB
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.ones(64, 25_000))
+model, optimizer, loader = worker.prepare(model, optimizer, DataLoader(data, batch_size=2))
+for (x,) in loader:
+    if worker.rank == 0 and worker.iteration == 4:
+        with open(sys.argv[1], "wb") as file:
+            file.write(bytes(150_000))
+    loss = model(x).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_full_disk_is_named_and_the_last_checkpoint_is_intact(small_disk: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BIG)
+    out = small_disk / "out"
+    with pytest.raises(RunFailed) as caught:
+        paceline.run(
+            script, workers=2, checkpoint_every=2, out=out, arguments=[str(small_disk / "filler")], watcher=Listener()
+        )
+    message = str(caught.value)
+    assert f"cannot write checkpoint.pt: No space left on device in {out}" in message
+    assert "Traceback" not in message
+    saved = Checkpoint.decode((out / "checkpoint.pt").read_bytes(), where="checkpoint.pt")
+    assert saved.iteration in (2, 4)
+    assert saved.model["weight"].shape == (1, 25_000)
+    assert not list(out.glob("*.partial"))
+
+
+def test_full_disk_under_the_records(small_disk: Path, tmp_path: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(290_000))
+    with pytest.raises(RunFailed, match=f"cannot write records: No space left on device in {small_disk}/out"):
+        paceline.run(TRAIN, workers=2, out=small_disk / "out", arguments=["--steps", "100000"], watcher=Listener())
+    assert Result.open(small_disk / "out").steps, "what was written before can be read"

@@ -37,7 +37,7 @@ def main() -> None:
         for images, labels in loader:
             loss = F.cross_entropy(model(images.to(worker.device)), labels.to(worker.device))
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             worker.log(loss=loss)
 

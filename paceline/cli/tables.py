@@ -12,11 +12,16 @@ from paceline.result import Result
 
 def comparison(results: Sequence[Result], *, metric: str, title: str) -> Table:
     """One row a run. Speed-up is the time to the target of `single`, or of one worker, over the run's own."""
-    # Narrow enough for a terminal of 80 columns.
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    # Without padding it is narrow enough for a terminal of 80 columns; a long metric's name is what gives way.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     headings = ("strategy", "workers", metric, "to target", "samples/s", "speed-up", "compute", "comm.", "waiting")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+        table.add_column(
+            heading,
+            justify="left" if heading == "strategy" else "right",
+            no_wrap=heading != metric,
+            overflow="ellipsis",
+        )
     for result in results:
         table.add_row(*_row(result, _baseline_s(results, result), metric))
     return table

@@ -79,7 +79,7 @@ class Shard:
         self._initial: Groups = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
-        self._in_force = self._initial
+        self._in_force: Groups = self._initial
         self._groups: dict[int, tuple[int, Groups]] = {}
         self._pulled_at: dict[int, int] = {}
         self._pending: dict[int, _Pending] = {}
@@ -113,7 +113,7 @@ class Shard:
         if gradients is not None:
             self._check(worker, gradients)
         if groups is not None and len(groups) != len(self._initial):
-            raise ValueError(f"worker {worker} has {len(groups)} parameter groups; this server has {len(self._initial)}")
+            raise ValueError(f"worker {worker} has {len(groups)} parameter groups, this server {len(self._initial)}")
         contributors = self._rule.push(worker, clock)
         if groups is not None:
             self._groups[worker] = (clock, groups)

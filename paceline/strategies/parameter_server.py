@@ -29,6 +29,7 @@ from paceline.strategies.replica import (
     hyperparameters,
     is_skipped_by_scaler,
     require_no_closure,
+    require_no_hooks,
     require_plain_steps,
     require_same_parameters,
 )
@@ -137,6 +138,7 @@ class _ParameterServerSynchronizer(Synchronizer):
         self._combines = (self._is_undecided and not strategy.backup_workers) or strategy.combine == "always"
         self._versions_seen: list[int] | None = None
         self._sums_seen: list[int] | None = None
+        self._is_combined = False  # whether this step's gradients are the workers' mean by now
         self._culprit: str | None = None
         self._steps = 0
         self._weight = 1.0
@@ -169,6 +171,7 @@ class _ParameterServerSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
         require_same_parameters(self._replica)
+        require_no_hooks(self._replica.optimizer)
         self._require_unchanged()
         self._require_gradients()
         if self._is_undecided:
@@ -176,10 +179,11 @@ class _ParameterServerSynchronizer(Synchronizer):
         if self._combines and self._versions_seen is None:
             self._finish_backward()  # every backward pass of this step was under no_sync
         void = self._is_void()
-        if self._strategy.consistency == "bsp" and self._weight != 1.0 and not self._combines:
+        if self._strategy.consistency == "bsp" and self._weight != 1.0 and not self._is_combined:
             for flat in self._buckets.flats:
                 flat.mul_(self._weight)
         self._versions_seen = None
+        self._is_combined = False
         self._gradients.to_host()
         groups = hyperparameters(self._replica.optimizer)
         changed = None if groups == self._groups else groups
@@ -221,6 +225,7 @@ class _ParameterServerSynchronizer(Synchronizer):
                 if self._weight != 1.0:
                     flat.mul_(self._weight)
                 self._collective.all_reduce(flat, op="mean").wait()
+            self._is_combined = True
         self._versions_seen = self._versions()
         if self._is_undecided:
             self._sums_seen = self._sums()
@@ -278,10 +283,11 @@ class _ParameterServerSynchronizer(Synchronizer):
             return True
         if self._strategy.nonfinite == "allow":
             return False
-        culprit = self._culprit or self._find_nonfinite()
-        self._culprit = None
+        own, self._culprit = self._culprit, None
+        culprit = own or self._find_nonfinite()
         if culprit is not None and self._strategy.nonfinite == "raise":
-            raise non_finite(rank=self._rank, step=self._steps, parameter=culprit)
+            # What was finite here before the average became so by another rank's gradient.
+            raise non_finite(rank=self._rank, step=self._steps, parameter=own if self._is_combined else culprit)
         return culprit is not None
 
     def _find_nonfinite(self) -> str | None:

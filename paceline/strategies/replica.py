@@ -101,8 +101,7 @@ def require_plain_steps(replica: Replica) -> None:
     """
     optimizer = replica.optimizer
     kind = type(optimizer).__name__
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise UsageError(f"{kind} has step hooks, which servers cannot call; remove them or use all-reduce")
+    require_no_hooks(optimizer)
     spec = replica.optimizer_spec
     try:
         samples = [[torch.zeros(2, requires_grad=True)] for _ in spec.groups]
@@ -113,6 +112,16 @@ def require_plain_steps(replica: Replica) -> None:
     has_stepped = any(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
     if has_stepped or (optimizer.state and not fresh.state):
         raise UsageError(f"{kind} has taken steps already; servers start from a fresh optimizer: call prepare first")
+
+
+def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        UsageError: the optimizer has step hooks.
+    """
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        kind = type(optimizer).__name__
+        raise UsageError(f"{kind} has step hooks, which servers cannot call; remove them or use all-reduce")
 
 
 def require_no_closure(optimizer: torch.optim.Optimizer) -> None:

@@ -41,7 +41,9 @@ class Row:
     def num_servers(self) -> int:
         return int(self.options.get("servers", 1)) if self.strategy.startswith("ps") else 0
 
-    def run(self, script: Callable[..., Any], out: Path, /, *, changes_gradients: bool = False, **settings: Any) -> Result:
+    def run(
+        self, script: Callable[..., Any], out: Path, /, *, changes_gradients: bool = False, **settings: Any
+    ) -> Result:
         """Run `script(worker, out)`."""
         more = self.options_to_change_gradients if changes_gradients else {}
         options = {**self.options, **more, **settings.pop("options", {})}
@@ -111,7 +113,7 @@ def prepared(worker: Worker, *, lr: float = 0.1) -> tuple[nn.Sequential, Optimiz
 def step(worker: Worker, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
     loss = F.cross_entropy(model(x), y)
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     worker.log(loss=loss)
 

@@ -61,6 +61,14 @@ def test_pauses_do_not_widen_the_lead(tmp_path: Path) -> None:
     assert len([event for event in result.events if event.name == "checkpoint"]) > 15
 
 
+@pytest.mark.parametrize("checkpoint_every", [None, 1])
+def test_gradients_see_all_updates_that_the_bound_promises(checkpoint_every: int | None, tmp_path: Path) -> None:
+    """With staleness 0, a worker at a clock has seen all earlier clocks: what it misses are the others' at its own."""
+    row = Row("ps-ssp", "ps-ssp", 3, {"staleness": 0})
+    result = row.run(partial(train, slow_s=0.01), tmp_path, max_steps=60, checkpoint_every=checkpoint_every)
+    assert max(record.staleness for record in result.steps) == 2
+
+
 def test_nobody_waits_without_a_bound(tmp_path: Path) -> None:
     result = Row("ps-asp", "ps-asp", 3).run(train, tmp_path, max_time_s=1.0)
     steps = [len([record for record in result.steps if record.worker == worker]) for worker in range(3)]

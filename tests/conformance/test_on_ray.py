@@ -13,7 +13,7 @@ from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.records import UpdateRecord
 from paceline.result import Result
 from tests.conformance.reference import train_alone
-from tests.conformance.rows import ROWS, Row, every_row, launched, prepared, step
+from tests.conformance.rows import ROWS, Row, launched, prepared, step
 from tests.conformance.test_asynchrony import largest_lead
 from tests.conformance.test_asynchrony import train as train_with_a_slow_worker
 from tests.conformance.test_equivalence import EXACT, SCRIPTS, assert_close, train
@@ -44,7 +44,14 @@ def train_and_look(worker: paceline.Worker, out: Path) -> None:
             step(worker, model, optimizer, x, y)
 
 
-@every_row
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[] if row.name in ("all-reduce", "ps-bsp-3-servers", "ps-ssp") else [pytest.mark.slow])
+        for row in ROWS
+    ],
+    ids=lambda row: row.name,
+)
 def test_run_keeps_its_promises(row: Row, tmp_path: Path) -> None:
     """Budget, cadence, records and files together."""
     program = partial(launched, train_and_look, tmp_path)
@@ -70,10 +77,9 @@ def test_run_keeps_its_promises(row: Row, tmp_path: Path) -> None:
     ("name", "case"),
     [
         ("all-reduce", "clip by norm, uneven tail"),
-        ("ring", "momentum"),
         ("ps-bsp", "clip by norm, uneven tail"),
-        ("ps-bsp-3-servers", "normalised sgd of the script's own"),
-        ("ps-bsp-3-servers", "one-cycle schedule, betas"),
+        pytest.param("ring", "momentum", marks=pytest.mark.slow),
+        pytest.param("ps-bsp-3-servers", "one-cycle schedule, betas", marks=pytest.mark.slow),
     ],
 )
 def test_workers_equal_one_process(name: str, case: str, tmp_path: Path) -> None:
@@ -100,6 +106,7 @@ def test_optimizer_defined_in_the_script(tmp_path: Path) -> None:
     assert_close(result.model_state(), train_alone(script, 2), EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all-reduce", "ps-bsp-3-servers"])
 def test_run_resumes_in_place(name: str, tmp_path: Path) -> None:
     program = partial(launched, train_everything, tmp_path)
@@ -123,6 +130,7 @@ def test_run_resumes_in_place(name: str, tmp_path: Path) -> None:
     assert resumed.samples == whole.samples
 
 
+@pytest.mark.slow
 def test_stale_synchronous_run_with_a_slow_worker(tmp_path: Path) -> None:
     row = Row("ps-ssp", "ps-ssp", 3, {"staleness": 2, "servers": 2})
     result = run(row, partial(launched, train_with_a_slow_worker, tmp_path), tmp_path / "run", max_steps=45)

@@ -36,7 +36,7 @@ class Noisy(torch.utils.data.TensorDataset):
     """Augments: what a sample is depends on the random state."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        x, *rest = super().__getitem__(index)
+        x, *rest = (tensor[index] for tensor in self.tensors)
         return x + 0.1 * torch.randn_like(x), *rest
 
 

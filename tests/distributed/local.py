@@ -34,7 +34,8 @@ class Listener:
 @contextmanager
 def local_ray() -> Iterator[None]:
     assert threading.current_thread() is threading.main_thread()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=80_000_000)
+    settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(num_cpus=4, object_store_memory=80_000_000, **settings)
     try:
         yield
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -20,10 +22,10 @@ LIMIT_S = 10.0
         ("all-reduce", "worker-1", 3),
         ("ps-bsp", "worker-1", 2),
         ("ps-asp", "worker-0", 2),
-        ("ps-ssp", "worker-1", 2),
+        pytest.param("ps-ssp", "worker-1", 2, marks=pytest.mark.slow),
         ("ps-bsp", "server-1", 2),
-        ("ps-asp", "server-0", 2),
-        ("ps-ssp", "server-0", 2),
+        pytest.param("ps-asp", "server-0", 2, marks=pytest.mark.slow),
+        pytest.param("ps-ssp", "server-0", 2, marks=pytest.mark.slow),
     ],
 )
 def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, victim: str, num_workers: int) -> None:
@@ -57,7 +59,8 @@ def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, vic
 def test_killed_launcher(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = start(
-        "run", TRAIN, "--strategy", "ps-bsp", "--workers", 2, "--out", out, "--", "--step-s", 0.05, "--loaders", 2, "--child"
+        "run", TRAIN, "--strategy", "ps-bsp", "--workers", 2, "--out", out, "--",
+        "--step-s", 0.05, "--loaders", 2, "--child",
     )  # fmt: skip
     assert wait_until(lambda: is_training(out), within_s=60)
     assert len(command.processes()) >= 10
@@ -68,14 +71,12 @@ def test_killed_launcher(start, tmp_path: Path) -> None:
     print(f"{time.monotonic() - began_s:.1f} s from the launcher's death until nothing was left")
 
 
+@pytest.mark.slow
 def test_two_deaths_at_once_are_both_named(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = start("run", TRAIN, "--workers", 3, "--out", out, "--", "--step-s", 0.05)
     assert wait_until(lambda: is_training(out), within_s=60)
     members = pids(out)
-    import os
-    import signal
-
     for name in ("worker-0", "worker-2"):
         os.kill(members[name], signal.SIGKILL)
     output = command.wait()

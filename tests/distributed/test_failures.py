@@ -13,10 +13,12 @@ import safetensors.torch
 
 import paceline
 from paceline import Result, RunFailed, UsageError
+from paceline.checkpoint import Checkpoint
 from tests.distributed.harness import TRAIN, pids
 from tests.distributed.local import Listener, local_ray, run_text
 
 pytestmark = pytest.mark.ray
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +44,7 @@ def failure(tmp_path: Path, fault: str, *arguments: object, kind: type[Exception
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp"])
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
 def test_exception_is_shown_once_with_the_scripts_frames(tmp_path: Path, strategy: str) -> None:
     message = failure(tmp_path, "raise", "--rank", 1, "--step", 5, strategy=strategy, workers=3)
     assert message.startswith(f"worker 1 (process {pids(tmp_path / 'out')['worker-1']}) failed after step 4: ")
@@ -59,7 +61,8 @@ def test_exception_in_the_evaluation(tmp_path: Path) -> None:
     message = failure(tmp_path, "raise-in-evaluation", eval_every=10)
     assert message.splitlines()[0].startswith("worker 0 ")
     assert message.rstrip().endswith("ArithmeticError: the evaluation broke on purpose")
-    assert set(re.findall(r'File "([^"]+)"', message)) == {str(TRAIN), *re.findall(r'File "([^"]*torch[^"]*)"', message)}
+    files = set(re.findall(r'File "([^"]+)"', message))
+    assert {file for file in files if "/torch/" not in file} == {str(TRAIN)}
 
 
 def test_exception_in_a_data_loader_process(tmp_path: Path) -> None:
@@ -118,11 +121,11 @@ print("without an end", end="")
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("other-shape", r"parameter 0 differs: rank 0 has 0.weight of shape \[16, 8\].* rank 1 has 0.weight of shape \[17, 8\]"),
-        ("other-number", r"rank 1 has 3.weight"),
+        ("other-shape", r"rank 0 has 0.weight of shape \[16, 8\].* rank 1 has 0.weight of shape \[17, 8\]"),
+        pytest.param("other-number", r"rank 1 has 3.weight", marks=SLOW),
         ("other-dtype", r"2.weight .*float32.* rank 1 has 2.weight .*float64"),
     ],
-)  # fmt: skip
+)
 def test_mismatched_models_are_refused(tmp_path: Path, fault: str, named: str) -> None:
     message = failure(tmp_path, fault, "--rank", 1, strategy="ps-bsp" if fault == "other-shape" else "all-reduce")
     assert re.search(named, message)
@@ -141,17 +144,25 @@ worker.all_reduce(torch.zeros(3 + worker.rank))
         run_text(tmp_path, text, workers=2)
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-ssp", "ps-asp"])
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", pytest.param("ps-ssp", marks=SLOW), "ps-asp"])
 def test_nonfinite_gradient_is_reported_and_the_servers_stay_finite(tmp_path: Path, strategy: str) -> None:
-    message = failure(
-        tmp_path, "nan", "--rank", 1, "--step", 4, strategy=strategy, eval_every=3, checkpoint_every=1
+    message = failure(tmp_path, "nan", "--rank", 1, "--step", 4, strategy=strategy, checkpoint_every=1)
+    assert re.fullmatch(
+        r"worker 1 \(process \d+\) failed after step 3: step 4: the gradient of parameter '0.weight' on rank 1 "
+        r"is not finite; .* --option nonfinite=skip .*",
+        message,
     )
-    assert re.match(r"worker 1 \(process \d+\) failed after step 3: step 4: the gradient of parameter '0.weight' on rank 1", message)
-    assert "nonfinite=skip" in message
-    assert "\n" not in message
+    raw = (tmp_path / "out" / "checkpoint.pt").read_bytes()
+    assert all(tensor.isfinite().all() for tensor in Checkpoint.decode(raw, where="checkpoint.pt").model.values())
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp", "ps-ssp"])
+def test_nonfinite_gradient_in_the_first_step_names_the_rank_it_came_from(tmp_path: Path) -> None:
+    # In its first step ps-bsp averages gradients among workers, after which all have the NaN.
+    message = failure(tmp_path, "nan", "--rank", 1, "--step", 1, strategy="ps-bsp", workers=3)
+    assert re.match(r"worker 1 \(process \d+\) failed after step 0: step 1: .*'0.weight' on rank 1 is not", message)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp", pytest.param("ps-ssp", marks=SLOW)])
 def test_nonfinite_gradients_can_be_skipped(tmp_path: Path, strategy: str) -> None:
     result = train(
         tmp_path, "inf", "--rank", 1, "--step", 4, strategy=strategy, options={"nonfinite": "skip"}, max_steps=30

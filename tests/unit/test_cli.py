@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 import time
@@ -12,11 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline import cli, launch
+from paceline import Result, cli, launch
 from paceline.checkpoint import Checkpoint, WorkerState
-from paceline.cli import watching
+from paceline.cli import tables, watching
 from paceline.config import RunConfig
 from paceline.engines.ray.controller import Progress
+from paceline.records import EvaluationRecord, EventRecord, RecordWriter, StepRecord
 
 USAGE = 2
 
@@ -233,3 +235,32 @@ def test_without_a_terminal_progress_is_plain_lines(monkeypatch) -> None:
         "ps-bsp x 2: step 7  300 samples/s  loss 0.5",
         "[worker-1] hello [bold]you[/bold] " + "x" * 200,
     ]
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "validation_accuracy_top_5"])
+def test_comparison_fits_a_terminal_of_80_columns(tmp_path: Path, metric: str) -> None:
+    results = []
+    for name, workers, time_s in (("all-reduce", 1, 1234.5), ("all-reduce", 16, 100.25)):
+        directory = tmp_path / f"{name}-{workers}"
+        directory.mkdir()
+        manifest = {"strategy": {"name": name}, "num_workers": workers}
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+        writer = RecordWriter(directory)
+        writer.write(
+            [
+                StepRecord(0, 1, 1, time_s, 10**8, 0.5 * time_s, 0.3 * time_s, 0.2 * time_s, 0, 0),
+                EvaluationRecord(1, time_s, 10**8, {metric: 0.953}, 0.1),
+                EventRecord("target_reached", "run", 1, time_s, {}),
+            ]
+        )
+        writer.close()
+        results.append(Result.open(directory))
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(tables.comparison(results, metric=metric, title="A comparison"))
+    lines = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
+    assert len(lines) == 5
+    assert max(map(len, lines)) <= 80
+    for heading in ("strategy", "workers", "to target", "samples/s", "speed-up", "compute", "comm.", "waiting"):
+        assert heading in lines[1]
+    assert lines[3].split() == ["all-reduce", "1", "95.3%", "1234.50", "s", "81,004", "1.00", "50%", "30%", "20%"]
+    assert lines[4].split() == ["all-reduce", "16", "95.3%", "100.25", "s", "997,506", "12.31", "50%", "30%", "20%"]

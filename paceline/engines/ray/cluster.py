@@ -6,6 +6,7 @@ import fcntl
 import math
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,6 +21,7 @@ from paceline.errors import RunFailed, UsageError
 
 # Tensors never go through Ray's object store, so a local cluster gets the smallest that Ray allows.
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
+_CONNECT_S = 5.0
 _PREFIX = "paceline-ray-"
 
 
@@ -71,10 +73,21 @@ def _connect(address: str | None, directory: str | None) -> None:
                 **common,
             )
         else:
+            _require_listener(address)
             ray.init(address=address, **common)
     except Exception as error:
         where = "start a local Ray" if address is None else f"connect to Ray at {address}"
         raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error
+
+
+def _require_listener(address: str) -> None:
+    """
+    Raises:
+        OSError: nobody listens there; Ray itself would try for a minute and more.
+    """
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
 @contextmanager

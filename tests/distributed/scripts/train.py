@@ -85,25 +85,32 @@ def evaluation(model):
     return {"loss": F.cross_entropy(outputs, labels).item(), "finite": float(outputs.isfinite().all())}
 
 
-step = 0
-while step < args.steps:
-    for x, y in loader:
-        step += 1
-        time.sleep(args.step_s)
-        is_now = step == args.step and worker.rank == (0 if args.fault == "kill-server" else args.rank)
-        if is_now and args.fault in ("nan", "inf"):
-            x = torch.full_like(x, float(args.fault))
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        if is_now:
-            fault()
-        loss.backward()
-        optimizer.step()
-        if step >= args.steps:
-            break
-    else:
-        if worker.iteration and step == 0:
-            break
-        continue
-    break
+def batches():
+    """Endless, up to the wanted step; the prepared loader is empty once the run has ended."""
+    step = 0
+    while step < args.steps:
+        before = step
+        for batch in loader:
+            step += 1
+            yield step, *batch
+            if step == args.steps:
+                return
+        if step == before:
+            return
+
+
+for step, x, y in batches():
+    time.sleep(args.step_s)
+    is_now = step == args.step and worker.rank == (0 if args.fault == "kill-server" else args.rank)
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    if is_now:
+        fault()
+    hook = None
+    if is_now and args.fault in ("nan", "inf"):
+        hook = model[0].weight.register_hook(lambda gradient: gradient * float(args.fault))
+    loss.backward()
+    if hook is not None:
+        hook.remove()
+    optimizer.step()
 print("the script came to its end")

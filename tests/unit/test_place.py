@@ -1,0 +1,82 @@
+"""Which node gets which process: a pure function of the nodes' resources."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.engines.ray.cluster import Node, Place, place
+from paceline.errors import UsageError
+
+cores = st.sampled_from([0.0, 1.0, 2.0, 4.0, 16.0, 64.0])
+hosts = st.lists(st.tuples(cores, st.sampled_from([0.0, 1.0, 8.0])), min_size=1, max_size=5).map(
+    lambda sizes: [Node(f"node-{index}", "10.0.0.1", cpus, gpus) for index, (cpus, gpus) in enumerate(sizes)]
+)
+with_cores = hosts.filter(lambda nodes: any(node.num_cpus for node in nodes))
+
+
+def load(places: list[Place], node: Node) -> int:
+    return sum(where.node == node for where in places)
+
+
+@given(with_cores, st.integers(1, 40), st.integers(0, 8))
+def test_every_process_has_a_place_and_no_node_is_overcommitted(
+    nodes: list[Node], num_workers: int, num_servers: int
+) -> None:
+    workers, servers = place(nodes, num_workers=num_workers, num_servers=num_servers, wants_gpus=False)
+    assert len(workers) == num_workers
+    assert len(servers) == num_servers
+    for node in nodes:
+        here = [where for where in workers + servers if where.node == node]
+        assert sum(where.num_cpus for where in here) <= node.num_cpus + 1e-9
+        assert all(0 < where.num_cpus <= 1 for where in here)
+        assert all(where.num_cpus * 1e4 == pytest.approx(round(where.num_cpus * 1e4)) for where in here)
+        assert all(where.num_gpus == 0 for where in here)
+
+
+@given(with_cores, st.integers(1, 40))
+def test_workers_spread_in_proportion_to_cores(nodes: list[Node], num_workers: int) -> None:
+    workers, _ = place(nodes, num_workers=num_workers, num_servers=0, wants_gpus=False)
+    for node in nodes:
+        if node.num_cpus:
+            # Moving one worker from here to any other node would not even the loads.
+            here = load(workers, node) / node.num_cpus
+            others = [(load(workers, other) + 1) / other.num_cpus for other in nodes if other.num_cpus]
+            assert here <= min(others) + 1e-9 or load(workers, node) == 0
+        else:
+            assert load(workers, node) == 0
+
+
+@given(with_cores, st.integers(1, 40))
+def test_ranks_run_host_by_host(nodes: list[Node], num_workers: int) -> None:
+    workers, _ = place(nodes, num_workers=num_workers, num_servers=0, wants_gpus=False)
+    order = [nodes.index(where.node) for where in workers]
+    assert order == sorted(order)
+
+
+@given(hosts, st.integers(1, 20))
+def test_workers_that_want_gpus_share_those_there_are(nodes: list[Node], num_workers: int) -> None:
+    if not any(node.num_gpus for node in nodes):
+        with pytest.raises(UsageError, match="no node of the cluster has a GPU"):
+            place(nodes, num_workers=num_workers, num_servers=0, wants_gpus=True)
+        return
+    workers, _ = place(nodes, num_workers=num_workers, num_servers=0, wants_gpus=True)
+    for node in nodes:
+        here = [where for where in workers if where.node == node]
+        assert sum(where.num_gpus for where in here) <= node.num_gpus + 1e-9
+        assert all(0 < where.num_gpus <= 1 for where in here)
+        assert all(where.num_cpus <= 1 for where in here)
+
+
+def test_equal_nodes_take_turns() -> None:
+    nodes = [Node("a", "10.0.0.1", 2.0, 0.0), Node("b", "10.0.0.2", 2.0, 0.0)]
+    workers, servers = place(nodes, num_workers=3, num_servers=2, wants_gpus=False)
+    assert [where.node.node_id for where in workers] == ["a", "a", "b"]
+    assert [where.node.node_id for where in servers] == ["a", "b"]
+    assert [where.num_cpus for where in workers] == [0.6666, 0.6666, 1.0]
+
+
+def test_no_cores_at_all() -> None:
+    with pytest.raises(UsageError, match="no node of the cluster has a core"):
+        place([Node("a", "10.0.0.1", 0.0, 0.0)], num_workers=1, num_servers=0, wants_gpus=False)

@@ -1,0 +1,81 @@
+"""Who is to blame for a failed run."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.engines.ray.scripting import outcome_of
+from paceline.engines.ray.verdict import Testimony, is_synchronous, judge
+from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, RunFailed, UsageError
+from paceline.strategies import build
+
+
+def worker(rank: int, num_steps: int, error: BaseException | None = None, *, is_dead: bool = False) -> Testimony:
+    outcome = None if error is None else outcome_of(error, num_steps=num_steps)
+    return Testimony(f"worker-{rank}", 100 + rank, num_steps, outcome, is_dead=is_dead)
+
+
+def verdict(*members: Testimony, is_training: bool = True, is_synchronous: bool = True) -> PacelineError:
+    return judge(members, is_training=is_training, is_synchronous=is_synchronous)
+
+
+def test_survivors_know_the_step_of_a_death() -> None:
+    error = verdict(worker(0, 6, PeerLost("rank 1 is lost")), worker(1, 4, is_dead=True), worker(2, 6, Aborted("...")))
+    assert isinstance(error, RunFailed)
+    assert str(error) == "worker 1 (process 101) died during step 7"
+
+
+def test_nobody_knows_the_step_of_an_asynchronous_death_exactly() -> None:
+    members = worker(0, 60), worker(1, 4, is_dead=True)
+    assert str(verdict(*members, is_synchronous=False)) == "worker 1 (process 101) died during step 5 or shortly after"
+
+
+def test_death_before_training() -> None:
+    assert str(verdict(worker(0, 0, is_dead=True), is_training=False)).endswith("died before training began")
+
+
+def test_death_comes_before_other_failures() -> None:
+    members = worker(0, 3, ValueError("a consequence in the script")), worker(1, 3, is_dead=True)
+    assert str(verdict(*members)) == "worker 1 (process 101) died during step 4"
+
+
+def test_cause_comes_before_its_consequences() -> None:
+    consequences = worker(0, 3, PeerLost("rank 2 is lost")), worker(1, 3, Aborted("..."))
+    error = verdict(*consequences, worker(2, 2, OSError("no file")))
+    assert str(error).splitlines()[0] == "worker 2 (process 102) failed after step 2: OSError: no file"
+    assert "rank 2 is lost" not in str(error)
+
+
+def test_what_all_say_alike_is_nobodys_in_particular() -> None:
+    error = verdict(worker(0, 0, UsageError("no such metric")), worker(1, 0, UsageError("no such metric")))
+    assert isinstance(error, UsageError)
+    assert str(error) == "no such metric"
+
+
+def test_usage_error_of_one_worker_names_it() -> None:
+    error = verdict(worker(0, 2, PeerLost("rank 1 is lost")), worker(1, 2, UsageError("prepare was called twice")))
+    assert isinstance(error, UsageError)
+    assert str(error) == "worker 1 (process 101) failed after step 2: prepare was called twice"
+
+
+def test_hanging_worker_is_named_by_those_who_gave_up() -> None:
+    error = verdict(worker(0, 4, DeadlineExceeded("rank 1 has not taken part within 5 s")), worker(1, 4))
+    assert str(error) == (
+        "worker 1 (process 101) hangs after step 4; "
+        "worker 0 (process 100) failed after step 4: rank 1 has not taken part within 5 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("single", {}, True),
+        ("all-reduce", {}, True),
+        ("ps-bsp", {}, True),
+        ("ps-bsp", {"backup_workers": 1}, False),
+        ("ps-ssp", {}, False),
+        ("ps-asp", {}, False),
+    ],
+)
+def test_which_strategies_keep_workers_in_step(name: str, options: dict[str, int], expected: bool) -> None:
+    assert is_synchronous(build(name, options), num_workers=3) is expected

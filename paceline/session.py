@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline import snapshot
 from paceline.accounting import Account
+from paceline.cadence import Cadence
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.clock import TrainingClock
 from paceline.config import RunConfig
@@ -29,7 +30,6 @@ from paceline.strategies.replica import describe, require_same_tensors
 
 MODEL_FILE = "model.safetensors"
 CHECKPOINT_INTERVAL_S = 30.0
-_NEVER = 2**62
 
 
 @final
@@ -64,15 +64,13 @@ class Session:
         self.last_metrics: dict[str, float] = {}
         self._checkpoint = checkpoint
         self._evaluation: Evaluation | None = None
-        self._evaluates = False
+        self._cadence = Cadence(config)
         self._prepared: _Prepared | None = None
         self._has_started = False
         self._has_finished = False
         self._batch_samples = 0
         self._unsettled: StepOutcome | None = None
         self._last: Snapshot | None = None
-        self._evaluated_at = -1
-        self._checkpointed_at = -1
         self._checkpointed_s = time.monotonic()
         seed_everything(config.seed)
 
@@ -179,7 +177,7 @@ class Session:
         prepared = self._require_prepared()
         self._begin_step()
         returned: list[object] = []
-        outcome = prepared.synchronizer.step(lambda: returned.append(update()), pause_at=self._pause_at())
+        outcome = prepared.synchronizer.step(lambda: returned.append(update()), pause_at=self._cadence.next_pause())
         samples, self._batch_samples = self._batch_samples, 0
         self.steps += 1
         self.samples += samples
@@ -210,19 +208,20 @@ class Session:
 
     def _take(self, outcome: StepOutcome) -> None:
         self.iteration = outcome.iteration
-        if outcome.stop or outcome.iteration >= (self.config.max_steps or _NEVER):
+        if outcome.stop or self._cadence.is_over(outcome.iteration):
             self.has_ended = True
 
     def _settle(self) -> None:
         """Between two steps: pause where that is due, and wait for admission where a pause was entered without it."""
         outcome, self._unsettled = self._unsettled, None
         while outcome is not None and not self.has_ended:
-            if outcome.iteration >= self._pause_at():
+            if outcome.iteration >= self._cadence.next_pause():
                 with self._require_prepared().account.pause():
                     self._meet(is_done=False)
             if self.has_ended or outcome.admitted:
                 break
-            outcome = self._require_prepared().synchronizer.wait_for_admission(pause_at=self._pause_at())
+            pause_at = self._cadence.next_pause()
+            outcome = self._require_prepared().synchronizer.wait_for_admission(pause_at=pause_at)
             self._take(outcome)
         if self.has_ended:
             self._end()
@@ -254,16 +253,6 @@ class Session:
             self.reporter.emit(EventRecord("training", "run", self.iteration, self.clock.now_s, {}))
         self._require_prepared().account.start()
 
-    def _pause_at(self) -> int:
-        """The iteration at which all workers are to meet next."""
-        config = self.config
-        due = [config.max_steps or _NEVER]
-        if config.eval_every is not None and self._evaluates:
-            due.append((max(0, self._evaluated_at) // config.eval_every + 1) * config.eval_every)
-        if config.checkpoint_every is not None:
-            due.append((max(0, self._checkpointed_at) // config.checkpoint_every + 1) * config.checkpoint_every)
-        return min(due)
-
     def _meet(self, *, is_done: bool) -> bool:
         """All workers meet: the global model is evaluated and saved where that is due. Returns whether all are done.
 
@@ -281,14 +270,15 @@ class Session:
                 "samples": self.samples,
                 "evaluates": self._evaluation is not None,
                 "stop": self.reporter.stop_requested(),
-                "save": time.monotonic() - self._checkpointed_s > CHECKPOINT_INTERVAL_S,
+                "is_late": time.monotonic() - self._checkpointed_s > CHECKPOINT_INTERVAL_S,
             }
         )
         self.iteration = max(report["iteration"] for report in reports)
         all_done = all(report["done"] for report in reports)
-        self._evaluates = reports[0]["evaluates"]
-        evaluates = self._is_evaluation_due(all_done=all_done) and not reports[0]["stop"]
-        saves = self._is_checkpoint_due(all_done=all_done, is_late=reports[0]["save"])
+        cadence = self._cadence
+        cadence.evaluates = reports[0]["evaluates"]
+        evaluates = cadence.is_evaluation_due(self.iteration, at_end=all_done) and not reports[0]["stop"]
+        saves = cadence.is_checkpoint_due(self.iteration, at_end=all_done, is_late=reports[0]["is_late"])
         if evaluates or saves or all_done:
             time_s = sum(report["time_s"] for report in reports) / len(reports)
             own = (self._last or self._snapshot()) if saves else None
@@ -299,29 +289,10 @@ class Session:
                     self._save(model, own, time_s)
                 if all_done and self.context.rank == 0:
                     self.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
-        if self.iteration >= (self.config.max_steps or _NEVER):
-            self.has_ended = True
+        self.has_ended = self.has_ended or cadence.is_over(self.iteration)
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
         return all_done
-
-    def _is_evaluation_due(self, *, all_done: bool) -> bool:
-        if not self._evaluates or self.iteration == self._evaluated_at:
-            return False
-        if all_done:
-            return True
-        every = self.config.eval_every
-        if every is None:
-            return False
-        return self._evaluated_at < 0 or self.iteration // every > self._evaluated_at // every
-
-    def _is_checkpoint_due(self, *, all_done: bool, is_late: bool) -> bool:
-        if self.iteration == self._checkpointed_at or (self.iteration == 0 and not all_done):
-            return False
-        every = self.config.checkpoint_every
-        if all_done:
-            return True
-        return is_late if every is None else self.iteration // every > max(0, self._checkpointed_at) // every
 
     @contextmanager
     def _global_model(self) -> Iterator[nn.Module]:
@@ -352,7 +323,7 @@ class Session:
         if "error" in verdict:
             raise UsageError(verdict["error"])
         self.last_metrics = verdict["metrics"]
-        self._evaluated_at = self.iteration
+        self._cadence.evaluated_at = self.iteration
         self.has_ended = self.has_ended or verdict["stop"]
 
     def _look_at(self, model: nn.Module, time_s: float, samples: int) -> dict[str, Any]:
@@ -392,7 +363,7 @@ class Session:
             )
             self.reporter.save(FILE_NAME, checkpoint.encode())
             self.reporter.emit(EventRecord("checkpoint", "run", self.iteration, time_s, {"file": FILE_NAME}))
-        self._checkpointed_at = self.iteration
+        self._cadence.checkpointed_at = self.iteration
         self._checkpointed_s = time.monotonic()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -400,7 +371,7 @@ class Session:
         prepared = self._require_prepared()
         mine = checkpoint.workers[self.context.rank]
         self.iteration, self.steps, self.samples = checkpoint.iteration, mine.steps, mine.samples
-        self._evaluated_at = self._checkpointed_at = checkpoint.iteration
+        self._cadence.evaluated_at = self._cadence.checkpointed_at = checkpoint.iteration
         self.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
         prepared.synchronizer.restore(checkpoint.optimizer, iteration=checkpoint.iteration)

@@ -60,9 +60,7 @@ def _show(console: Console, finding: Finding) -> None:
 
 
 def _python() -> Finding:
-    return Finding(
-        "Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer"
-    )
+    return Finding("Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
 
 
 def _system() -> Finding:
@@ -86,7 +84,9 @@ def _ray() -> Finding:
 
 def _zeromq() -> Finding:
     return Finding(
-        "ZeroMQ", bool(zmq.has("curve")), f"{zmq.zmq_version()}, CURVE {'in' if zmq.has('curve') else 'missing'}",
+        "ZeroMQ",
+        bool(zmq.has("curve")),
+        f"{zmq.zmq_version()}, CURVE {'in' if zmq.has('curve') else 'missing'}",
         "reinstall pyzmq from its wheel, which has CURVE",
     )
 
@@ -100,7 +100,9 @@ def _cores() -> Finding:
 def _memory() -> Finding:
     available = psutil.virtual_memory().available
     return Finding(
-        "memory", available >= _MIN_MEMORY_BYTES, f"{available / 1e9:.1f} GB available",
+        "memory",
+        available >= _MIN_MEMORY_BYTES,
+        f"{available / 1e9:.1f} GB available",
         "free at least 2 GB: every worker holds the model, its gradients and its data",
     )
 
@@ -115,7 +117,8 @@ def _shared_memory() -> Finding:
     except OSError as error:
         return Finding("shared memory", False, f"/dev/shm: {error.strerror}", "mount a tmpfs on /dev/shm: Ray needs it")
     return Finding(
-        "shared memory", usage.free >= _MIN_SHM_BYTES,
+        "shared memory",
+        usage.free >= _MIN_SHM_BYTES,
         f"memfd works; /dev/shm has {usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f} GB",
         "enlarge /dev/shm (docker run --shm-size=1g): Ray keeps its object store there",
     )
@@ -131,7 +134,15 @@ def _loopback() -> Finding:
 
 
 _LOCAL: tuple[Callable[[], Finding], ...] = (
-    _python, _system, _torch, _ray, _zeromq, _cores, _memory, _shared_memory, _loopback,
+    _python,
+    _system,
+    _torch,
+    _ray,
+    _zeromq,
+    _cores,
+    _memory,
+    _shared_memory,
+    _loopback,
 )
 
 

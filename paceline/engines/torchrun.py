@@ -44,6 +44,4 @@ def join(*, seed: int) -> World:
 def _through_shared_memory(meeting: Collective, deadline_s: float) -> Collective:
     control = SharedMemoryCollective.prepare()
     addresses = [SegmentAddress(*numbers) for numbers in meeting.all_gather_object(list(astuple(control.address)))]
-    return SharedMemoryCollective(
-        rank=meeting.rank, addresses=addresses, control=control, deadline_s=deadline_s
-    )
+    return SharedMemoryCollective(rank=meeting.rank, addresses=addresses, control=control, deadline_s=deadline_s)

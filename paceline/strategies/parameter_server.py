@@ -67,7 +67,7 @@ class ParameterServer(Strategy):
     consistency: Consistency = "bsp"
     servers: int = option(1, "number of servers, each owning one key range")
     staleness: int | None = option(None, f"clocks a worker may run ahead of the slowest (default {DEFAULT_STALENESS})")
-    backup_workers: int = option(0, "gradients of a clock that need not be waited for")
+    backup_workers: int = option(0, "gradients of a clock that need not be waited for; needs servers=1")
     combine: Literal["auto", "always", "never"] = option(
         "auto", "average gradients among workers before the script sees them: auto (if it changes them), always, never"
     )
@@ -86,6 +86,11 @@ class ParameterServer(Strategy):
         if self.backup_workers and self.servers > 1:
             # Each server would find other workers late, and could wait for one that another has let go.
             raise UsageError(f"backup_workers needs servers=1, not {self.servers}: servers must agree on who was late")
+        if self.backup_workers and self.servers > 1:
+            raise UsageError(
+                "backup_workers needs servers=1: of several servers one may count a gradient that comes too late for "
+                "another, and workers would then wait for each other in the next pause"
+            )
         if self.backup_workers and self.combine == "always":
             raise UsageError("combine=always waits for every worker, so backup_workers would have no effect")
 

@@ -258,8 +258,6 @@ def tally(worker: Worker, out: Path) -> None:
 def test_evaluated_and_saved_model_is_the_one_of_its_iteration(row: Row, tmp_path: Path) -> None:
     result = row.run(tally, tmp_path, max_steps=30, eval_every=4)
     assert len(result.evaluations) == 9
-    if row.drops_gradients:
-        return  # of several servers one may be an update ahead of another
     for evaluation in result.evaluations:
         assert evaluation.metrics == {"least": evaluation.iteration, "most": evaluation.iteration}
     assert result.model_state()["values"].tolist() == [30.0] * 100
@@ -310,8 +308,9 @@ def test_max_steps_counts_as_the_literature_does(row: Row, tmp_path: Path) -> No
         contributors = 1 if not row.updates_are_joint else row.workers - int(row.drops_gradients)
         assert len(updates) == 10 * contributors
         assert all(update.staleness >= 0 for update in updates)
-    applied = [record.staleness for record in result.steps if record.staleness >= 0]
-    assert len(applied) == 10 * (row.workers - int(row.drops_gradients) if row.updates_are_joint else 1)
+    if row.num_servers < 2 or row.updates_are_joint:  # else the last gradient may be another one at every server
+        applied = [record.staleness for record in result.steps if record.staleness >= 0]
+        assert len(applied) == 10 * (row.workers - int(row.drops_gradients) if row.updates_are_joint else 1)
 
 
 @every_row

@@ -47,7 +47,7 @@ def train_and_look(worker: paceline.Worker, out: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=[] if row.name in ("all-reduce", "ps-bsp-3-servers", "ps-ssp") else [pytest.mark.slow])
+        pytest.param(row, marks=[] if row.name in ("all-reduce", "ps-bsp-3-servers") else [pytest.mark.slow])
         for row in ROWS
     ],
     ids=lambda row: row.name,

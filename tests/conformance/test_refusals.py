@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD
 
-from paceline.errors import RunFailed
+from paceline.errors import RunFailed, UsageError
+from paceline.strategies import build
 from paceline.worker import Worker
 from tests.conformance.rows import ROWS, Row, every_row, loader_of, network, prepared, problem, step
 
@@ -109,6 +110,12 @@ def clip_always(worker: Worker, out: Path) -> None:
 def test_backup_workers_have_no_mean_gradient_to_change(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="under ps-bsp with backup_workers there is no mean gradient to change"):
         ROW["ps-bsp-backup"].run(clip_always, tmp_path)
+
+
+def test_backup_workers_need_one_server() -> None:
+    """Else a worker's gradient may be held at one server, while the others have gone into a pause after another's."""
+    with pytest.raises(UsageError, match="backup_workers needs servers=1"):
+        build("ps-bsp", {"backup_workers": 1, "servers": 2})
 
 
 def swap_weights(worker: Worker, out: Path) -> None:

@@ -73,8 +73,14 @@ class Command:
     def assert_nothing_left(self, *, within_s: float = GRACE_S) -> None:
         left = wait_until(lambda: not self.processes(), within_s=within_s) or self.processes()
         assert left is True, f"processes are left: {left}"
-        new = wait_until(lambda: shared_memory() <= self.shared_memory_before, within_s=within_s)
-        assert new, f"shared memory is left: {shared_memory() - self.shared_memory_before}"
+        names: set[str] = set()
+
+        def is_clean() -> bool:
+            names.clear()
+            names.update(_unowned(shared_memory() - self.shared_memory_before))
+            return not names
+
+        assert wait_until(is_clean, within_s=within_s), f"shared memory is left: {names}"
 
     def close(self) -> None:
         """End whatever a failed test left."""
@@ -87,6 +93,15 @@ class Command:
 
 def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def _unowned(names: set[str]) -> set[str]:
+    """Without those that a living process has mapped: what a dead one left is mapped by nobody."""
+    for process in psutil.process_iter() if names else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            names = {name for name in names if f"/dev/shm/{name}" not in maps}
+    return names
 
 
 def wait_until(is_so: Callable[[], Any], *, within_s: float) -> bool:

@@ -61,6 +61,7 @@ def test_torchrun_with_the_demo_script(start) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_run_twice_from_python_and_within_a_ray_of_ones_own(start, tmp_path: Path) -> None:
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)

@@ -175,7 +175,7 @@ def test_nonfinite_gradients_can_be_skipped(tmp_path: Path, strategy: str) -> No
         assert len([step for step in result.steps if step.worker == 1]) == 31
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+@pytest.mark.parametrize("strategy", [pytest.param("all-reduce", marks=SLOW), "ps-bsp"])
 def test_hanging_rank_is_named(tmp_path: Path, strategy: str) -> None:
     began_s = time.time()
     message = failure(tmp_path, "hang", "--rank", 1, "--step", 5, strategy=strategy, deadline_s=5.0)

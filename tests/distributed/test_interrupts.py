@@ -14,6 +14,7 @@ from tests.distributed.harness import TRAIN, Command, is_training, wait_until
 
 pytestmark = pytest.mark.ray
 INTERRUPTED = 130
+SLOW = pytest.mark.slow
 
 
 def begin(start, out: Path, strategy: str = "all-reduce", *arguments: object) -> Command:
@@ -24,7 +25,9 @@ def begin(start, out: Path, strategy: str = "all-reduce", *arguments: object) ->
     return command
 
 
-@pytest.mark.parametrize(("strategy", "how"), [("all-reduce", signal.SIGINT), ("ps-asp", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("all-reduce", signal.SIGINT), pytest.param("ps-asp", signal.SIGTERM, marks=SLOW)]
+)
 def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path, strategy: str, how: signal.Signals) -> None:
     out = tmp_path / "out"
     command = begin(start, out, strategy)
@@ -95,9 +98,6 @@ def test_one_interrupt_of_a_run_that_cannot_save(start, tmp_path: Path) -> None:
     assert time.monotonic() - began_s < 10
     assert "interrupted before anything was saved" in output
     command.assert_nothing_left()
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("delay_s", [pytest.param(0.1, marks=SLOW), 1.5, pytest.param(3.0, marks=SLOW)])

@@ -46,7 +46,11 @@ def alone() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("strategy", "options", "num_workers"),
-    [("all-reduce", {}, 4), pytest.param("ps-bsp", {"servers": 1}, 2, marks=pytest.mark.slow), ("ps-bsp", {"servers": 3}, 2)],
+    [
+        ("all-reduce", {}, 4),
+        pytest.param("ps-bsp", {"servers": 1}, 2, marks=pytest.mark.slow),
+        ("ps-bsp", {"servers": 3}, 2),
+    ],
 )
 def test_synchronous_strategies_equal_one_process(
     cluster: Cluster, alone, tmp_path: Path, strategy: str, options: dict[str, int], num_workers: int

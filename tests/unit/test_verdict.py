@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from paceline.engines.ray.scripting import outcome_of
-from paceline.engines.ray.verdict import Testimony, is_synchronous, judge
+from paceline.engines.ray.verdict import Statement, is_synchronous, judge
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, RunFailed, UsageError
 from paceline.strategies import build
 
 
-def worker(rank: int, num_steps: int, error: BaseException | None = None, *, is_dead: bool = False) -> Testimony:
+def worker(rank: int, num_steps: int, error: BaseException | None = None, *, is_dead: bool = False) -> Statement:
     outcome = None if error is None else outcome_of(error, num_steps=num_steps)
-    return Testimony(f"worker-{rank}", 100 + rank, num_steps, outcome, is_dead=is_dead)
+    return Statement(f"worker-{rank}", 100 + rank, num_steps, outcome, is_dead=is_dead)
 
 
-def verdict(*members: Testimony, is_training: bool = True, is_synchronous: bool = True) -> PacelineError:
+def verdict(*members: Statement, is_training: bool = True, is_synchronous: bool = True) -> PacelineError:
     return judge(members, is_training=is_training, is_synchronous=is_synchronous)
 
 

@@ -89,9 +89,7 @@ class WorkerActor:
     def __init__(self) -> None:
         self._memory = SharedMemoryCollective.prepare()
         self._address = own_address()
-        self._store = TCPStore(
-            self._address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
     def hello(self) -> WorkerInfo:
         return WorkerInfo(
@@ -201,9 +199,7 @@ class WorkerActor:
         )
         if spec.num_hosts == 1 and not has_own_device:
             addresses = [worker.memory for worker in spec.workers]
-            return SharedMemoryCollective(
-                rank=rank, addresses=addresses, control=self._memory, deadline_s=deadline_s
-            )
+            return SharedMemoryCollective(rank=rank, addresses=addresses, control=self._memory, deadline_s=deadline_s)
         first = spec.workers[0]
         store = (
             self._store
@@ -212,9 +208,7 @@ class WorkerActor:
         )
         address = spec.workers[rank].address
         if has_own_device:
-            return connect_nccl(
-                store, rank=rank, size=spec.size, device=device, address=address, deadline_s=deadline_s
-            )
+            return connect_nccl(store, rank=rank, size=spec.size, device=device, address=address, deadline_s=deadline_s)
         return connect_gloo(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
 
 
@@ -225,9 +219,7 @@ class ServerActor:
     def __init__(self, launcher: LauncherAddress, index: int) -> None:
         torch.set_num_threads(1)
         self._service: ParameterService | None = None
-        self._line = ControlLine(
-            launcher, identity=f"server-{index}", progress=self._iteration, on_abort=self._abort
-        )
+        self._line = ControlLine(launcher, identity=f"server-{index}", progress=self._iteration, on_abort=self._abort)
         self._service = ParameterService(
             launcher.keys, host=own_address(), index=index, epoch=launcher.epoch, reporter=self._line
         )
@@ -279,4 +271,3 @@ def _configure(
 def _device_of(worker: WorkerInfo, local_rank: int) -> torch.device:
     # Ray shows a worker the devices that it was given, or all of them where it was given a share of each.
     return torch.device("cuda", local_rank % worker.num_devices)
-

@@ -77,4 +77,3 @@ def end_processes_of(run: str) -> None:
                 process.kill()
         except (psutil.Error, OSError):
             continue
-

@@ -21,7 +21,7 @@ from paceline.engines.ray.controller import Controller, Progress
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.liveness import Watch, end_processes_of
 from paceline.engines.ray.scripting import Outcome, Program
-from paceline.engines.ray.verdict import Testimony, is_synchronous, judge
+from paceline.engines.ray.verdict import Statement, is_synchronous, judge
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.strategies.base import Strategy
 
@@ -95,9 +95,7 @@ class Supervisor:
         self._job, self._directory, self._watcher = job, directory, watcher
         self._members = _Members()
         self._watch = Watch()
-        self._controller = Controller(
-            directory, host=own_address(), epoch=FIRST_EPOCH, on_output=watcher.on_output
-        )
+        self._controller = Controller(directory, host=own_address(), epoch=FIRST_EPOCH, on_output=watcher.on_output)
         self._is_urgent = False
 
     def run(self) -> None:
@@ -220,7 +218,7 @@ class Supervisor:
         # Those who waited for the dead or the hanging say at which step they were.
         self._gather(lambda: not members.has_workers_pending, limit_s=_GRACE_S)
         raise judge(
-            [self._testimony(name) for name in members.actors],
+            [self._statement(name) for name in members.actors],
             is_training=self._controller.progress.phase == "training",
             is_synchronous=is_synchronous(self._job.strategy, num_workers=self._job.num_workers),
         )
@@ -232,9 +230,9 @@ class Supervisor:
             self._turn(timeout_s=_TURN_S)
             self._collect()
 
-    def _testimony(self, name: str) -> Testimony:
+    def _statement(self, name: str) -> Statement:
         members = self._members
-        return Testimony(
+        return Statement(
             name,
             members.pids.get(name),
             self._controller.num_steps.get(name, 0),

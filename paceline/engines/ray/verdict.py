@@ -13,7 +13,7 @@ from paceline.strategies.parameter_server import ParameterServer
 
 
 @dataclass(frozen=True)
-class Testimony:
+class Statement:
     """What is known of one member of a run that is ending."""
 
     name: str
@@ -42,7 +42,7 @@ def is_synchronous(strategy: Strategy, *, num_workers: int) -> bool:
     return not isinstance(rule, StaleSynchronous) and spares == 0
 
 
-def judge(members: Sequence[Testimony], *, is_training: bool, is_synchronous: bool) -> PacelineError:
+def judge(members: Sequence[Statement], *, is_training: bool, is_synchronous: bool) -> PacelineError:
     """The run's error: deaths before failures, causes before their consequences.
 
     Args:
@@ -59,7 +59,7 @@ def judge(members: Sequence[Testimony], *, is_training: bool, is_synchronous: bo
     return RunFailed(_silence(failed, members))
 
 
-def _death(member: Testimony, members: Sequence[Testimony], is_training: bool, is_synchronous: bool) -> str:
+def _death(member: Statement, members: Sequence[Statement], is_training: bool, is_synchronous: bool) -> str:
     survivors = [other for other in members if other.is_worker and not other.is_dead]
     if not is_training:
         return f"{member.who} died before training began"
@@ -70,7 +70,7 @@ def _death(member: Testimony, members: Sequence[Testimony], is_training: bool, i
     return f"{member.who} died after update {member.num_steps} or shortly after"
 
 
-def _failure(causes: Sequence[Testimony], *, is_alone: bool) -> PacelineError:
+def _failure(causes: Sequence[Statement], *, is_alone: bool) -> PacelineError:
     # Where every rank reports the same trouble, the one that names its own tensor or rank knows most.
     member = min(causes, key=lambda cause: ("another rank" in _outcome(cause).message, cause.name))
     outcome = _outcome(member)
@@ -84,7 +84,7 @@ def _failure(causes: Sequence[Testimony], *, is_alone: bool) -> PacelineError:
     return RunFailed(f"{where}{outcome.error}\n\n{outcome.traceback}".rstrip())
 
 
-def _silence(failed: Sequence[Testimony], members: Sequence[Testimony]) -> str:
+def _silence(failed: Sequence[Statement], members: Sequence[Statement]) -> str:
     """Some gave up waiting, and nobody says why: those who have not even ended are who was waited for."""
     first = min(failed, key=lambda member: member.name)
     text = f"{first.who} failed after step {_num_steps(first)}: {_outcome(first).message}"
@@ -95,10 +95,10 @@ def _silence(failed: Sequence[Testimony], members: Sequence[Testimony]) -> str:
     return f"{hanging}; {text}"
 
 
-def _outcome(member: Testimony) -> Outcome:
+def _outcome(member: Statement) -> Outcome:
     assert member.outcome is not None
     return member.outcome
 
 
-def _num_steps(member: Testimony) -> int:
+def _num_steps(member: Statement) -> int:
     return max(member.num_steps, member.outcome.num_steps if member.outcome is not None else 0)

@@ -1,0 +1,57 @@
+"""When all workers meet in a pause, and what for: the same decisions on every worker, from the same iterations."""
+
+from __future__ import annotations
+
+from typing import final
+
+from paceline.config import RunConfig
+
+NEVER = 2**62
+
+
+@final
+class Cadence:
+    """Evaluations and checkpoints of one run, and the iteration that ends it.
+
+    Iterations of asynchronous strategies jump: what was due within a jump is due after it, once.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.evaluates = False
+        """Whether the script has registered an evaluation."""
+        self.evaluated_at = -1
+        self.checkpointed_at = -1
+
+    def is_over(self, iteration: int) -> bool:
+        return iteration >= (self._config.max_steps or NEVER)
+
+    def next_pause(self) -> int:
+        """The iteration at which all workers are to meet next."""
+        config = self._config
+        due = [config.max_steps or NEVER]
+        if config.eval_every is not None and self.evaluates:
+            due.append((max(0, self.evaluated_at) // config.eval_every + 1) * config.eval_every)
+        if config.checkpoint_every is not None:
+            due.append((max(0, self.checkpointed_at) // config.checkpoint_every + 1) * config.checkpoint_every)
+        return min(due)
+
+    def is_evaluation_due(self, iteration: int, *, at_end: bool) -> bool:
+        every = self._config.eval_every
+        if not self.evaluates or iteration == self.evaluated_at:
+            return False
+        if at_end or every is None:
+            return at_end
+        return self.evaluated_at < 0 or iteration // every > self.evaluated_at // every
+
+    def is_checkpoint_due(self, iteration: int, *, at_end: bool, is_late: bool) -> bool:
+        """
+        Args:
+            is_late: whether the last checkpoint is so long ago that any pause is to take one, where no cadence is set.
+        """
+        every = self._config.checkpoint_every
+        if iteration == self.checkpointed_at:
+            return False
+        if at_end or iteration == 0:
+            return at_end
+        return is_late if every is None else iteration // every > max(0, self.checkpointed_at) // every

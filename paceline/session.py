@@ -343,9 +343,7 @@ class Session:
 
     def _snapshot(self) -> Snapshot:
         prepared = self._require_prepared()
-        return snapshot.take(
-            prepared.replica, prepared.loader, prepared.extra, steps=self.steps, samples=self.samples
-        )
+        return snapshot.take(prepared.replica, prepared.loader, prepared.extra, steps=self.steps, samples=self.samples)
 
     def _save(self, model: nn.Module, own: Snapshot, time_s: float) -> None:
         """Write the checkpoint. Collective call."""

@@ -29,9 +29,7 @@ class Snapshot:
     extra: dict[str, Any]
 
 
-def take(
-    replica: Replica, loader: ShardedLoader, extra: Mapping[str, Any], *, steps: int, samples: int
-) -> Snapshot:
+def take(replica: Replica, loader: ShardedLoader, extra: Mapping[str, Any], *, steps: int, samples: int) -> Snapshot:
     worker = WorkerState(
         steps=steps,
         samples=samples,

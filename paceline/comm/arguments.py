@@ -32,19 +32,20 @@ def require_one_each(tensors: Sequence[Tensor], *, size: int) -> None:
 
 
 def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tuple[Tensor, Callable[[], None] | None]:
-    """The tensor as contiguous 1-D memory and, where that is a copy, what copies it back.
+    """The tensor as contiguous 1-D memory on `device_type` and, where that is a copy, what copies it back.
+
+    A tensor on another device, such as those of workers that share a GPU, is staged through a copy.
 
     Raises:
-        TypeError: the tensor is not dense, or not on such a device.
+        TypeError: the tensor is not dense, or has no memory.
         ValueError: it is to be written to, but several of its elements lie at the same place.
     """
-    if tensor.device.type != device_type or tensor.layout != torch.strided:
-        raise TypeError(
-            f"only dense tensors on {device_type} can be moved, not a {tensor.layout} one on {tensor.device}"
-        )
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        raise TypeError(f"only dense tensors can be moved, not a {tensor.layout} one on {tensor.device}")
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.is_contiguous():
+    is_here = tensor.device.type == device_type
+    if is_here and tensor.is_contiguous():
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         # With one element or none, any stride counts as contiguous, but not when the bytes are viewed.
         return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))), None
@@ -52,7 +53,7 @@ def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tup
         stride == 0 < length - 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
     ):
         raise ValueError(f"elements of a {list(tensor.shape)} tensor share memory, as after expand(); pass a clone")
-    copy = tensor.contiguous()
+    copy = tensor.contiguous() if is_here else tensor.contiguous().to(device_type)
 
     def copy_back() -> None:
         tensor.copy_(copy)

@@ -261,4 +261,3 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back memory and sockets; a second call does nothing."""
-

@@ -121,9 +121,7 @@ class ParameterService:
             [owned[group] for group in self._groups],
         )
         self._spec = spec
-        self._shard = Shard(
-            parameters=parameters, optimizer=optimizer, rule=spec.rule, max_updates=spec.max_updates
-        )
+        self._shard = Shard(parameters=parameters, optimizer=optimizer, rule=spec.rule, max_updates=spec.max_updates)
 
     def serve(self) -> None:
         """Answer requests until `stop` is called."""

@@ -221,9 +221,7 @@ class ServerGroup(Store):
         self._callers[index].send(request)
         return False
 
-    def _receive_some(
-        self, on_line: Sequence[bool], answers: Mapping[int, Message]
-    ) -> list[tuple[int, Sequence[Raw]]]:
+    def _receive_some(self, on_line: Sequence[bool], answers: Mapping[int, Message]) -> list[tuple[int, Sequence[Raw]]]:
         """Wait a while for one of the servers that have not answered; lines first, whose servers are the quickest."""
         for index, line in enumerate(self._lines):
             if line is not None and on_line[index] and index not in answers:

@@ -114,7 +114,7 @@ class SharedMemoryCollective(Collective):
         """As `Collective.all_reduce`. Never blocks; the tensor must not be touched until the work is over.
 
         Raises:
-            TypeError: the tensor is not on the CPU, or its dtype cannot be reduced so.
+            TypeError: the tensor is not dense, or its dtype cannot be reduced so.
             TensorMismatch: from the work, on every rank: ranks disagree on operation, dtype, size or place.
         """
         require_reducible(op, tensor.dtype)
@@ -161,7 +161,7 @@ class SharedMemoryCollective(Collective):
 
         self._transfer(signature, max(out.numel() for out in outs), SLOT_BYTES, write, read)
         self.timing.moved_bytes += sum(out.numel() for out in outs) - mine.numel()
-        return gathered
+        return [out.to(tensor.device) for out in gathered]
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
         require_one_each(tensors, size=self.size)
@@ -191,7 +191,7 @@ class SharedMemoryCollective(Collective):
 
         self._transfer(signature, max(raw.numel() for raw in flats), part_bytes, self._write_parts(flats), read)
         self.timing.moved_bytes += (self.size - 1) * result.nbytes + sum(raw.numel() for raw in flats) - result.nbytes
-        return result
+        return result.to(tensors[0].device)
 
     def send(self, tensor: Tensor, *, destination: int) -> Work:
         """As `Collective.send`. Never blocks; large tensors travel in pieces as the receiver takes them."""
@@ -223,7 +223,7 @@ class SharedMemoryCollective(Collective):
         self._transfer(signature, num_bytes, part_bytes, self._write_parts(flats), read)
         others = [other for other in range(self.size) if other != self.rank]
         self.timing.moved_bytes += sum(flats[other].numel() + outs[other].numel() for other in others)
-        return received
+        return [out.to(tensor.device) for out, tensor in zip(received, tensors, strict=True)]
 
     def barrier(self) -> None:
         self._run([Transfer(Signature("barrier"))])

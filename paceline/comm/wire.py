@@ -53,9 +53,11 @@ class Kind(IntEnum):
     PULSE = 33
     FILE = 34
     OUTPUT = 35
+    LOAD = 36
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50
+    CONTENT = 51
 
 
 @dataclass(frozen=True)
@@ -208,13 +210,15 @@ class Caller:
             self._context.term()
 
 
+def cut_into_frames(content: bytes | memoryview) -> list[memoryview]:
+    """Bytes as frames of at most `FRAME_BYTES`, without a copy."""
+    view = memoryview(content)
+    return [view[start : start + FRAME_BYTES] for start in range(0, len(view), FRAME_BYTES)]
+
+
 def to_frames(tensors: Sequence[Tensor]) -> list[memoryview]:
     """Contiguous CPU tensors as raw frames of at most `FRAME_BYTES`, without a copy."""
-    frames: list[memoryview] = []
-    for tensor in tensors:
-        raw = as_bytes(tensor)
-        frames.extend(raw[start : start + FRAME_BYTES] for start in range(0, len(raw), FRAME_BYTES))
-    return frames
+    return [frame for tensor in tensors for frame in cut_into_frames(as_bytes(tensor))]
 
 
 def from_frames(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> None:

@@ -207,9 +207,7 @@ def look_at(worker: Worker, given: nn.Module, model: nn.Module) -> dict[str, flo
 
 @every_row
 @pytest.mark.parametrize("registers_on_all", [True, False])
-def test_evaluation_sees_the_global_model_and_leaves_no_trace(
-    row: Row, registers_on_all: bool, tmp_path: Path
-) -> None:
+def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, registers_on_all: bool, tmp_path: Path) -> None:
     script = partial(evaluate, registers_on_all=registers_on_all)
     result = row.run(script, tmp_path / "with", max_steps=20, eval_every=5)
     iterations = [evaluation.iteration for evaluation in result.evaluations]

@@ -135,5 +135,3 @@ def test_stale_synchronous_run_with_a_slow_worker(tmp_path: Path) -> None:
     row = Row("ps-ssp", "ps-ssp", 3, {"staleness": 2, "servers": 2})
     result = run(row, partial(launched, train_with_a_slow_worker, tmp_path), tmp_path / "run", max_steps=45)
     assert [largest_lead(result, server, 3) for server in range(2)] == [2, 2]
-
-

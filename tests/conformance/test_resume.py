@@ -220,5 +220,3 @@ def test_checkpoint_is_complete(row: Row, tmp_path: Path) -> None:
     assert [worker.steps for worker in checkpoint.workers] == steps
     means = torch.stack([worker.buffers["1.running_mean"] for worker in checkpoint.workers]).mean(dim=0)
     torch.testing.assert_close(checkpoint.model["1.running_mean"], means)
-
-

@@ -69,6 +69,9 @@ class WorldSpec:
     strategy: Strategy
     config: RunConfig
     uses_cuda: bool
+    has_own_gpus: bool
+    """Whether every worker has a GPU to itself."""
+    is_resumed: bool
 
     @property
     def size(self) -> int:
@@ -108,7 +111,6 @@ class WorkerActor:
         program: Program,
         launcher: LauncherAddress,
         servers: list[Any],
-        checkpoint: bytes | None,
     ) -> Outcome:
         # A Ctrl-C in the launcher's terminal reaches the whole process group; the launcher alone acts on it.
         with contextlib.suppress(ValueError):
@@ -132,7 +134,7 @@ class WorkerActor:
             on_abort=abort,
         )
         try:
-            world = self._enter_world(spec, rank, launcher, line, servers, checkpoint, ends)
+            world = self._enter_world(spec, rank, launcher, line, servers, ends)
             with captured(line.say):
                 run_program(program)
                 for finish in world.at_end:
@@ -154,7 +156,6 @@ class WorkerActor:
         launcher: LauncherAddress,
         line: ControlLine,
         servers: list[Any],
-        checkpoint: bytes | None,
         ends: list[Any],
     ) -> World:
         me = spec.workers[rank]
@@ -184,7 +185,7 @@ class WorkerActor:
             collective=collective,
             store=store,
         )
-        restored = Checkpoint.decode(checkpoint, where="the checkpoint") if checkpoint is not None else None
+        restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
         world = World(context, spec.strategy, spec.config, line, restored)
         enter(world)
         return world
@@ -194,10 +195,7 @@ class WorkerActor:
         if spec.size == 1:
             return AloneCollective()
         deadline_s = spec.config.deadline_s
-        has_own_device = device.type == "cuda" and all(
-            len(spec.ranks_on(worker.node_id)) <= worker.num_devices for worker in spec.workers
-        )
-        if spec.num_hosts == 1 and not has_own_device:
+        if spec.num_hosts == 1 and not spec.has_own_gpus:
             addresses = [worker.memory for worker in spec.workers]
             return SharedMemoryCollective(rank=rank, addresses=addresses, control=self._memory, deadline_s=deadline_s)
         first = spec.workers[0]
@@ -207,7 +205,7 @@ class WorkerActor:
             else TCPStore(first.address, first.store_port, is_master=False, timeout=timedelta(seconds=60))
         )
         address = spec.workers[rank].address
-        if has_own_device:
+        if spec.has_own_gpus:
             return connect_nccl(store, rank=rank, size=spec.size, device=device, address=address, deadline_s=deadline_s)
         return connect_gloo(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
 

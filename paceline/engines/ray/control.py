@@ -11,7 +11,7 @@ from typing import final
 
 import zmq
 
-from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message
+from paceline.comm.wire import Caller, Keys, Kind, Message, cut_into_frames, raw_bytes
 from paceline.errors import Aborted, RunFailed
 from paceline.records import Record, Reporter, to_plain
 
@@ -59,6 +59,8 @@ class ControlLine(Reporter):
         self._is_closing = threading.Event()
         self._written = threading.Event()
         self._write_error: str | None = None
+        self._loaded = threading.Event()
+        self._content = b""
         self._thread = threading.Thread(target=self._speak, name="paceline-control", daemon=True)
         self._thread.start()
 
@@ -70,15 +72,26 @@ class ControlLine(Reporter):
         self._output.append(text)
 
     def save(self, name: str, content: bytes | memoryview) -> None:
-        view = memoryview(content)
-        frames = [view[start : start + FRAME_BYTES] for start in range(0, len(view), FRAME_BYTES)]
         self._written.clear()
+        frames = cut_into_frames(content)
         self._outbox.append(Message(Kind.FILE, self._launcher.epoch, body={"name": name}, payload=frames))
         while not self._written.wait(_PULSE_S):
             if self._abort_reason is not None:
                 raise Aborted(f"{name} was not written: {self._abort_reason}")
         if self._write_error is not None:
             raise RunFailed(f"cannot write {name}: {self._write_error}")
+
+    def load_checkpoint(self) -> bytes:
+        """What the run is to go on from. Parameters come this way, not through Ray's object store.
+
+        Raises:
+            Aborted: the run ended before it came.
+        """
+        self._outbox.append(Message(Kind.LOAD, self._launcher.epoch))
+        while not self._loaded.wait(_PULSE_S):
+            if self._abort_reason is not None:
+                raise Aborted(f"the checkpoint did not come: {self._abort_reason}")
+        return self._content
 
     def stop_requested(self) -> bool:
         return self._stop
@@ -115,6 +128,9 @@ class ControlLine(Reporter):
         if message.kind is Kind.FILE_WRITTEN:
             self._write_error = message.body.get("error")
             self._written.set()
+        elif message.kind is Kind.CONTENT:
+            self._content = b"".join(raw_bytes(frame) for frame in message.payload)
+            self._loaded.set()
         elif message.kind is Kind.STOP:
             self._stop = True
         elif message.kind is Kind.ABORT:

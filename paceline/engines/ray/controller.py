@@ -13,7 +13,7 @@ from typing import Any, final
 
 import zmq
 
-from paceline.comm.wire import Keys, Kind, Listener, Message, WireError
+from paceline.comm.wire import Keys, Kind, Listener, Message, WireError, cut_into_frames
 from paceline.engines.ray.control import LauncherAddress
 from paceline.errors import RunFailed
 from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, StepRecord, from_plain
@@ -48,10 +48,20 @@ class Controller:
         host: the address to listen on.
         epoch: membership epoch.
         on_output: gets each line of the scripts' output, with who printed it.
+        checkpoint: given to members that ask what to go on from.
     """
 
-    def __init__(self, directory: Path, *, host: str, epoch: int, on_output: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        host: str,
+        epoch: int,
+        on_output: Callable[[str, str], None],
+        checkpoint: bytes = b"",
+    ) -> None:
         self._directory = directory
+        self._checkpoint = checkpoint
         self._keys = Keys.generate()
         self._listener = Listener(self._keys, host=host)
         self._epoch = epoch
@@ -115,6 +125,9 @@ class Controller:
                     self._on_output(identity, str(line))
             elif message.kind is Kind.FILE:
                 self._write_file(identity, message)
+            elif message.kind is Kind.LOAD:
+                frames_of_checkpoint = cut_into_frames(self._checkpoint)
+                self._listener.send(frames[0].bytes, Message(Kind.CONTENT, self._epoch, payload=frames_of_checkpoint))
         except (WireError, ValueError, TypeError, KeyError) as error:
             self.event("refused", identity, error=str(error))
 

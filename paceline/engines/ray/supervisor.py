@@ -95,7 +95,13 @@ class Supervisor:
         self._job, self._directory, self._watcher = job, directory, watcher
         self._members = _Members()
         self._watch = Watch()
-        self._controller = Controller(directory, host=own_address(), epoch=FIRST_EPOCH, on_output=watcher.on_output)
+        self._controller = Controller(
+            directory,
+            host=own_address(),
+            epoch=FIRST_EPOCH,
+            on_output=watcher.on_output,
+            checkpoint=job.checkpoint or b"",
+        )
         self._is_urgent = False
 
     def run(self) -> None:
@@ -146,16 +152,17 @@ class Supervisor:
             job.strategy,
             job.config,
             uses_cuda,
+            uses_cuda and all(where.num_gpus >= 1 for where in workers),
+            job.checkpoint is not None,
         )
         self._controller.event("started", pids=self._members.pids, hosts=spec.num_hosts)
         server_actors = [actor for name, actor in self._members.actors.items() if name.startswith("server")]
         for actor, name in zip(server_actors, [n for n in names if n.startswith("server")], strict=True):
             self._members.pending[actor.serve.remote()] = name
-        # Put once, fetched by each worker: the program and the checkpoint may be large.
-        program, checkpoint = ray.put(job.program), ray.put(job.checkpoint)
+        program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
         for rank in range(job.num_workers):
             actor = self._members.actors[f"worker-{rank}"]
-            future = actor.run.remote(spec, rank, program, launcher, server_actors, checkpoint)
+            future = actor.run.remote(spec, rank, program, launcher, server_actors)
             self._members.pending[future] = f"worker-{rank}"
 
     def _hello(self) -> dict[str, Any]:

@@ -1,12 +1,18 @@
 """Paceline: one PyTorch script, any data-parallel architecture, and the clock that tells which gets there first."""
 
-from paceline.errors import PacelineError, RunFailed, UsageError
-from paceline.launch import run
-from paceline.result import Result
-from paceline.strategies.all_reduce import AllReduce
-from paceline.strategies.parameter_server import ParameterServer
-from paceline.strategies.single import Single
-from paceline.worker import Worker, init
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.errors import PacelineError, RunFailed, UsageError
+    from paceline.launch import run
+    from paceline.result import Result
+    from paceline.strategies.all_reduce import AllReduce
+    from paceline.strategies.parameter_server import ParameterServer
+    from paceline.strategies.single import Single
+    from paceline.worker import Worker, init
 
 __all__ = [
     "AllReduce",
@@ -20,3 +26,24 @@ __all__ = [
     "init",
     "run",
 ]
+
+# Imported when first used: `paceline doctor` must be able to say that torch or Ray is missing, and a script that runs
+# by itself need not load Ray (0.3 s).
+_HOMES = {
+    "AllReduce": "paceline.strategies.all_reduce",
+    "PacelineError": "paceline.errors",
+    "ParameterServer": "paceline.strategies.parameter_server",
+    "Result": "paceline.result",
+    "RunFailed": "paceline.errors",
+    "Single": "paceline.strategies.single",
+    "UsageError": "paceline.errors",
+    "Worker": "paceline.worker",
+    "init": "paceline.worker",
+    "run": "paceline.launch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

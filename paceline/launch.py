@@ -100,7 +100,10 @@ def run(
     _write_manifest(directory, described | {"resumed_from": str(resume) if resume is not None else None})
     try:
         with connected(address):
-            Supervisor(Job(task, plan, workers, config, raw), directory, watcher or Quiet()).run()
+            if checkpoint is not None and resume is not None and directory.resolve() == Path(resume).resolve():
+                truncate(directory, iteration=checkpoint.iteration)
+            environment = _environment() if address is not None else {}
+            Supervisor(Job(task, plan, workers, config, raw, environment), directory, watcher or Quiet()).run()
     except Interrupted:
         raise
     except KeyboardInterrupt:
@@ -131,6 +134,11 @@ def _program(program: str | Path | Callable[[], Any], arguments: Sequence[str]) 
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"the script {path} is not valid Python: {error}") from None
     return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
+
+
+def _environment() -> dict[str, str]:
+    """Where data sets lie, for workers of a cluster that was started without knowing."""
+    return {name: os.environ[name] for name in ("PACELINE_DATA",) if name in os.environ}
 
 
 def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[bytes, Checkpoint]:
@@ -167,7 +175,6 @@ def _directory(
         UsageError: it cannot be made, or holds another run's files.
     """
     if resume is not None and checkpoint is not None and (out is None or Path(out).resolve() == Path(resume).resolve()):
-        truncate(Path(resume), iteration=checkpoint.iteration)
         return Path(resume)
     if out is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]

@@ -78,7 +78,10 @@ class Result:
 
     @property
     def samples_per_s(self) -> float:
-        return self.samples / self.training_time_s if self.training_time_s else 0.0
+        """Over the time that the records cover, which of a resumed run in a directory of its own is the last part."""
+        began_s = min((s.time_s - s.compute_s - s.communication_s - s.waiting_s for s in self.steps), default=0.0)
+        elapsed_s = self.training_time_s - began_s
+        return self.samples / elapsed_s if elapsed_s > 0 else 0.0
 
     @property
     def time_to_target_s(self) -> float | None:

@@ -85,7 +85,7 @@ class Session:
         for name, thing in extra.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise UsageError(f"prepare({name}=...) takes things with state_dict and load_state_dict")
-        _move(model, self.context.device)
+        _move(model, optimizer, self.context.device)
         replica = describe(model, optimizer)
         collective, config = self.context.collective, self.config
         if collective.size > 1:
@@ -170,6 +170,8 @@ class Session:
             this._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
             return loss
 
+        if hasattr(own_step, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before counts on it
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _step(self, update: Callable[[], object]) -> Any:
@@ -249,9 +251,25 @@ class Session:
             return
         self._has_started = True
         self._meet(is_done=False)
+        self._require_evaluation()
         if self.context.rank == 0:
             self.reporter.emit(EventRecord("training", "run", self.iteration, self.clock.now_s, {}))
         self._require_prepared().account.start()
+
+    def _require_evaluation(self) -> None:
+        """Raise UsageError if the run asks for what only an evaluation can tell and the script has none."""
+        asked = "target" if self.config.target is not None else "eval_every" if self.config.eval_every else None
+        if asked is not None and not self._cadence.evaluates:
+            name = asked.replace("_", "-")
+            raise UsageError(f"--{name} needs an evaluation, and the script registers none: see @worker.evaluation")
+
+    def require_same_step(self, what: str) -> None:
+        """Raise UsageError for what needs all workers, where they are not at the same step."""
+        if self._has_started and not self._has_finished and not self.strategy.is_lock_step():
+            raise UsageError(
+                f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
+                "call it before the first batch"
+            )
 
     def _meet(self, *, is_done: bool) -> bool:
         """All workers meet: the global model is evaluated and saved where that is due. Returns whether all are done.
@@ -262,6 +280,8 @@ class Session:
             UsageError: the evaluation does not return what it should.
         """
         collective = self.context.collective
+        if is_done and not self.strategy.is_lock_step():
+            collective.set_deadline(None)  # the others may have many steps to go
         reports = collective.all_gather_object(
             {
                 "iteration": self.iteration,
@@ -273,6 +293,7 @@ class Session:
                 "is_late": time.monotonic() - self._checkpointed_s > CHECKPOINT_INTERVAL_S,
             }
         )
+        collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         self.iteration = max(report["iteration"] for report in reports)
         all_done = all(report["done"] for report in reports)
         cadence = self._cadence
@@ -292,6 +313,7 @@ class Session:
         self.has_ended = self.has_ended or cadence.is_over(self.iteration)
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
+        collective.set_deadline(self.config.deadline_s)
         return all_done
 
     @contextmanager
@@ -402,8 +424,12 @@ class _Prepared:
         self.account, self.extra = account, extra
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Bring the model to the worker's device in place, so that the optimizer keeps its parameters."""
+def _move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Bring the model to the worker's device in place, so that the optimizer keeps its parameters, and its state."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
+                state[name] = value.to(device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device)
     for module in model.modules():

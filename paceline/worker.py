@@ -51,13 +51,6 @@ def init(*, seed: int = 0) -> Worker:
     return _worker
 
 
-def forget() -> None:
-    """Let the next `init` make a new worker; for engines that run several scripts in one process."""
-    global _worker
-    _worker = None
-    enter(None)
-
-
 @final
 class Worker:
     """One of the processes that train together."""
@@ -129,45 +122,55 @@ class Worker:
 
     def barrier(self) -> None:
         """Return once every worker has called."""
+        self._session.require_same_step("barrier")
         self._collective.barrier()
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Tensor:
         """Reduce over all workers, in place; returns the tensor."""
+        self._session.require_same_step("all_reduce")
         self._collective.all_reduce(tensor, op=op).wait()
         return tensor
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> Tensor:
         """Overwrite with the root's, in place; returns the tensor."""
+        self._session.require_same_step("broadcast")
         self._collective.broadcast(tensor, root=root)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every worker's tensor, in rank order; shapes may differ."""
+        self._session.require_same_step("all_gather")
         return self._collective.all_gather(tensor)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
         """Reduce the i-th tensors of all workers for worker i; returns this worker's."""
+        self._session.require_same_step("reduce_scatter")
         return self._collective.reduce_scatter(tensors, op=op)
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send the i-th tensor to worker i; returns what every worker sent here."""
+        self._session.require_same_step("all_to_all")
         return self._collective.all_to_all(tensors)
 
     def send(self, tensor: Tensor, *, destination: int) -> None:
         """Send to one worker, which must `recv` a tensor of the same shape and dtype."""
+        self._session.require_same_step("send")
         self._collective.send(tensor, destination=destination).wait()
 
     def recv(self, tensor: Tensor, *, source: int) -> Tensor:
         """Overwrite with what the source sent; returns the tensor."""
+        self._session.require_same_step("recv")
         self._collective.recv(tensor, source=source)
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every worker's value, in rank order: plain data and tensors."""
+        self._session.require_same_step("all_gather_object")
         return self._collective.all_gather_object(value)
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
         """The root's value: plain data and tensors."""
+        self._session.require_same_step("broadcast_object")
         return self._collective.broadcast_object(value, root=root)
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 import psutil
+import torch
 import typer
 import zmq
 from rich.console import Console
@@ -69,13 +70,7 @@ def _system() -> Finding:
 
 
 def _torch() -> Finding:
-    try:
-        import torch
-
-        devices = torch.cuda.device_count()
-        return Finding("torch", True, f"{torch.__version__}, {devices} CUDA device(s)")
-    except ImportError as error:
-        return Finding("torch", False, str(error), "pip install -c constraints.txt torch")
+    return Finding("torch", True, f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s)")
 
 
 def _ray() -> Finding:

@@ -87,8 +87,9 @@ def _facts(progress: Progress) -> list[str]:
     if progress.phase != "training":
         return ["starting"]
     facts = [f"step {progress.iteration}"]
-    if progress.time_s > 0:
-        facts.append(f"{progress.samples / progress.time_s:,.0f} samples/s")
+    elapsed_s = progress.time_s - progress.began_s
+    if elapsed_s > 0:
+        facts.append(f"{progress.samples / elapsed_s:,.0f} samples/s")
     if progress.metrics:
         facts.append(summarise(progress.metrics))
     whole = progress.compute_s + progress.communication_s + progress.waiting_s

@@ -70,6 +70,9 @@ class AloneCollective(Collective):
     def barrier(self) -> None:
         self._check()
 
+    def set_deadline(self, deadline_s: float | None) -> None:
+        pass
+
     def abort(self, reason: str) -> None:
         self._failure = self._failure or Aborted(reason)
 

@@ -113,6 +113,10 @@ class Collective(ABC):
         """Return once every rank has called."""
 
     @abstractmethod
+    def set_deadline(self, deadline_s: float | None) -> None:
+        """Change how long any one call may wait for a peer that lives; none: for ever."""
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """End every present and future wait of this process with `Aborted(reason)`; callable from any thread."""
 

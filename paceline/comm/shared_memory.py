@@ -228,6 +228,9 @@ class SharedMemoryCollective(Collective):
     def barrier(self) -> None:
         self._run([Transfer(Signature("barrier"))])
 
+    def set_deadline(self, deadline_s: float | None) -> None:
+        self._rendezvous.deadline_s = deadline_s
+
     def abort(self, reason: str) -> None:
         self._rendezvous.leave(Aborted(reason))
 

@@ -136,7 +136,7 @@ class Rendezvous:
         self._events_address = control.tensor.data_ptr() + 4 * _EVENTS
         self._bell_address = control.tensor.data_ptr() + 4 * _BELL
         self._num_rings = 0
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._timing = timing
         self._failure: Exception | None = None
         self._lock = threading.RLock()  # a signal handler may abort while its own thread leaves
@@ -258,8 +258,8 @@ class Rendezvous:
         if ready() if ready is not None else counter.reached(number):
             return
         self.look(counter, number, signature)
-        if self._deadline_s is not None:
-            left_s = started_s + self._deadline_s - time.perf_counter()
+        if self.deadline_s is not None:
+            left_s = started_s + self.deadline_s - time.perf_counter()
             if left_s <= 0:
                 self._exceed(counter, number, signature)
             interval_s = min(interval_s, max(left_s, 0.0))
@@ -326,7 +326,7 @@ class Rendezvous:
         who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
         self.fail(
             DeadlineExceeded(
-                f"{who} not taken part in {signature} within {self._deadline_s} s; "
+                f"{who} not taken part in {signature} within {self.deadline_s} s; "
                 "see what keeps them, or give a longer deadline"
             )
         )

@@ -142,6 +142,11 @@ class TorchCollective(Collective):
         one = torch.zeros(1, device=self._device)
         self._run("barrier", lambda: self._group.allreduce([one], dist.AllreduceOptions()), 0)
 
+    def set_deadline(self, deadline_s: float | None) -> None:
+        self._deadline_s = deadline_s
+        if hasattr(self._group, "_set_default_timeout"):
+            self._group._set_default_timeout(_timeout(deadline_s))
+
     def abort(self, reason: str) -> None:
         self._failure = self._failure or Aborted(reason)
 

@@ -54,6 +54,7 @@ class Kind(IntEnum):
     FILE = 34
     OUTPUT = 35
     LOAD = 36
+    GOODBYE = 37
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.errors import UsageError
 from paceline.layout import Layout, Slot
 from paceline.server.ranges import KeyRange, Piece
 
@@ -15,23 +16,44 @@ _SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def export_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """One server's state, keyed `<piece index>.<state name>`; what is neither tensor nor number is left out."""
+    """One server's state, keyed `<piece index>.<state name>`. LBFGS's, which is made of lists, is not exported.
+
+    Raises:
+        UsageError: a state is neither tensor nor number, and would be lost.
+    """
     exported: dict[str, Tensor] = {}
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return exported
     for index, parameter in enumerate(parameters):
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor | int | float):
-                exported[f"{index}.{name}"] = torch.as_tensor(value).contiguous()
+                exported[f"{index}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+            elif value is not None:
+                kind = type(optimizer).__name__
+                raise UsageError(
+                    f"{kind} keeps a {type(value).__name__} in its state {name!r}; a checkpoint holds "
+                    "tensors and numbers only"
+                )
     return exported
 
 
 def import_state(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], exported: Mapping[str, Tensor]
 ) -> None:
-    """Replace one server's state by what `export_state` gave."""
+    """Replace one server's state by what `export_state` gave.
+
+    Raises:
+        UsageError: the optimizer's state is not kept in checkpoints.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS's history is not kept in checkpoints, so a run with it cannot be resumed")
     optimizer.state.clear()
     for key, value in exported.items():
         index, name = key.split(".", 1)
-        optimizer.state[parameters[int(index)]][name] = value.clone()
+        parameter = parameters[int(index)]
+        # As torch does on loading: step counts stay where they are, all else goes to the parameter's device.
+        device = value.device if name == "step" else parameter.device
+        optimizer.state[parameter][name] = value.clone().to(device)
 
 
 def join(layout: Layout, ranges: Sequence[KeyRange], exported: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

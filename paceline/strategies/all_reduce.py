@@ -58,6 +58,9 @@ class AllReduce(Strategy):
     def check(self, *, num_workers: int) -> None:
         pass
 
+    def is_lock_step(self) -> bool:
+        return True
+
     def num_servers(self) -> int:
         return 0
 

@@ -140,6 +140,10 @@ class Strategy(ABC):
         """Raise UsageError where the strategy cannot run with so many workers."""
 
     @abstractmethod
+    def is_lock_step(self) -> bool:
+        """Whether no worker ends a step without every other, so that all are always at the same step."""
+
+    @abstractmethod
     def num_servers(self) -> int:
         """Servers the engine has to place."""
 

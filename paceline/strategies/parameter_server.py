@@ -86,11 +86,6 @@ class ParameterServer(Strategy):
         if self.backup_workers and self.servers > 1:
             # Each server would find other workers late, and could wait for one that another has let go.
             raise UsageError(f"backup_workers needs servers=1, not {self.servers}: servers must agree on who was late")
-        if self.backup_workers and self.servers > 1:
-            raise UsageError(
-                "backup_workers needs servers=1: of several servers one may count a gradient that comes too late for "
-                "another, and workers would then wait for each other in the next pause"
-            )
         if self.backup_workers and self.combine == "always":
             raise UsageError("combine=always waits for every worker, so backup_workers would have no effect")
 
@@ -99,6 +94,9 @@ class ParameterServer(Strategy):
             raise UsageError(
                 f"backup_workers={self.backup_workers} leaves no gradient to wait for with {num_workers} worker(s)"
             )
+
+    def is_lock_step(self) -> bool:
+        return self.consistency == "bsp" and self.backup_workers == 0
 
     def num_servers(self) -> int:
         return self.servers

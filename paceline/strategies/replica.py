@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -142,7 +143,7 @@ def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: value.item() if isinstance(value, Tensor) else value
+        name: value.item() if isinstance(value, Tensor | np.generic) else value
         for name, value in group.items()
         if name not in ("params", "param_names")
     }

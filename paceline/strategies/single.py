@@ -36,6 +36,9 @@ class Single(Strategy):
         if num_workers != 1:
             raise UsageError(f"strategy single runs on 1 worker, not {num_workers}; use all-reduce or ps-bsp")
 
+    def is_lock_step(self) -> bool:
+        return True
+
     def num_servers(self) -> int:
         return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.engines.ray.scripting import outcome_of
-from paceline.engines.ray.verdict import Statement, is_synchronous, judge
+from paceline.engines.ray.verdict import Statement, judge
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, RunFailed, UsageError
 from paceline.strategies import build
 
@@ -78,4 +78,4 @@ def test_hanging_worker_is_named_by_those_who_gave_up() -> None:
     ],
 )
 def test_which_strategies_keep_workers_in_step(name: str, options: dict[str, int], expected: bool) -> None:
-    assert is_synchronous(build(name, options), num_workers=3) is expected
+    assert build(name, options).is_lock_step() is expected

@@ -109,6 +109,7 @@ class ControlLine(Reporter):
                 if caller.socket.poll(int(_PULSE_S * 1000), zmq.POLLIN):
                     self._hear(Message.decode(caller.socket.recv_multipart(copy=False), epoch=self._launcher.epoch))
             self._send_all(caller)
+            caller.send(Message(Kind.GOODBYE, self._launcher.epoch))
         finally:
             caller.close(linger_s=_LAST_WORDS_S)
 

@@ -29,6 +29,8 @@ class Progress:
 
     iteration: int = 0
     time_s: float = 0.0
+    began_s: float = 0.0
+    """Of the training clock when this run began; above zero where it was resumed."""
     samples: int = 0
     compute_s: float = 0.0
     communication_s: float = 0.0
@@ -70,6 +72,8 @@ class Controller:
         self._writer = RecordWriter(directory)
         self.num_steps: dict[str, int] = {}
         """Of every member heard so far: its steps (of a server: updates) when it was last heard."""
+        self.gone: set[str] = set()
+        """Members that have said all they had to say."""
         self.progress = Progress()
         self.write_error: str | None = None
         """Why records can no longer be written, once that is so."""
@@ -125,6 +129,8 @@ class Controller:
                     self._on_output(identity, str(line))
             elif message.kind is Kind.FILE:
                 self._write_file(identity, message)
+            elif message.kind is Kind.GOODBYE:
+                self.gone.add(identity)
             elif message.kind is Kind.LOAD:
                 frames_of_checkpoint = cut_into_frames(self._checkpoint)
                 self._listener.send(frames[0].bytes, Message(Kind.CONTENT, self._epoch, payload=frames_of_checkpoint))
@@ -146,6 +152,7 @@ class Controller:
                 progress.metrics = record.metrics
             elif isinstance(record, EventRecord) and record.name == "training":
                 progress.phase = "training"
+                progress.began_s = record.time_s
             elif isinstance(record, EventRecord) and record.name == "checkpoint":
                 progress.saved_iteration = record.iteration
 

@@ -9,10 +9,12 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 _PIPE_BYTES = 1 << 20
 _LOOK_INTERVAL_MS = 50
+_LAST_LINES_S = 1.0  # how long a child that goes on printing after the script's end is listened to
 
 
 @contextlib.contextmanager
@@ -58,7 +60,12 @@ def _read(descriptor: int, say: Callable[[str], None], is_over: threading.Event)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     # Children that outlive the script may keep the pipe open: its end is not the sign.
+    until_s: float | None = None
     while (has_more := bool(poll.poll(_LOOK_INTERVAL_MS))) or not is_over.is_set():
+        if is_over.is_set():
+            until_s = until_s or time.monotonic() + _LAST_LINES_S
+            if time.monotonic() > until_s:
+                break
         if not has_more:
             continue
         chunk = os.read(descriptor, _PIPE_BYTES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast, final
@@ -21,7 +21,7 @@ from paceline.engines.ray.controller import Controller, Progress
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.liveness import Watch, end_processes_of
 from paceline.engines.ray.scripting import Outcome, Program
-from paceline.engines.ray.verdict import Statement, is_synchronous, judge
+from paceline.engines.ray.verdict import Statement, judge
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.strategies.base import Strategy
 
@@ -51,6 +51,8 @@ class Job:
     num_workers: int
     config: RunConfig
     checkpoint: bytes | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the launcher has and a cluster's processes may not."""
 
 
 @dataclass
@@ -115,6 +117,7 @@ class Supervisor:
         try:
             self._start()
             self._attend()
+            self._part()
         except KeyboardInterrupt:
             self._save_and_stop()
             raise Interrupted(self._directory, self._controller.progress.saved_iteration) from None
@@ -132,9 +135,13 @@ class Supervisor:
         workers, servers = place(
             hosts, num_workers=job.num_workers, num_servers=job.strategy.num_servers(), wants_gpus=uses_cuda
         )
+        has_own_gpus = uses_cuda and all(where.num_gpus >= 1 for where in workers)
+        if uses_cuda and not has_own_gpus and len({where.node.node_id for where in workers}) > 1:
+            raise UsageError("workers that share a GPU must be on one host; use a worker a GPU, or --device cpu")
         launcher = self._controller.address
         for rank, where in enumerate(workers):
-            self._members.actors[f"worker-{rank}"] = _actor(WorkerActor, where).remote()
+            variables = {"runtime_env": {"env_vars": dict(job.environment)}} if job.environment else {}
+            self._members.actors[f"worker-{rank}"] = _actor(WorkerActor, where, **variables).remote()
         for index, where in enumerate(servers):
             server = _actor(ServerActor, where, max_concurrency=3)
             self._members.actors[f"server-{index}"] = server.remote(launcher, index)
@@ -152,7 +159,7 @@ class Supervisor:
             job.strategy,
             job.config,
             uses_cuda,
-            uses_cuda and all(where.num_gpus >= 1 for where in workers),
+            has_own_gpus,
             job.checkpoint is not None,
         )
         self._controller.event("started", pids=self._members.pids, hosts=spec.num_hosts)
@@ -194,6 +201,17 @@ class Supervisor:
             if self._members.has_failure:
                 self._fail()
 
+    def _part(self) -> None:
+        """All workers have ended well: end the servers, and hear everybody's last records."""
+        members = self._members
+        for name, actor in members.actors.items():
+            if name.startswith("server"):
+                actor.stop.remote()
+        until_s = time.monotonic() + _GRACE_S
+        while not set(members.actors) <= self._controller.gone and time.monotonic() < until_s:
+            self._turn(timeout_s=_TURN_S)
+        self._controller.raise_write_error()
+
     def _turn(self, *, timeout_s: float) -> None:
         self._controller.turn(timeout_s=timeout_s)
         self._watcher.on_progress(self._controller.progress)
@@ -227,7 +245,7 @@ class Supervisor:
         raise judge(
             [self._statement(name) for name in members.actors],
             is_training=self._controller.progress.phase == "training",
-            is_synchronous=is_synchronous(self._job.strategy, num_workers=self._job.num_workers),
+            is_synchronous=self._job.strategy.is_lock_step(),
         )
 
     def _gather(self, is_enough: Callable[[], bool], *, limit_s: float) -> None:
@@ -282,7 +300,9 @@ class Supervisor:
         """End what scripts started and left running: here, and where a member died without ending it itself."""
         members, run = self._members, self._controller.run
         end_processes_of(run)
-        elsewhere = {members.node_ids[name] for name in members.dead if name in members.node_ids} - {own_node_id()}
+        if not (self._is_urgent or members.has_failure):
+            return  # every member has ended by itself, and its children with it
+        elsewhere = set(members.node_ids.values()) - {own_node_id()}
         task = cast(Any, ray.remote)(num_cpus=0, max_retries=0)(end_processes_of)
         sweeps = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(run)

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from paceline.engines.ray.scripting import Outcome
 from paceline.errors import PacelineError, RunFailed, UsageError
-from paceline.server.admission import StaleSynchronous
-from paceline.strategies.base import Strategy
-from paceline.strategies.parameter_server import ParameterServer
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,6 @@ class Statement:
     @property
     def is_worker(self) -> bool:
         return self.name.startswith("worker")
-
-
-def is_synchronous(strategy: Strategy, *, num_workers: int) -> bool:
-    """Whether no worker can end a step without every member, so that survivors know at which step others died."""
-    rule = strategy.admission_rule(num_workers=num_workers)
-    spares = strategy.backup_workers if isinstance(strategy, ParameterServer) else 0
-    return not isinstance(rule, StaleSynchronous) and spares == 0
 
 
 def judge(members: Sequence[Statement], *, is_training: bool, is_synchronous: bool) -> PacelineError:

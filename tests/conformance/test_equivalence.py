@@ -500,6 +500,15 @@ def train_resnet(worker: Any, *, num_steps: int, dtype: torch.dtype) -> Any:
 @functools.cache
 def train_resnet_replicas(num_steps: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Two replicas in one process, each with its worker's batches; both step with their mean gradient."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have: convolutions on several threads may round differently
+    try:
+        return _train_resnet_replicas(num_steps, dtype)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _train_resnet_replicas(num_steps: int, dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(0)
     models = [resnet(dtype)]
     models.append(copy.deepcopy(models[0]))
@@ -527,14 +536,21 @@ def train_resnet_replicas(num_steps: int, dtype: torch.dtype) -> dict[str, Tenso
     ("num_steps", "dtype", "tolerance"),
     [
         pytest.param(20, torch.float64, {"rtol": 1e-7, "atol": 1e-9}, id="20 steps in float64"),
-        pytest.param(2, torch.float32, {"rtol": 1e-3, "atol": 1e-5}, id="2 steps in float32"),
+        pytest.param(1, torch.float32, {"rtol": 1e-5, "atol": 1e-6}, id="1 step in float32"),
+        pytest.param(2, torch.float32, {"rtol": 1.5e-2, "atol": 1.5e-2}, id="2 steps in float32"),
     ],
 )
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-bsp-3"])
 def test_resnet_equals_replicas_with_their_own_batch_norm(
     strategy: str, num_steps: int, dtype: torch.dtype, tolerance: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    """DRAFT"""
+    """SGD with momentum: 20 steps in float64, and the first ones in float32.
+
+    Batch norm over two images, and units that switch on and off, make this training chaotic: rounding grows from step
+    to step. Let every weight differ in its last bit at the start. In float64 that comes to 2e-10 after 20 steps. In
+    float32 it comes to 2e-7 after one step, to as much as 6e-3 after two, where leaving out the momentum makes 4e-2,
+    and after 20 the two runs have nothing in common.
+    """
     name, options = STRATEGIES[strategy]
     program = partial(launched, partial(train_resnet, num_steps=num_steps, dtype=dtype))
     result = local_engine.run(program, strategy=name, options=options, workers=2, out=tmp_path)

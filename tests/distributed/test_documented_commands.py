@@ -1,4 +1,7 @@
-"""Every command that README and docs show is run, in the order of the page, from a copy of the project."""
+"""Every command that README and docs show is run, in the order of the page, from a copy of the project.
+
+Their links lead somewhere, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -37,6 +41,25 @@ def test_make_targets_exist() -> None:
     assert {"demo", "test"} <= shown
     for target in shown:
         assert re.search(rf"^{re.escape(target)}:", makefile, flags=re.MULTILINE), target
+
+
+def relative_links_of(page: Path) -> list[str]:
+    """The paths of the page's links and images, without what stands in code, on other sites or on the page itself."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    places = re.findall(r"\]\(\s*<?([^)>\s]+)|^\[[^\]]+\]:\s*<?([^>\s]+)|(?:src|href)=\"([^\"]+)", text, re.MULTILINE)
+    paths = [place.split("#")[0] for found in places for place in found]
+    return [unquote(path) for path in paths if path and not re.match(r"[a-z]+:", path)]
+
+
+def test_relative_links_resolve() -> None:
+    links = [(page, link) for page in PAGES for link in relative_links_of(page)]
+    assert len(links) > 10
+    broken = [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not (page.parent / link).exists()]
+    assert broken == []
+
+
+def test_no_placeholder_is_left() -> None:
+    assert [page.name for page in PAGES if "@@" in page.read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.slow

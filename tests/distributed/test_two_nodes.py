@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -35,35 +36,39 @@ def cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, torch.Tensor]:
+def train_alone(optimizer: str) -> dict[str, torch.Tensor]:
     """What one plain process comes to with all the data at every step."""
-    model, optimizer = full_batch.build()
+    model, updater = full_batch.build(optimizer)
     for _ in range(NUM_STEPS):
-        full_batch.update(model, optimizer, *full_batch.data())
+        full_batch.update(model, updater, *full_batch.data())
     return model.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "num_workers"),
+    ("strategy", "options", "num_workers", "optimizer"),
     [
-        ("all-reduce", {}, 4),
-        pytest.param("ps-bsp", {"servers": 1}, 2, marks=pytest.mark.slow),
-        ("ps-bsp", {"servers": 3}, 2),
+        ("all-reduce", {}, 4, "momentum"),
+        pytest.param("all-reduce", {}, 2, "adam", marks=pytest.mark.slow),
+        pytest.param("all-reduce", {}, 2, "adamw", marks=pytest.mark.slow),
+        pytest.param("ps-bsp", {"servers": 1}, 2, "momentum", marks=pytest.mark.slow),
+        ("ps-bsp", {"servers": 3}, 2, "adam"),
+        pytest.param("ps-bsp", {"servers": 1}, 2, "adamw", marks=pytest.mark.slow),
     ],
 )
 def test_synchronous_strategies_equal_one_process(
-    cluster: Cluster, alone, tmp_path: Path, strategy: str, options: dict[str, int], num_workers: int
+    cluster: Cluster, tmp_path: Path, strategy: str, options: dict[str, int], num_workers: int, optimizer: str
 ) -> None:
+    """Every optimizer under all-reduce and under a parameter server; one server and three: to float32 rounding."""
     listener = Listener()
-    paceline.run(
+    result = paceline.run(
         SCRIPTS / "full_batch.py", strategy=strategy, workers=num_workers, options=options, max_steps=NUM_STEPS,
-        address=cluster.address, out=tmp_path / "out", watcher=listener,
+        address=cluster.address, out=tmp_path / "out", watcher=listener, arguments=[optimizer],
     )  # fmt: skip
-    trained = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert result.iteration == NUM_STEPS
+    trained, alone = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), train_alone(optimizer)
     assert trained.keys() == alone.keys()
     for name, tensor in trained.items():
-        torch.testing.assert_close(tensor, alone[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor, alone[name], rtol=1e-5, atol=1e-6, msg=partial("{}: {}".format, name))
 
     lines = sorted(line for _, line in listener.lines if line.startswith("rank"))
     found = [re.fullmatch(r"rank (\d) local (\d) node (\d+)", line).groups() for line in lines]  # type: ignore[union-attr]

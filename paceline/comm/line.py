@@ -7,6 +7,7 @@ take through ZeroMQ on loopback, whose own threads compete with the workers for 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -56,12 +57,16 @@ class Bell:
 class WorkerLine:
     """The worker's end: one request at a time."""
 
-    def __init__(self, bell: BellAddress) -> None:
+    def __init__(self, bell: BellAddress, *, yield_s: float = 0.0) -> None:
         """Find the server's bell.
+
+        Args:
+            yield_s: how long a wait for an answer offers its core to others before it sleeps.
 
         Raises:
             PeerLost: the server is gone.
         """
+        self._yield_s = yield_s
         self._segment = Segment.create(_ANSWER_START + _CAPACITY_BYTES)
         self.address = self._segment.address
         self._words = self._segment.buffer[: 4 * _WORDS].cast("I")
@@ -92,6 +97,9 @@ class WorkerLine:
 
     def receive(self, *, timeout_s: float) -> list[bytes] | None:
         """The answer to the last request; none if it has not come in time."""
+        until_s = time.perf_counter() + min(self._yield_s, timeout_s)
+        while self._words[_ANSWERED] != self._number and time.perf_counter() < until_s:
+            os.sched_yield()
         seen = self._words[_ANSWERED]
         if seen != self._number:
             futex.wait(self._answered_address, seen, timeout_s)

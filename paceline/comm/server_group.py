@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -22,6 +23,10 @@ from paceline.server.ranges import KeyRange, cut
 from paceline.server.state import join, split
 
 _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.LEAVE})
+# A waiting worker first offers its core, where the server then runs without being woken on another. Conv net, two
+# workers and a server on two cores, medians of three: ps-bsp 42,000 samples/s sleeping at once, 50,000 so; ps-asp
+# 50,000 and 55,000. With more workers than cores they sleep at once, for others can use the core.
+_YIELD_S = 1e-3
 WAKE_S = 0.2  # how often a wait looks whether the run was aborted
 
 
@@ -74,7 +79,10 @@ class ServerGroup(Store):
         self._poller = zmq.Poller()
         for caller in self._callers:
             self._poller.register(caller.socket, zmq.POLLIN)
-        self._lines = [WorkerLine(server.bell) if server.bell is not None else None for server in self._servers]
+        yield_s = _YIELD_S if collective.size <= len(os.sched_getaffinity(0)) else 0.0
+        self._lines = [
+            WorkerLine(server.bell, yield_s=yield_s) if server.bell is not None else None for server in self._servers
+        ]
         self._segments: list[Segment] = []
         self._abort_reason: str | None = None
         self._ranges: list[KeyRange] = []

@@ -70,7 +70,7 @@ def _connect(address: str | None, directory: str | None) -> None:
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=directory,
-                # Ray gives its processes the priority 15 by default: beside anything else that runs, a run would starve.
+                # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
                 _system_config={"worker_niceness": 0},
                 **common,
             )

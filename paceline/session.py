@@ -257,11 +257,9 @@ class Session:
         self._require_prepared().account.start()
 
     def _require_evaluation(self) -> None:
-        """Raise UsageError if the run asks for what only an evaluation can tell and the script has none."""
-        asked = "target" if self.config.target is not None else "eval_every" if self.config.eval_every else None
-        if asked is not None and not self._cadence.evaluates:
-            name = asked.replace("_", "-")
-            raise UsageError(f"--{name} needs an evaluation, and the script registers none: see @worker.evaluation")
+        """Raise UsageError if the run has a target and the script nothing that could reach it."""
+        if self.config.target is not None and not self._cadence.evaluates:
+            raise UsageError("--target needs an evaluation, and the script registers none: see @worker.evaluation")
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""

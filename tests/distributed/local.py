@@ -35,7 +35,7 @@ class Listener:
 def local_ray() -> Iterator[None]:
     assert threading.current_thread() is threading.main_thread()
     settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(num_cpus=4, object_store_memory=80_000_000, **settings)
+    ray.init(address="local", num_cpus=4, object_store_memory=80_000_000, **settings)
     try:
         yield
     finally:

@@ -125,7 +125,7 @@ if __name__ == "__main__":
     go("of its own", 20)
     if not ray.is_initialized():
         print("result not connected")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     go("within", 30)
     print("result still connected:", ray.get(answer.remote()))
     ray.shutdown()

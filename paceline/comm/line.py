@@ -1,7 +1,6 @@
 """A line between a worker and a server on one host: message bytes in shared memory, and a bell that wakes the other.
 
-Measured on two cores with two workers and a server: a request and its answer take about a third of the time that they
-take through ZeroMQ on loopback, whose own threads compete with the workers for the cores.
+Not through ZeroMQ, whose own threads compete with the workers for the cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One Ray for all tests of the session that run on it."""
+"""One Ray for all tests of a module that run on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from paceline.engines.ray.cluster import connected
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
     """A local Ray, as a run would start it; runs inside use it."""
     with connected(None):

@@ -42,9 +42,13 @@ def connected(address: str | None) -> Iterator[None]:
     A connection that the calling process already has is used and left as it is.
 
     Raises:
+        UsageError: the calling process is connected to another cluster.
         RunFailed: the cluster does not answer; the message says what was tried.
     """
     if ray.is_initialized():
+        own = str(ray.get_runtime_context().gcs_address)
+        if address is not None and not _is_same(address, own):
+            raise UsageError(f"this process is connected to Ray at {own}, not at {address}; call ray.shutdown() first")
         yield
         return
     with _local_directory() if address is None else nullcontext() as directory:
@@ -55,6 +59,18 @@ def connected(address: str | None) -> Iterator[None]:
         finally:
             with hold_back_interrupts():
                 ray.shutdown()
+
+
+def _is_same(address: str, own: str) -> bool:
+    """Whether an address as users give it names the cluster at `own`, as far as can be told."""
+    if address == "auto" or "://" in address:
+        return True
+    host, _, port = address.rpartition(":")
+    own_host, _, own_port = own.rpartition(":")
+    try:
+        return port == own_port and socket.gethostbyname(host) == socket.gethostbyname(own_host)
+    except OSError:
+        return False
 
 
 def _connect(address: str | None, directory: str | None) -> None:

@@ -21,6 +21,8 @@ class Share:
     communication_s: float
     waiting_s: float
     moved_bytes: int
+    hidden_s: float
+    """Of compute_s, the time in which data moved behind it."""
 
 
 @final
@@ -50,7 +52,14 @@ class Account:
         waiting_s = totals.waiting_s - booked.waiting_s
         compute_s = max(0.0, now_s - self._time_s - communication_s - waiting_s)
         self._time_s, self._booked = now_s, totals
-        return Share(now_s, compute_s, communication_s, waiting_s, totals.moved_bytes - booked.moved_bytes)
+        return Share(
+            now_s,
+            compute_s,
+            communication_s,
+            waiting_s,
+            totals.moved_bytes - booked.moved_bytes,
+            totals.hidden_s - booked.hidden_s,
+        )
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -63,6 +72,7 @@ class Account:
             booked.communication_s + after.communication_s - before.communication_s,
             booked.waiting_s + after.waiting_s - before.waiting_s,
             booked.moved_bytes + after.moved_bytes - before.moved_bytes,
+            booked.hidden_s + after.hidden_s - before.hidden_s,
         )
         self._clock.resume()
 
@@ -71,4 +81,5 @@ class Account:
             sum(timing.communication_s for timing in self._timings),
             sum(timing.waiting_s for timing in self._timings),
             sum(timing.moved_bytes for timing in self._timings),
+            sum(timing.hidden_s for timing in self._timings),
         )

@@ -39,6 +39,8 @@ class StepRecord:
     moved_bytes: int
     staleness: int
     """Of the gradient this step pushed; 0 where gradients are synchronous, -1 where it was not applied."""
+    hidden_s: float
+    """Of compute_s, the time in which gradients moved behind backward."""
 
 
 @dataclass(frozen=True, slots=True)

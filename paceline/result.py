@@ -99,6 +99,13 @@ class Result:
         whole = sum(totals.values())
         return {name: total / whole if whole else 0.0 for name, total in totals.items()}
 
+    @property
+    def hidden_share(self) -> float:
+        """The part of the exchange's time, waiting included, that was hidden behind backward."""
+        hidden_s = sum(step.hidden_s for step in self.steps)
+        shown_s = sum(step.communication_s + step.waiting_s for step in self.steps)
+        return hidden_s / (hidden_s + shown_s) if hidden_s else 0.0
+
     def model_state(self) -> dict[str, Tensor]:
         """The final global model, as for `model.load_state_dict`.
 

@@ -107,6 +107,8 @@ class Session:
         )
         synchronizer = self.strategy.bind(self.context, replica)
         synchronizer.stop_vote = self._wants_stop
+        if synchronizer.facts and self.context.rank == 0:
+            self.reporter.emit(EventRecord("tuned", "run", self.iteration, self.clock.now_s, dict(synchronizer.facts)))
         account = Account(self.clock, synchronizer.timings)
         self._prepared = _Prepared(replica, synchronizer, sharded, account, extra)
         self._take_over(optimizer)
@@ -196,6 +198,7 @@ class Session:
                 waiting_s=share.waiting_s,
                 moved_bytes=share.moved_bytes,
                 staleness=outcome.staleness,
+                hidden_s=share.hidden_s,
             )
         )
         self._take(outcome)
@@ -257,9 +260,10 @@ class Session:
         self._require_prepared().account.start()
 
     def _require_evaluation(self) -> None:
-        """Raise UsageError if the run has a target and the script nothing that could reach it."""
-        if self.config.target is not None and not self._cadence.evaluates:
-            raise UsageError("--target needs an evaluation, and the script registers none: see @worker.evaluation")
+        """Raise UsageError if the run asks for evaluations and the script has none."""
+        asked = "--target" if self.config.target is not None else "--eval-every" if self.config.eval_every else None
+        if asked is not None and not self._cadence.evaluates:
+            raise UsageError(f"{asked} needs an evaluation, and the script registers none: see @worker.evaluation")
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""

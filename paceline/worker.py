@@ -142,6 +142,16 @@ class Worker:
         self._session.require_same_step("all_gather")
         return self._collective.all_gather(tensor)
 
+    def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
+        """Every worker's tensor, in rank order, on the root, None elsewhere; shapes may differ."""
+        self._session.require_same_step("gather")
+        return self._collective.gather(tensor, root=root)
+
+    def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
+        """What the root gives for this worker; the root gives one tensor for each, the others None."""
+        self._session.require_same_step("scatter")
+        return self._collective.scatter(tensors, root=root)
+
     def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
         """Reduce the i-th tensors of all workers for worker i; returns this worker's."""
         self._session.require_same_step("reduce_scatter")
@@ -160,7 +170,7 @@ class Worker:
     def recv(self, tensor: Tensor, *, source: int) -> Tensor:
         """Overwrite with what the source sent; returns the tensor."""
         self._session.require_same_step("recv")
-        self._collective.recv(tensor, source=source)
+        self._collective.recv(tensor, source=source).wait()
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:

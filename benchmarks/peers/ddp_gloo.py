@@ -27,17 +27,22 @@ from .workload import (
 )
 
 
-def measure(*, model: str, num_workers: int, batch_size: int, seconds: float, warmup_seconds: float) -> float:
+def measure(
+    *, model: str, num_workers: int, batch_size: int, seconds: float, warmup_seconds: float, backend: str = "gloo"
+) -> float:
     """Samples per second of all workers together, over about `seconds` after the warm-up."""
     with tempfile.TemporaryDirectory(prefix="ddp-gloo-") as folder:
         meeting_point = (Path(folder) / "meeting-point").as_uri()
-        [rate] = run_in_processes(_train, num_workers, meeting_point, model, batch_size, seconds, warmup_seconds)
+        [rate] = run_in_processes(
+            _train, num_workers, backend, meeting_point, model, batch_size, seconds, warmup_seconds
+        )
     return rate
 
 
 def _train(
     rank: int,
     num_workers: int,
+    backend: str,
     meeting_point: str,
     model_name: str,
     batch_size: int,
@@ -46,7 +51,9 @@ def _train(
     rates: SimpleQueue[float],
 ) -> None:
     share_cores(num_workers)
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=num_workers)
+    if backend == "paceline":
+        import paceline.torch_backend  # noqa: F401 - registers it
+    dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=num_workers)
     try:
         model = DistributedDataParallel(make_model(model_name))
         optimizer = make_optimizer(model)

@@ -9,13 +9,14 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from typing import Annotated
 
 import psutil
 import torch
 import typer
 import zmq
+from packaging.requirements import Requirement
 from rich.console import Console
 
 from paceline.comm.segment import Segment
@@ -70,11 +71,18 @@ def _system() -> Finding:
 
 
 def _torch() -> Finding:
-    return Finding("torch", True, f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s)")
+    return _library("torch", f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s)")
 
 
 def _ray() -> Finding:
-    return Finding("Ray", True, version("ray"))
+    return _library("ray", version("ray"))
+
+
+def _library(name: str, fact: str) -> Finding:
+    """Whether the installed version is one that Paceline's own installation asks for."""
+    wanted = next(r for r in map(Requirement, requires("paceline") or ()) if r.name == name)
+    is_good = wanted.specifier.contains(version(name), prereleases=True)
+    return Finding(name, is_good, fact, f"install {wanted}, best with Paceline's constraints.txt")
 
 
 def _zeromq() -> Finding:

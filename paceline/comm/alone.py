@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from paceline.comm.arguments import require_one_each, require_root
+from paceline.comm.arguments import require_from_root, require_one_each, require_root
 from paceline.comm.base import Collective, Finished, ReduceOp, Timing, Work
 from paceline.comm.reduction import require_reducible
 from paceline.errors import Aborted, PacelineError, UsageError
@@ -43,6 +43,17 @@ class AloneCollective(Collective):
         self._check()
         require_root(root, size=1)
 
+    def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor]:
+        self._check()
+        require_root(root, size=1)
+        return [_copy(tensor)]
+
+    def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
+        self._check()
+        require_from_root(tensors, root=root, rank=0, size=1)
+        assert tensors is not None  # this rank is the root
+        return _copy(tensors[0])
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._check()
         return [_copy(tensor)]
@@ -58,7 +69,7 @@ class AloneCollective(Collective):
         self._check()
         raise UsageError(f"a world of 1 has no rank {destination} to send to")
 
-    def recv(self, tensor: Tensor, *, source: int) -> None:
+    def recv(self, tensor: Tensor, *, source: int) -> Work:
         self._check()
         raise UsageError(f"a world of 1 has no rank {source} to receive from")
 

@@ -31,6 +31,15 @@ def require_one_each(tensors: Sequence[Tensor], *, size: int) -> None:
         raise TypeError(f"the tensors of one operation must have one dtype, not {', '.join(sorted(dtypes))}")
 
 
+def require_from_root(tensors: Sequence[Tensor] | None, *, root: int, rank: int, size: int) -> None:
+    """Raise `UsageError` unless the root, and nobody else, gives one tensor a rank; `TypeError` as for those."""
+    require_root(root, size=size)
+    if rank == root:
+        require_one_each(tensors or (), size=size)
+    elif tensors is not None:
+        raise UsageError(f"only the root, rank {root}, gives tensors to scatter; rank {rank} must give None")
+
+
 def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tuple[Tensor, Callable[[], None] | None]:
     """The tensor as contiguous 1-D memory on `device_type` and, where that is a copy, what copies it back.
 

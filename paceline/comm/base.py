@@ -29,6 +29,8 @@ class Timing:
     """Time in which this worker was ready and a peer was not."""
     moved_bytes: int = 0
     """Bytes this worker sent or read from peers and servers."""
+    hidden_s: float = 0.0
+    """Time in which data moved behind this worker's own computing: in neither of the above."""
 
 
 class Work(ABC):
@@ -89,6 +91,20 @@ class Collective(ABC):
         """Overwrite `tensor` with the root's, in place; shape and dtype must agree."""
 
     @abstractmethod
+    def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
+        """Every rank's tensor, in rank order, on the root; None elsewhere.
+
+        Shapes may differ between ranks, dtypes may not.
+        """
+
+    @abstractmethod
+    def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
+        """The tensor that the root gives for this rank.
+
+        The root gives `size` tensors of one dtype, whose shapes may differ; the others give None.
+        """
+
+    @abstractmethod
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order; shapes may differ between ranks, dtypes may not."""
 
@@ -101,8 +117,11 @@ class Collective(ABC):
         """Start to send `tensor` to one rank, which must `recv` one of the same shape and dtype."""
 
     @abstractmethod
-    def recv(self, tensor: Tensor, *, source: int) -> None:
-        """Overwrite `tensor` with what the source sent."""
+    def recv(self, tensor: Tensor, *, source: int) -> Work:
+        """Start to overwrite `tensor` with what the source sends.
+
+        Several may be under way; those from one source take its messages, and are over, in the order of the calls.
+        """
 
     @abstractmethod
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field
 from typing import Any, final
 
 import safetensors.torch
@@ -15,13 +15,24 @@ from torch import Tensor
 from paceline.comm.base import OptimizerSpec
 from paceline.comm.line import Bell, BellAddress, ServerLine
 from paceline.comm.segment import Segment, SegmentAddress
-from paceline.comm.wire import Keys, Kind, Listener, Message, Raw, WireError, from_frames, raw_bytes, to_frames
+from paceline.comm.server_part import Part, build_part
+from paceline.comm.wire import (
+    ALL_SHARDS,
+    Keys,
+    Kind,
+    Listener,
+    Message,
+    Raw,
+    WireError,
+    from_frames,
+    raw_bytes,
+)
 from paceline.errors import PacelineError
 from paceline.layout import Layout
 from paceline.records import Reporter, UpdateRecord
 from paceline.server.admission import AdmissionRule
-from paceline.server.ranges import KeyRange
-from paceline.server.shard import Answer, Shard, build_optimizer
+from paceline.server.ranges import KeyRange, in_shards
+from paceline.server.shard import Answer
 from paceline.server.state import export_state, import_state
 
 VOID, STOP, ADMITTED = 1, 2, 4  # flags of EXCHANGE and ANSWER
@@ -42,22 +53,21 @@ class ServerSpec:
 
 @dataclass
 class _Client:
-    """One worker, as this server reaches it: tensors to read gradients from and to write parameters to."""
+    """One worker, as this server reaches it."""
 
     identity: bytes
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    segments: tuple[Segment, ...]
-    """Mapped memory of a worker on this host; none for a worker elsewhere, whose tensors cross the wire."""
+    gradients: list[list[Tensor]]
+    """For each shard; of a worker on this host where it computes them, else where they are put as they arrive."""
+    parameters: list[list[Tensor]] | None = None
+    """For each shard, the memory of a worker on this host to write to; none for a worker elsewhere."""
+    segments: tuple[Segment, ...] = ()
     line: ServerLine | None = None
     """The quick way to a worker on this host."""
     asked_on_line: bool = False
     """Whether the last request came that way; its answer goes back the same."""
     arrived_s: float = 0.0
-
-    @property
-    def is_local(self) -> bool:
-        return bool(self.segments)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """For a worker on this host, which is answered once for all shards: what they have answered to its request yet."""
 
 
 @final
@@ -79,12 +89,14 @@ class ParameterService:
         self._index, self._epoch, self._reporter = index, epoch, reporter
         self._clients: dict[int, _Client] = {}
         self._is_stopping = False
-        self._shard: Shard | None = None
         self._spec: ServerSpec | None = None
-        self._groups: list[int] = []
+        self._parts: list[Part] = []
+        self._all_parts: list[tuple[int, Part]] = []
+        self._shared: Segment | None = None
         self._handlers: dict[Kind, Callable[[_Client, Message], None]] = {
             Kind.INITIALISE: self._initialise,
             Kind.EXCHANGE: self._exchange,
+            Kind.FOLLOW: self._follow,
             Kind.WAIT: self._wait,
             Kind.PULL: self._pull,
             Kind.LEAVE: self._leave,
@@ -99,29 +111,27 @@ class ParameterService:
 
     @property
     def iteration(self) -> int:
-        return self._shard.iteration if self._shard is not None else 0
+        return self._parts[-1].shard.iteration if self._parts else 0
 
     def configure(self, spec: ServerSpec) -> None:
-        """Build the shard; called once, from any thread, before the first worker attaches."""
-        segments = spec.layout.segments
-        parameters = [
-            torch.zeros(
-                piece.stop - piece.start if piece.shape is None else piece.shape, dtype=segments[piece.segment].dtype
-            )
-            for piece in spec.pieces
+        """Build the shards; called once, from any thread, before the first worker attaches.
+
+        The first server's last shard decides where shards must agree: it has heard of a gradient when all of it came.
+        """
+        memory: Tensor | None = None
+        if spec.rule.torn_reads:
+            self._shared = Segment.create(spec.layout.num_bytes)
+            memory = self._shared.tensor[: spec.layout.num_bytes]
+        ranges = in_shards(spec.pieces, whole=not spec.optimizer.element_wise)
+        rules = [spec.rule.for_another_shard() for _ in ranges]
+        if self._index == 0:
+            rules[-1] = spec.rule
+        self._parts = [
+            build_part(spec.layout, pieces, spec.optimizer, rule, max_updates=spec.max_updates, memory=memory)
+            for pieces, rule in zip(ranges, rules, strict=True)
         ]
-        owned: dict[int, list[Tensor]] = {}
-        for piece, parameter in zip(spec.pieces, parameters, strict=True):
-            owned.setdefault(segments[piece.segment].group, []).append(parameter)
-        self._groups = sorted(owned)
-        optimizer = build_optimizer(
-            spec.optimizer.optimizer_class,
-            spec.optimizer.defaults,
-            [spec.optimizer.groups[group] for group in self._groups],
-            [owned[group] for group in self._groups],
-        )
+        self._all_parts = list(enumerate(self._parts))
         self._spec = spec
-        self._shard = Shard(parameters=parameters, optimizer=optimizer, rule=spec.rule, max_updates=spec.max_updates)
 
     def serve(self) -> None:
         """Answer requests until `stop` is called."""
@@ -145,12 +155,14 @@ class ParameterService:
         self._listener.close()
         self._bell.close()
         for client in self._clients.values():
-            client.parameters.clear()
-            client.gradients.clear()
+            client.parameters, client.gradients = None, []
             for segment in client.segments:
                 segment.close()
             if client.line is not None:
                 client.line.close()
+        self._parts, self._all_parts = [], []
+        if self._shared is not None:
+            self._shared.close()
 
     def _handle_lines(self) -> None:
         """Answer every request on a line; one that comes meanwhile rings again."""
@@ -180,7 +192,7 @@ class ParameterService:
             if message.sender not in self._clients or message.kind not in self._handlers:
                 raise WireError(f"refused {message.kind.name} from worker {message.sender}")
             self._handlers[message.kind](self._clients[message.sender], message)
-        except (PacelineError, ValueError, TypeError) as error:
+        except (PacelineError, LookupError, ValueError, TypeError) as error:
             text = f"server {self._index}: {type(error).__name__}: {error}"[:_ERROR_LENGTH]
             failure = self._message(Kind.ERROR, body={"error": text})
             client = next((c for c in self._clients.values() if c.identity == identity), None)
@@ -196,119 +208,187 @@ class ParameterService:
             self._listener.send(client.identity, message)
 
     def _attach(self, identity: bytes, message: Message) -> None:
-        spec, shard = self._ready()
+        spec = self._ready()
+        about: dict[str, Any] = {"follows": self._parts[-1].shard.follows}
         if message.body:
             segments = tuple(Segment.open(SegmentAddress(*message.body[name])) for name in ("parameters", "gradients"))
             parameters, gradients = (
-                [piece.view(spec.layout, segment.tensor[: spec.layout.num_bytes]) for piece in spec.pieces]
+                [
+                    [piece.view(spec.layout, segment.tensor[: spec.layout.num_bytes]) for piece in part.pieces]
+                    for part in self._parts
+                ]
                 for segment in segments
             )
             line = ServerLine(SegmentAddress(*message.body["line"]))
-            client = _Client(identity, parameters, gradients, segments, line)
+            client = _Client(identity, gradients, parameters, segments, line)
+            if self._shared is not None:
+                about["parameters"] = astuple(self._shared.address)
         else:
-            gradients = [torch.zeros_like(parameter) for parameter in shard.parameters]
-            client = _Client(identity, shard.parameters, gradients, ())
+            gradients = [[torch.zeros_like(tensor) for tensor in part.shard.parameters] for part in self._parts]
+            client = _Client(identity, gradients)
         self._clients[message.sender] = client
-        self._listener.send(identity, self._message(Kind.OK))
+        self._listener.send(identity, self._message(Kind.OK, body=about))
 
     def _initialise(self, client: _Client, message: Message) -> None:
-        _, shard = self._ready()
-        if client.is_local:
-            for parameter, given in zip(shard.parameters, client.parameters, strict=True):
-                parameter.copy_(given)
-        else:
-            from_frames(message.payload, shard.parameters)
-        shard.iteration = message.iteration
-        for worker in self._clients:
-            shard.pulled(worker)
-        self._send(client, self._message(Kind.OK))
+        parts = self._parts_of(message)
+        for index, part in parts:
+            if client.parameters is None:
+                from_frames(message.payload, part.shard.parameters)
+            else:
+                _copy(client.parameters[index], part.shard.parameters)
+            part.frames = None
+            part.shard.iteration = message.iteration
+            for worker in self._clients:
+                part.shard.pulled(worker)
+        if parts[-1][0] == len(self._parts) - 1:
+            self._send(client, self._message(Kind.OK))
 
     def _exchange(self, client: _Client, message: Message) -> None:
-        _, shard = self._ready()
+        parts = self._parts_of(message)
         client.arrived_s = time.perf_counter()
         is_void = bool(message.flags & VOID)
-        if not client.is_local and not is_void:
-            from_frames(message.payload, client.gradients)
         given = message.body.get("groups")
-        groups = [_tuples(given[group]) for group in self._groups] if given is not None else None
-        answers = shard.push(
-            message.sender,
-            message.clock,
-            None if is_void else client.gradients,
-            pause_at=message.pause_at,
-            stop=bool(message.flags & STOP),
-            groups=groups,
-        )
-        self._answer(answers, released_at_s=client.arrived_s)
+        for index, part in parts:
+            if client.parameters is None and not is_void:
+                from_frames(message.payload, client.gradients[index])
+            answers = part.shard.push(
+                message.sender,
+                message.clock,
+                None if is_void else client.gradients[index],
+                pause_at=message.pause_at,
+                stop=bool(message.flags & STOP),
+                groups=part.own_groups(given) if given is not None else None,
+            )
+            self._answer(index, answers, released_at_s=client.arrived_s)
+        if "contributors" in message.body:
+            self._follow(client, message)
+
+    def _follow(self, client: _Client, message: Message) -> None:
+        """A worker brings what the first server decided."""
+        self._tell_followers(message.sender, message.body["goes_on_at"], message.body["contributors"])
+
+    def _tell_followers(self, worker: int, clock: int, contributors: Sequence[int]) -> None:
+        now_s = time.perf_counter()
+        for index, part in enumerate(self._parts):
+            if part.shard.follows:
+                self._answer(index, part.shard.follow(worker, clock, contributors), released_at_s=now_s)
 
     def _wait(self, client: _Client, message: Message) -> None:
-        _, shard = self._ready()
+        parts = self._parts_of(message)
         client.arrived_s = time.perf_counter()
-        self._answer(shard.wait(message.sender, pause_at=message.pause_at), released_at_s=client.arrived_s)
+        for index, part in parts:
+            answers = part.shard.wait(message.sender, pause_at=message.pause_at)
+            self._answer(index, answers, released_at_s=client.arrived_s)
 
     def _leave(self, client: _Client, message: Message) -> None:
-        _, shard = self._ready()
         now_s = time.perf_counter()
-        self._answer(shard.leave(message.sender), released_at_s=now_s)
+        for index, part in self._parts_of(message):
+            self._answer(index, part.shard.leave(message.sender), released_at_s=now_s)
         self._send(client, self._message(Kind.OK))
 
     def _pull(self, client: _Client, message: Message) -> None:
-        self._send_parameters(client, message.sender, self._message(Kind.ANSWER))
+        for index, part in self._parts_of(message):
+            self._give_parameters(client, message.sender, index)
+            if client.parameters is None:
+                answer = self._message(Kind.ANSWER, shard=index, payload=part.as_frames())
+                self._listener.send(client.identity, answer)
+        if client.parameters is not None:
+            self._send(client, self._message(Kind.ANSWER))
 
     def _get_state(self, client: _Client, message: Message) -> None:
-        _, shard = self._ready()
-        raw = memoryview(safetensors.torch.save(export_state(shard.optimizer, shard.parameters)))
+        state: dict[str, Tensor] = {}
+        first = 0
+        for _, part in self._parts_of(message):
+            state |= export_state(part.shard.optimizer, part.shard.parameters, first_piece=first)
+            first += len(part.pieces)
+        raw = memoryview(safetensors.torch.save(state))
         self._listener.send(client.identity, self._message(Kind.OK, payload=[raw]))
 
     def _set_state(self, client: _Client, message: Message) -> None:
-        _, shard = self._ready()
         raw = b"".join(raw_bytes(frame) for frame in message.payload)
-        import_state(shard.optimizer, shard.parameters, safetensors.torch.load(raw))
+        state = safetensors.torch.load(raw)
+        first = 0
+        for _, part in self._parts_of(message):
+            import_state(part.shard.optimizer, part.shard.parameters, state, first_piece=first)
+            first += len(part.pieces)
         self._send(client, self._message(Kind.OK))
 
-    def _answer(self, answers: Sequence[Answer], *, released_at_s: float) -> None:
-        """Send the current parameters to every worker that is complete.
+    def _answer(self, index: int, answers: Sequence[Answer], *, released_at_s: float) -> None:
+        """Give every worker that is complete the current parameters of this shard.
 
         Args:
             released_at_s: when the request arrived that completed them; until then they waited for others.
         """
-        _, shard = self._ready()
+        part = self._parts[index]
         for answer in answers:
             client = self._clients[answer.worker]
-            message = Message(
-                Kind.ANSWER,
-                self._epoch,
-                sender=self._index,
-                flags=(STOP if answer.stop else 0) | (ADMITTED if answer.admitted else 0),
-                clock=answer.clock,
-                iteration=answer.iteration,
-                staleness=answer.staleness,
-                waiting_s=max(0.0, released_at_s - client.arrived_s),
-            )
-            self._send_parameters(client, answer.worker, message)
-        for applied in shard.drain_applied():
-            self._reporter.emit(
-                UpdateRecord(self._index, applied.iteration, applied.worker, applied.clock, applied.staleness)
-            )
+            self._give_parameters(client, answer.worker, index)
+            waiting_s = max(0.0, released_at_s - client.arrived_s)
+            if client.parameters is None:
+                frames = part.as_frames()
+                message = self._about(
+                    answer, is_admitted=answer.admitted, waiting_s=waiting_s, shard=index, payload=frames
+                )
+                self._listener.send(client.identity, message)
+            else:
+                client.answers[index] = answer
+                self._answer_on_line(client, waiting_s)
+        applied = part.shard.drain_applied()
+        if index != len(self._parts) - 1:
+            return
+        for one in applied:
+            self._reporter.emit(UpdateRecord(self._index, one.iteration, one.worker, one.clock, one.staleness))
+        for answer in answers:
+            if answer.contributors is not None:
+                self._tell_followers(answer.worker, answer.clock, answer.contributors)
 
-    def _send_parameters(self, client: _Client, worker: int, message: Message) -> None:
-        _, shard = self._ready()
-        if client.is_local:
-            for target, parameter in zip(client.parameters, shard.parameters, strict=True):
-                target.copy_(parameter)
-        else:
-            # The socket reads the frames after this returns and the next update writes in place: give it a copy.
-            message = replace(message, payload=[bytes(frame) for frame in to_frames(shard.parameters)])
+    def _answer_on_line(self, client: _Client, waiting_s: float) -> None:
+        """One answer for all shards, once the last of them has answered."""
+        if len(client.answers) == len(self._parts):
+            answers = [client.answers.pop(index) for index in range(len(self._parts))]
+            is_admitted = all(answer.admitted for answer in answers)
+            self._send(client, self._about(answers[-1], is_admitted=is_admitted, waiting_s=waiting_s))
+
+    def _give_parameters(self, client: _Client, worker: int, index: int) -> None:
+        shard = self._parts[index].shard
+        if client.parameters is not None and self._shared is None:
+            _copy(shard.parameters, client.parameters[index])
         shard.pulled(worker)
-        self._send(client, message)
+
+    def _about(self, answer: Answer, *, is_admitted: bool, waiting_s: float, **tensors: Any) -> Message:
+        body = {} if answer.contributors is None else {"contributors": answer.contributors}
+        return Message(
+            Kind.ANSWER,
+            self._epoch,
+            sender=self._index,
+            flags=(STOP if answer.stop else 0) | (ADMITTED if is_admitted else 0),
+            clock=answer.clock,
+            iteration=answer.iteration,
+            staleness=answer.staleness,
+            waiting_s=waiting_s,
+            body=body,
+            **tensors,
+        )
 
     def _message(self, kind: Kind, **fields: Any) -> Message:
         return Message(kind, self._epoch, sender=self._index, iteration=self.iteration, **fields)
 
-    def _ready(self) -> tuple[ServerSpec, Shard]:
-        if self._spec is None or self._shard is None:
+    def _parts_of(self, message: Message) -> list[tuple[int, Part]]:
+        """The shards that a message is about, with their indices.
+
+        Raises:
+            WireError: there is no such shard.
+        """
+        if message.shard == ALL_SHARDS:
+            return self._all_parts
+        if not 0 <= message.shard < len(self._parts):
+            raise WireError(f"server {self._index} has {len(self._parts)} shards, and none of index {message.shard}")
+        return [(message.shard, self._parts[message.shard])]
+
+    def _ready(self) -> ServerSpec:
+        if self._spec is None:
             raise WireError(f"server {self._index} was asked before it was configured")
-        return self._spec, self._shard
+        return self._spec
 
 
 def identity_of(worker: int) -> bytes:
@@ -316,6 +396,6 @@ def identity_of(worker: int) -> bytes:
     return f"worker-{worker}".encode()
 
 
-def _tuples(group: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists where optimizers have tuples (betas)."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

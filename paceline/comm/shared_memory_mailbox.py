@@ -1,4 +1,4 @@
-"""Sending from one rank to another through shared memory: a channel of a few slots for every pair of ranks."""
+"""Messages from one rank to another through shared memory: a channel of a few slots for every pair of ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,18 @@ _NUM_SLOTS = 2
 PIECE_BYTES = 2**18
 BOX_BYTES = _HEADER_BYTES + _NUM_SLOTS * PIECE_BYTES
 
+_Obstacle = tuple[Counter, int]
+"""Which counter of another rank must come how far before a message can go on."""
 
-@dataclass
+
+@dataclass(eq=False)
 class _Message:
+    """What this rank has still to send to another, or to receive from it; over when no piece is left."""
+
     signature: Signature
     pieces: deque[Tensor]
+    finish: Callable[[], None] | None = None
+    """What is to be done once when the last piece has moved."""
 
 
 @final
@@ -58,6 +65,7 @@ class _Channel:
         """`mine`: this rank's box for `rank`; `theirs`: that rank's box for this one."""
         self.rank = rank
         self.outgoing: deque[_Message] = deque()
+        self.incoming: deque[_Message] = deque()
         self.num_sent = FIRST_NUMBER
         self.num_received = FIRST_NUMBER
         self.sent = Counter(_SENT, mine.words, {rank: theirs.words})
@@ -65,15 +73,21 @@ class _Channel:
         self._mine = mine
         self._theirs = theirs
 
-    def room_number(self) -> int:
+    def room(self) -> _Obstacle:
         """The piece that the other must have received before the next one finds a free slot."""
-        return self.num_sent + 1 - _NUM_SLOTS
+        return self.received, self.num_sent + 1 - _NUM_SLOTS
 
-    def has_room(self) -> bool:
-        return self.received.reached(self.room_number())
+    def mail(self) -> _Obstacle:
+        """The piece that the other must have sent before the next one can be taken."""
+        return self.sent, self.num_received + 1
 
-    def has_mail(self) -> bool:
-        return self.sent.reached(self.num_received + 1)
+    def can_put(self) -> bool:
+        counter, number = self.room()
+        return bool(self.outgoing) and counter.reached(number)
+
+    def can_take(self) -> bool:
+        counter, number = self.mail()
+        return bool(self.incoming) and counter.reached(number)
 
     def put(self, piece: Tensor, signature: Signature) -> None:
         self.num_sent += 1
@@ -93,7 +107,7 @@ class _Channel:
 
 @final
 class Mailbox:
-    """One rank's channels to all others. Sends advance whenever this rank calls anything that waits."""
+    """One rank's channels to all others. Messages advance whenever this rank calls anything that waits."""
 
     def __init__(self, rendezvous: Rendezvous, pipeline: Pipeline, segments: Sequence[Segment], timing: Timing) -> None:
         """`segments`: of all ranks, in rank order; in each, one box for every rank."""
@@ -122,42 +136,48 @@ class Mailbox:
         message = _Message(signature, deque(pieces(raw, PIECE_BYTES)))
         channel.outgoing.append(message)
         self.advance()
-        return _Sending(self, channel, message)
+        return _MessageWork(self, message, channel.room)
 
-    def recv(self, raw: Tensor, source: int, signature: Signature) -> None:
-        """Block until the 1-D uint8 tensor is filled."""
+    def recv(self, raw: Tensor, source: int, signature: Signature, finish: Callable[[], None] | None) -> Work:
+        """Start to fill the 1-D uint8 tensor, after those that wait for the same source; never blocks."""
         self._rendezvous.check()
         channel = self._channels[source]
-        started_s = time.perf_counter()
-        for piece in pieces(raw, PIECE_BYTES):
-            while not channel.has_mail():
-                self._await(channel.sent, channel.num_received + 1, signature, started_s, channel.has_mail)
-            self._take(channel, piece, signature)
+        message = _Message(signature, deque(pieces(raw, PIECE_BYTES)), finish)
+        channel.incoming.append(message)
+        self.advance()
+        return _MessageWork(self, message, channel.mail)
 
-    def wait(self, channel: _Channel, message: _Message) -> None:
-        """Block until all of `message` is in the channel."""
+    def wait(self, message: _Message, obstacle: Callable[[], _Obstacle]) -> None:
+        """Block until `message` is over; `obstacle` tells what it waits for."""
         started_s = time.perf_counter()
         while message.pieces:
-            self._await(channel.received, channel.room_number(), message.signature, started_s, channel.has_room)
+            self._rendezvous.check()
+            self.advance()
+            if message.pieces:
+                interval_s = MIXED_INTERVAL_S if self._pipeline.advance() else LOOK_INTERVAL_S
+                self._rendezvous.wait_for_event(
+                    *obstacle(), message.signature, started_s, ready=self._can_advance, interval_s=interval_s
+                )
 
-    def poll(self, channel: _Channel, message: _Message) -> bool:
-        """Advance without blocking; whether all of `message` is in the channel."""
-        if not message.pieces:
-            return True
-        self._rendezvous.check()
-        self.advance()
+    def poll(self, message: _Message, obstacle: Callable[[], _Obstacle]) -> bool:
+        """Advance without blocking; whether `message` is over."""
         if message.pieces:
-            self._rendezvous.look(channel.received, channel.room_number(), message.signature)
+            self._rendezvous.check()
+            self.advance()
+        if message.pieces:
+            self._rendezvous.look(*obstacle(), message.signature)
         return not message.pieces
 
     def advance(self) -> bool:
-        """Put into the channels what they have room for; whether anything is left to send."""
-        unsent = False
+        """Put into the channels what they have room for and take out what is awaited; whether any message is left."""
+        is_any_left = False
         for channel in self._channels.values():
             if channel.outgoing:
                 self._put(channel)
-                unsent = unsent or bool(channel.outgoing)
-        return unsent
+            if channel.incoming:
+                self._take(channel)
+            is_any_left = is_any_left or bool(channel.outgoing or channel.incoming)
+        return is_any_left
 
     def close(self) -> None:
         """Forget all messages and let go of the memory."""
@@ -165,20 +185,34 @@ class Mailbox:
 
     def _put(self, channel: _Channel) -> None:
         before_s = time.perf_counter()
-        while channel.outgoing and channel.has_room():
+        while channel.can_put():
             message = channel.outgoing[0]
-            piece = message.pieces[0]
-            channel.put(piece, message.signature)
-            self._rendezvous.ring(channel.rank)
-            self._timing.moved_bytes += piece.numel()
-            # Last, so that nobody takes the message for sent before it is.
-            message.pieces.popleft()
-            if not message.pieces:
-                channel.outgoing.popleft()
+            channel.put(message.pieces[0], message.signature)
+            self._moved(channel, channel.outgoing)
         self._timing.communication_s += time.perf_counter() - before_s
 
-    def _take(self, channel: _Channel, piece: Tensor, signature: Signature) -> None:
+    def _take(self, channel: _Channel) -> None:
         before_s = time.perf_counter()
+        while channel.can_take():
+            message = channel.incoming[0]
+            self._require_agreement(channel, message.signature)
+            channel.take(message.pieces[0])
+            self._moved(channel, channel.incoming)
+        self._timing.communication_s += time.perf_counter() - before_s
+
+    def _moved(self, channel: _Channel, messages: deque[_Message]) -> None:
+        """The first piece of the first message is through."""
+        message = messages[0]
+        self._rendezvous.ring(channel.rank)
+        self._timing.moved_bytes += message.pieces[0].numel()
+        if len(message.pieces) == 1:
+            messages.popleft()
+            if message.finish is not None:
+                message.finish()
+        # Last, so that nobody takes the message for over before it is.
+        message.pieces.popleft()
+
+    def _require_agreement(self, channel: _Channel, signature: Signature) -> None:
         theirs = channel.next_signature()
         if theirs != signature.raw:
             self._rendezvous.fail(
@@ -187,40 +221,20 @@ class Mailbox:
                     f"{Signature.unpack(theirs)}; both must agree"
                 )
             )
-        channel.take(piece)
-        self._rendezvous.ring(channel.rank)
-        self._timing.moved_bytes += piece.numel()
-        self._timing.communication_s += time.perf_counter() - before_s
 
-    def _await(
-        self, counter: Counter, number: int, signature: Signature, started_s: float, arrived: Callable[[], bool]
-    ) -> None:
-        """Advance all other work; if `arrived` still does not hold, sleep until this rank's bell rings."""
-        self._rendezvous.check()
-        self.advance()
-        interval_s = MIXED_INTERVAL_S if self._pipeline.advance() else LOOK_INTERVAL_S
-        self._rendezvous.wait_for_event(
-            counter,
-            number,
-            signature,
-            started_s,
-            ready=lambda: arrived() or self._can_put(),
-            interval_s=interval_s,
-        )
-
-    def _can_put(self) -> bool:
-        return any(channel.outgoing and channel.has_room() for channel in self._channels.values())
+    def _can_advance(self) -> bool:
+        return any(channel.can_put() or channel.can_take() for channel in self._channels.values())
 
 
 @final
-class _Sending(Work):
-    def __init__(self, mailbox: Mailbox, channel: _Channel, message: _Message) -> None:
+class _MessageWork(Work):
+    def __init__(self, mailbox: Mailbox, message: _Message, obstacle: Callable[[], _Obstacle]) -> None:
         self._mailbox = mailbox
-        self._channel = channel
         self._message = message
+        self._obstacle = obstacle
 
     def poll(self) -> bool:
-        return self._mailbox.poll(self._channel, self._message)
+        return self._mailbox.poll(self._message, self._obstacle)
 
     def wait(self) -> None:
-        self._mailbox.wait(self._channel, self._message)
+        self._mailbox.wait(self._message, self._obstacle)

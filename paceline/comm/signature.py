@@ -14,6 +14,8 @@ from torch import Tensor
 from paceline.comm.base import REDUCE_OPS, ReduceOp
 
 MAX_DIMENSIONS = 8
+FORM_NUMBERS = 2 + MAX_DIMENSIONS
+"""int64 numbers in a packed form: dtype, number of dimensions, shape."""
 _OPERATIONS = (
     "all_reduce",
     "broadcast",
@@ -22,7 +24,10 @@ _OPERATIONS = (
     "all_to_all",
     "barrier",
     "message",
+    "gather",
+    "scatter",
 )
+_ROOTED = {"broadcast": " from rank {}", "gather": " to rank {}"}
 # In an order that does not depend on the process.
 _DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -72,9 +77,11 @@ class Signature:
     def __str__(self) -> str:
         if self.operation == "barrier":
             return self.operation
+        if self.operation == "scatter":
+            return f"scatter from rank {self.root}"  # what it is of, only the root knows
         what = f"{self.operation}({self.op})" if self.op else self.operation
         size = f"{self.num_elements} elements of " if self.num_elements else ""
-        root = f" from rank {self.root}" if self.operation == "broadcast" else ""
+        root = _ROOTED.get(self.operation, "").format(self.root)
         place = "" if self.offset_bytes is None else f" at byte {self.offset_bytes} of allocated memory"
         return f"{what} of {size}{str(self.dtype).removeprefix('torch.')}{root}{place}"
 
@@ -96,12 +103,12 @@ class TensorForm:
 
 
 def pack_forms(tensors: Sequence[Tensor]) -> Tensor:
-    """Dtypes and shapes as int64 of shape (number of tensors, 2 + MAX_DIMENSIONS).
+    """Dtypes and shapes as int64 of shape (number of tensors, FORM_NUMBERS).
 
     Raises:
         ValueError: a tensor has more than MAX_DIMENSIONS dimensions.
     """
-    rows = torch.zeros(len(tensors), 2 + MAX_DIMENSIONS, dtype=torch.int64)
+    rows = torch.zeros(len(tensors), FORM_NUMBERS, dtype=torch.int64)
     for row, tensor in zip(rows, tensors, strict=True):
         if tensor.dim() > MAX_DIMENSIONS:
             raise ValueError(

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
+import functools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, final
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Store
 
-from paceline.comm.arguments import flatten, require_one_each, require_other, require_root
+from paceline.comm.arguments import flatten, require_from_root, require_one_each, require_other, require_root
 from paceline.comm.base import Collective, ReduceOp, Timing, Work
+from paceline.comm.network_interface import interface_with, nccl_interface
+from paceline.comm.peer_watch import PeerWatch
 from paceline.comm.reduction import Reduction, require_reducible
-from paceline.comm.signature import TensorForm, pack_forms, unpack_forms
+from paceline.comm.signature import FORM_NUMBERS, Signature, TensorForm, pack_forms, unpack_forms
+from paceline.comm.torch_calls import TorchCalls
+from paceline.comm.torch_messages import MessageWay
 from paceline.comm.torch_reduction import from_wire, options_for, to_wire
-from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, TensorMismatch, UsageError
+from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, TensorMismatch
 
 _FOR_EVER = timedelta(days=365)
-_LOOK_INTERVAL_S = 0.2
-# NCCL's futures are done when the work is enqueued, so its works are asked in turn.
-_ASK_INTERVAL_S = 50e-6
+# A backend that times out closes its connections, and peers would blame whoever was first, not whoever is missing.
+_BACKEND_MARGIN_S = 10.0
+# What goes to a rank that is sent nothing.
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NO_FORM = TensorForm(torch.uint8, (0,))
 
 
 @final
@@ -35,22 +38,39 @@ class TorchCollective(Collective):
     """Operations of a torch.distributed process group, gloo or NCCL, under Paceline's rules.
 
     All blocked time counts as communication: the backends do not tell it from waiting. `wait` blocks this thread until
-    the result is in place, with NCCL too, so that every wait has a deadline. Errors name the operation; which rank was
-    lost they say only as far as the backend does. After any error every later call raises.
+    the result is in place, with NCCL too, so that every wait has a deadline. After any error every later call raises.
 
-    Sizes and dtypes are compared between ranks except in `all_reduce`, `send` and `recv`, where that would double the
-    latency: there a disagreement ends gloo's process.
+    Given an address, errors name the rank that is lost, missing or disagrees. Ranks that disagree on operation, root,
+    dtype or size find out the first time that a rank asks for that; between operations that were all agreed on before,
+    a disagreement in `all_reduce` still ends gloo's processes, as gloo does. To compare every time would cost a
+    12 KB all-reduce about as much again as it takes. Sizes and dtypes are compared in every call of the other
+    operations. A message of another dtype or size than its receiver awaits never arrives over gloo, and NCCL does with
+    it what it likes.
+
+    Over NCCL, messages between two ranks are passed in the order of the calls, both ways together: of two ranks that
+    exchange large tensors one must receive first.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, device: torch.device | None = None, deadline_s: float | None = 300.0
+        self,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device | None = None,
+        address: str | None = None,
+        deadline_s: float | None = 300.0,
     ) -> None:
-        """Take over a process group.
+        """Take over a process group. Collective call if there is an address.
 
         Args:
             group: one of gloo or NCCL; `close` shuts it down.
             device: where this rank's tensors are; None for the CPU with gloo and the current CUDA device with NCCL.
-            deadline_s: the longest that any one call may wait; None for ever. The group's own timeout holds too.
+            address: IP address of this host on which the other ranks reach it; on every rank or on none.
+            deadline_s: the longest that any one call may wait; None for ever. The group's own timeout is set
+                a little longer.
+
+        Raises:
+            DeadlineExceeded, PeerLost: another rank did not come.
+            OSError: another rank's address cannot be reached.
         """
         self.rank = group.rank()
         self.size = group.size()
@@ -58,16 +78,21 @@ class TorchCollective(Collective):
         # Any: a process group and a bare backend take the same calls, which their stubs tell of neither.
         self._group: Any = group
         self._is_closed = False
-        self._deadline_s = deadline_s
-        self._failure: PacelineError | None = None
         self._is_nccl = group.name().lower() == "nccl"
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if self._is_nccl else torch.device("cpu")
         self._device = device
+        self._calls = TorchCalls(timing=self.timing, deadline_s=deadline_s, is_nccl=self._is_nccl)
+        self._ways: dict[str, MessageWay] = {}
+        if address is not None:
+            self._calls.watch(
+                PeerWatch.meet(self._exchange_addresses, rank=self.rank, address=address, deadline_s=deadline_s)
+            )
+        self.set_deadline(deadline_s)
 
     def allocate(self, num_bytes: int) -> Tensor:
         """As `Collective.allocate`; plain memory, on this rank's GPU with NCCL."""
-        self._check()
+        self._calls.check()
         if num_bytes <= 0:
             raise ValueError(f"an allocation needs at least one byte, not {num_bytes}")
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
@@ -83,20 +108,44 @@ class TorchCollective(Collective):
         tensor = tensor.detach()
         wire = to_wire(tensor, op)
         options = options_for(op, tensor.dtype)
-        finish = partial(from_wire, wire, tensor, op, size=self.size)
+        finish = functools.partial(from_wire, wire, tensor, op, size=self.size)
         num_bytes = 2 * (self.size - 1) * wire.nbytes // self.size
-        return self._start(f"all_reduce({op})", lambda: self._group.allreduce([wire], options), num_bytes, finish)
+        return self._calls.submit(
+            _all_reduce_of(op, tensor.dtype, tensor.numel()),
+            lambda: self._group.allreduce([wire], options),
+            num_bytes=num_bytes,
+            finish=finish,
+            must_agree=True,
+        )
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         require_root(root, size=self.size)
-        self._require_agreement("broadcast", [tensor])
+        self._require_agreement(f"broadcast from rank {root}", [tensor])
         flat, copy_back = flatten(tensor, device_type=self._device.type, is_target=True)
         raw = flat.view(torch.uint8)
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        self._run("broadcast", lambda: self._group.broadcast([raw], options), raw.numel())
+        self._run("broadcast", lambda: self._group.broadcast([raw], _broadcast_options(root)), raw.numel())
         if copy_back is not None:
             copy_back()
+
+    def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
+        """As `Collective.gather`; an all-to-all in which only the root is sent anything."""
+        require_root(root, size=self.size)
+        forms = [theirs[0] for theirs in self._exchange_forms(f"gather to rank {root}", [tensor])]
+        outgoing = [_NOTHING] * self.size
+        outgoing[root] = tensor
+        if self.rank != root:
+            self._exchange_raw("gather", outgoing, [_NO_FORM] * self.size)
+            return None
+        return self._exchange_raw("gather", outgoing, forms)
+
+    def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
+        """As `Collective.scatter`; an all-to-all in which only the root sends anything."""
+        require_from_root(tensors, root=root, rank=self.rank, size=self.size)
+        for tensor in tensors or ():
+            self._require_device(tensor)
+        incoming = [_NO_FORM] * self.size
+        incoming[root] = self._hear_forms(f"scatter from rank {root}", tensors, root)[self.rank]
+        return self._exchange_raw("scatter", tensors or [_NOTHING] * self.size, incoming)[root]
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """As `Collective.all_gather`; a tensor from another device travels by way of the backend's."""
@@ -122,16 +171,15 @@ class TorchCollective(Collective):
     def send(self, tensor: Tensor, *, destination: int) -> Work:
         require_other(destination, rank=self.rank, size=self.size)
         raw = flatten(tensor, device_type=self._device.type)[0].view(torch.uint8)
-        operation = f"send to rank {destination}"
-        return self._start(operation, lambda: self._watched(self._group.send([raw], destination, 0)), raw.numel())
+        tag = _tag(tensor)
+        return self._message("send to", destination, tensor, lambda: self._group.send([raw], destination, tag))
 
-    def recv(self, tensor: Tensor, *, source: int) -> None:
+    def recv(self, tensor: Tensor, *, source: int) -> Work:
         require_other(source, rank=self.rank, size=self.size)
         flat, copy_back = flatten(tensor, device_type=self._device.type, is_target=True)
         raw = flat.view(torch.uint8)
-        self._run(f"recv from rank {source}", lambda: self._watched(self._group.recv([raw], source, 0)), raw.numel())
-        if copy_back is not None:
-            copy_back()
+        tag = _tag(tensor)
+        return self._message("recv from", source, tensor, lambda: self._group.recv([raw], source, tag), copy_back)
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         require_one_each(tensors, size=self.size)
@@ -140,77 +188,62 @@ class TorchCollective(Collective):
 
     def barrier(self) -> None:
         one = torch.zeros(1, device=self._device)
-        self._run("barrier", lambda: self._group.allreduce([one], dist.AllreduceOptions()), 0)
+        self._run("barrier", lambda: self._group.allreduce([one], dist.AllreduceOptions()), 0, must_agree=True)
 
     def set_deadline(self, deadline_s: float | None) -> None:
-        self._deadline_s = deadline_s
+        self._calls.deadline_s = deadline_s
         if hasattr(self._group, "_set_default_timeout"):
-            self._group._set_default_timeout(_timeout(deadline_s))
+            margin_s = None if deadline_s is None else deadline_s + _BACKEND_MARGIN_S
+            self._group._set_default_timeout(_timeout(margin_s))
 
     def abort(self, reason: str) -> None:
-        self._failure = self._failure or Aborted(reason)
+        self._calls.leave(Aborted(reason))
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._failure = self._failure or UsageError("it was closed")
+            self._calls.close()
+            for way in self._ways.values():
+                way.close()
             self._group.shutdown()
             self._group = None
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise type(self._failure)(f"this collective is unusable since: {self._failure}")
+    def _run(self, operation: str, start: Callable[[], Any], num_bytes: int, *, must_agree: bool = False) -> None:
+        self._calls.submit(operation, start, num_bytes=num_bytes, must_agree=must_agree).wait()
 
-    def _fail(self, error: PacelineError) -> NoReturn:
-        self._failure = self._failure or error
-        raise error
+    def _message(
+        self,
+        way: str,
+        other: int,
+        tensor: Tensor,
+        start: Callable[[], Any],
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        operation = f"{way} rank {other} of {Signature('message', tensor.dtype, tensor.numel())}"
+        return self._calls.submit_message(
+            operation,
+            lambda: self._watched(start(), f"{way} {other}"),
+            peer=other,
+            num_bytes=tensor.nbytes,
+            finish=finish,
+        )
 
-    def _run(self, operation: str, start: Callable[[], Any], num_bytes: int) -> None:
-        self._start(operation, start, num_bytes).wait()
+    def _watched(self, work: Any, way: str) -> Any:
+        """A message's work as one that can be asked whether it is over, in the order of the messages on this way."""
+        if self._is_nccl:
+            return work
+        if way not in self._ways:
+            self._ways[way] = MessageWay()
+        return self._ways[way].add(work)
 
-    def _start(
-        self, operation: str, start: Callable[[], Any], num_bytes: int, finish: Callable[[], None] | None = None
-    ) -> _TorchWork:
-        self._check()
-        self.timing.moved_bytes += num_bytes
-        with self.translated(operation):
-            return _TorchWork(self, operation, start(), finish)
+    def _exchange_addresses(self, mine: bytes) -> list[bytes]:
+        raw = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
+        gathered = self._gather_raw("the exchange of addresses", raw, [len(mine)] * self.size)
+        return [theirs.cpu().numpy().tobytes() for theirs in gathered]
 
-    def await_backend(self, operation: str, work: Any) -> None:
-        """Block until a backend's work is over, one way or the other, or raise."""
-        started_s = time.perf_counter()
-        done = threading.Event()
-        if not self._is_nccl:
-            work.get_future().add_done_callback(lambda _: done.set())
-        try:
-            while not work.is_completed():
-                self._check()
-                interval_s = _ASK_INTERVAL_S if self._is_nccl else _LOOK_INTERVAL_S
-                if self._deadline_s is not None:
-                    left_s = started_s + self._deadline_s - time.perf_counter()
-                    if left_s <= 0:
-                        self._fail(_exceeded(operation, self._deadline_s))
-                    interval_s = min(interval_s, left_s)
-                done.wait(interval_s)
-        finally:
-            self.timing.communication_s += time.perf_counter() - started_s
-
-    @contextmanager
-    def translated(self, operation: str) -> Iterator[None]:
-        """Raise the backend's errors as Paceline's, and remember them."""
-        try:
-            yield
-        except RuntimeError as error:
-            self._check()
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                self._fail(_exceeded(operation, self._deadline_s))
-            self._fail(PeerLost(f"a peer is lost during {operation}: {error}"))
-
-    def _watched(self, work: Any) -> Any:
-        """A point-to-point work as one that can be asked whether it is over."""
-        return work if self._is_nccl else _WatchedWork(work)
-
-    def _gather_raw(self, operation: str, raw: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    def _gather_raw(
+        self, operation: str, raw: Tensor, lengths: Sequence[int], *, must_agree: bool = False
+    ) -> list[Tensor]:
         """Every rank's bytes, given how many each has."""
         longest = max(lengths)
         if longest == 0:
@@ -219,7 +252,12 @@ class TorchCollective(Collective):
         padded[: raw.numel()].copy_(raw)
         gathered = [torch.empty_like(padded) for _ in lengths]
         num_bytes = longest * (self.size - 1)
-        self._run(operation, lambda: self._group.allgather([gathered], [padded], AllgatherOptions()), num_bytes)
+        self._run(
+            operation,
+            lambda: self._group.allgather([gathered], [padded], AllgatherOptions()),
+            num_bytes,
+            must_agree=must_agree,
+        )
         return [theirs[:length] for theirs, length in zip(gathered, lengths, strict=True)]
 
     def _exchange_raw(self, operation: str, tensors: Sequence[Tensor], forms: Sequence[TensorForm]) -> list[Tensor]:
@@ -247,77 +285,36 @@ class TorchCollective(Collective):
             self._require_device(tensor)
         mine = pack_forms(tensors).to(self._device)
         raw = mine.view(-1).view(torch.uint8)
-        gathered = self._gather_raw(operation, raw, [raw.numel()] * self.size)
+        gathered = self._gather_raw(operation, raw, [raw.numel()] * self.size, must_agree=True)
         all_forms = [unpack_forms(theirs.view(torch.int64).view(mine.shape)) for theirs in gathered]
         first = all_forms[0][0].dtype
         for rank, forms in enumerate(all_forms):
             if any(form.dtype != first for form in forms):
-                self._fail(_mismatch(operation, all_forms[0], rank, forms))
+                self._calls.fail(_mismatch(operation, all_forms[0], rank, forms))
         return all_forms
+
+    def _hear_forms(self, operation: str, tensors: Sequence[Tensor] | None, root: int) -> list[TensorForm]:
+        """Dtypes and shapes of the root's tensors, one a rank; only the root gives them."""
+        rows = torch.zeros(self.size, FORM_NUMBERS, dtype=torch.int64) if tensors is None else pack_forms(tensors)
+        rows = rows.to(self._device)
+        self._run(
+            operation,
+            lambda: self._group.broadcast([rows], _broadcast_options(root)),
+            rows.nbytes,
+            must_agree=True,
+        )
+        return unpack_forms(rows)
 
     def _require_agreement(self, operation: str, tensors: Sequence[Tensor]) -> list[TensorForm]:
         all_forms = self._exchange_forms(operation, tensors)
         for rank, forms in enumerate(all_forms):
             if forms != all_forms[0]:
-                self._fail(_mismatch(operation, all_forms[0], rank, forms))
+                self._calls.fail(_mismatch(operation, all_forms[0], rank, forms))
         return all_forms[0]
 
     def _require_device(self, tensor: Tensor) -> None:
         if tensor.device.type != self._device.type:
             raise TypeError(f"this collective moves tensors on {self._device.type}, not on {tensor.device}")
-
-
-@final
-class _TorchWork(Work):
-    def __init__(
-        self, collective: TorchCollective, operation: str, work: Any, finish: Callable[[], None] | None
-    ) -> None:
-        self._collective = collective
-        self._operation = operation
-        self._work: Any | None = work
-        self._finish = finish
-
-    def poll(self) -> bool:
-        if self._work is not None and self._work.is_completed():
-            self.wait()
-        return self._work is None
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        self._collective.await_backend(self._operation, self._work)
-        with self._collective.translated(self._operation):
-            self._work.wait()
-        if self._finish is not None:
-            self._finish()
-        self._work = self._finish = None
-
-
-@final
-class _WatchedWork:
-    """A message over gloo, which tells that it is over only to whoever blocks on it: a thread does."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self._future: Any = torch.futures.Future()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def get_future(self) -> Any:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return bool(self._future.done())
-
-    def wait(self) -> None:
-        self._future.wait()
-
-    def _watch(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(None)
 
 
 def connect_gloo(
@@ -339,7 +336,7 @@ def connect_gloo(
     options._devices = [backend.create_device(hostname=address)]
     options._timeout = _timeout(deadline_s)
     with _meeting(size, deadline_s):
-        return TorchCollective(backend(store, rank, size, options), deadline_s=deadline_s)
+        return TorchCollective(backend(store, rank, size, options), address=address, deadline_s=deadline_s)
 
 
 def connect_nccl(
@@ -360,55 +357,44 @@ def connect_nccl(
     options = backend.Options()
     options._timeout = _timeout(deadline_s)
     torch.cuda.set_device(device)
-    interface = nullcontext() if address is None else _environment("NCCL_SOCKET_IFNAME", "=" + interface_with(address))
-    with interface, _meeting(size, deadline_s):
-        collective = TorchCollective(backend(store, rank, size, options), device=device, deadline_s=deadline_s)
+    with nccl_interface(address), _meeting(size, deadline_s):
+        group = backend(store, rank, size, options)
+        collective = TorchCollective(group, device=device, address=address, deadline_s=deadline_s)
         collective.barrier()
     return collective
-
-
-def interface_with(address: str) -> str:
-    """Name of the network interface that has the IP address.
-
-    Raises:
-        UsageError: none has it; the message lists those there are.
-    """
-    addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
-    if address not in addresses:
-        raise UsageError(f"no network interface of this host has address {address}; there are {sorted(addresses)}")
-    return str(addresses[address])
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @contextmanager
 def _meeting(size: int, deadline_s: float | None) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except PacelineError:
+        raise
+    except (RuntimeError, OSError) as error:
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
             raise DeadlineExceeded(f"not all of {size} ranks have met within {deadline_s} s: {error}") from None
         raise PeerLost(f"not all of {size} ranks have met: {error}") from None
 
 
+def _broadcast_options(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
 def _timeout(deadline_s: float | None) -> timedelta:
     return _FOR_EVER if deadline_s is None else timedelta(seconds=deadline_s)
 
 
-def _exceeded(operation: str, deadline_s: float | None) -> DeadlineExceeded:
-    return DeadlineExceeded(f"a peer has not taken part in {operation} within {deadline_s} s; give a longer deadline")
+@functools.lru_cache(maxsize=4096)
+def _all_reduce_of(op: ReduceOp, dtype: torch.dtype, num_elements: int) -> str:
+    return str(Signature("all_reduce", dtype, num_elements, op))
+
+
+def _tag(tensor: Tensor) -> int:
+    """Of a message over gloo, which ends the process whose buffer is shorter than a message with its tag."""
+    return zlib.crc32(f"{tensor.dtype} {tensor.numel()}".encode()) & 0x7FFFFFFF
 
 
 def _mismatch(operation: str, first: Sequence[TensorForm], rank: int, other: Sequence[TensorForm]) -> TensorMismatch:

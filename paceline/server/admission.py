@@ -2,6 +2,10 @@
 
 Each rule is told what arrives and answers what to do; it holds no tensor, no clock and no socket, so that real
 servers and simulated ones share it.
+
+A model is held by many shards, each with a rule of its own. Where a rule's decisions follow from which gradients come,
+in whatever order (BSP), or need not agree (SSP, ASP), each shard decides for itself. With backup workers the order of
+arrival decides, and links differ: one shard decides, and the rules of the others are told (`Following`).
 """
 
 from __future__ import annotations
@@ -23,7 +27,21 @@ class AdmissionRule(ABC):
     def __init__(self, *, num_workers: int) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, not {num_workers}")
+        self.num_workers = num_workers
         self.active = set(range(num_workers))
+        self.is_over = False
+        """No further update will be formed: every worker is to end."""
+        self.torn_reads = False
+        """A worker on the server's host may read parameters while an update is being made."""
+
+    @abstractmethod
+    def for_another_shard(self) -> AdmissionRule:
+        """A fresh rule for another shard of the same model."""
+
+    @property
+    @abstractmethod
+    def contributors(self) -> tuple[int, ...] | None:
+        """Whose gradients formed the last clock, if the rules of other shards must be told; none if they find it."""
 
     @abstractmethod
     def push(self, worker: int, clock: int) -> tuple[int, ...]:
@@ -66,7 +84,9 @@ class BulkSynchronous(AdmissionRule):
     """BSP: one update a clock, the mean of all workers' gradients (Valiant 1990; Li et al., OSDI 2014, section 3.5).
 
     With `backup_workers` b, the first n - b gradients of a clock count and later ones are dropped
-    (Chen et al., "Revisiting Distributed Synchronous SGD", 2016, section 3.1).
+    (Chen et al., "Revisiting Distributed Synchronous SGD", 2016, section 3.1). The first worker to leave then ends the
+    run for all: it has stepped as often as every worker would without backup workers, each time for another clock, and
+    what slower ones have left are the batches that others made up for.
     """
 
     def __init__(self, *, num_workers: int, backup_workers: int = 0) -> None:
@@ -76,12 +96,22 @@ class BulkSynchronous(AdmissionRule):
         self._backup_workers = backup_workers
         self._clock = 0
         self._held: set[int] = set()
+        self._contributors: tuple[int, ...] = ()
+
+    def for_another_shard(self) -> AdmissionRule:
+        if self._backup_workers:
+            return Following(num_workers=self.num_workers)
+        return BulkSynchronous(num_workers=self.num_workers)
+
+    @property
+    def contributors(self) -> tuple[int, ...] | None:
+        return self._contributors if self._backup_workers else None
 
     def push(self, worker: int, clock: int) -> tuple[int, ...]:
         self.require_active(worker)
         if clock > self._clock or worker in self._held:
             raise ProtocolError(f"worker {worker} pushed for clock {clock} while clock {self._clock} is open")
-        if clock < self._clock:
+        if clock < self._clock or self.is_over:
             return ()
         self._held.add(worker)
         return self._close_if_full()
@@ -97,15 +127,91 @@ class BulkSynchronous(AdmissionRule):
 
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
-        return self._close_if_full()
+        contributors = self._close_if_full()
+        if self._backup_workers:
+            self.is_over = True
+            self._held.clear()
+        return contributors
 
     def _close_if_full(self) -> tuple[int, ...]:
         # A worker that left after its push still counts: its gradient is here.
         missing = self.active - self._held
         if not self._held or len(missing) > self._backup_workers:
             return ()
-        contributors = tuple(sorted(self._held))
+        self._contributors = tuple(sorted(self._held))
         self._held.clear()
+        self._clock += 1
+        return self._contributors
+
+
+@final
+class Following(AdmissionRule):
+    """BSP with backup workers at every shard but one: that one decides whose gradients count, and workers say so here.
+
+    A worker pushes to all shards; once the deciding one has let it go on at some clock, it tells the others (`follow`),
+    which let it go on when they have come to that clock too. So a gradient that counts was computed from parameters
+    that are everywhere those of its clock. Any one contributor's word is enough to decide a clock here.
+    """
+
+    def __init__(self, *, num_workers: int) -> None:
+        super().__init__(num_workers=num_workers)
+        self._clock = 0
+        self._contributors: tuple[int, ...] = ()
+        self._pushed: set[int] = set()
+        self._goes_on_at: dict[int, float] = {}
+
+    def for_another_shard(self) -> AdmissionRule:
+        return Following(num_workers=self.num_workers)
+
+    @property
+    def contributors(self) -> tuple[int, ...] | None:
+        return None
+
+    def push(self, worker: int, clock: int) -> tuple[int, ...]:
+        self.require_active(worker)
+        if clock > self._clock or self._goes_on_at.get(worker, 0) > self._clock:
+            raise ProtocolError(f"worker {worker} pushed for clock {clock} while clock {self._clock} is open")
+        self._goes_on_at[worker] = math.inf
+        if clock < self._clock:
+            return ()
+        self._pushed.add(worker)
+        return self._close_if_decided()
+
+    def follow(self, worker: int, clock: int, contributors: tuple[int, ...]) -> tuple[int, ...]:
+        """The worker goes on at `clock`, and the gradients of `contributors` formed the clock before that.
+
+        Returns the workers whose pushed gradients now form one update, if any do.
+
+        Raises:
+            ProtocolError: the worker has not pushed since it was last let go on.
+        """
+        self.require_active(worker)
+        if self._goes_on_at.get(worker) != math.inf:
+            raise ProtocolError(f"worker {worker} goes on at clock {clock} without a push here")
+        self._goes_on_at[worker] = clock
+        if clock - 1 == self._clock:
+            self._contributors = contributors
+        return self._close_if_decided()
+
+    def is_held(self, worker: int) -> bool:
+        return self._goes_on_at.get(worker, 0) > self._clock
+
+    def is_admitted(self, worker: int) -> bool:
+        return not self.is_held(worker)
+
+    def clock_of(self, worker: int) -> int:
+        return self._clock
+
+    def leave(self, worker: int) -> tuple[int, ...]:
+        self.active.discard(worker)
+        return ()
+
+    def _close_if_decided(self) -> tuple[int, ...]:
+        contributors = self._contributors
+        if not contributors or not self._pushed.issuperset(contributors):
+            return ()
+        self._contributors = ()
+        self._pushed.clear()
         self._clock += 1
         return contributors
 
@@ -118,12 +224,20 @@ class StaleSynchronous(AdmissionRule):
     With infinite staleness nobody ever waits: ASP (Hogwild!-style asynchrony over a server; Dean et al. 2012).
     """
 
-    def __init__(self, *, num_workers: int, staleness: float = math.inf) -> None:
+    def __init__(self, *, num_workers: int, staleness: float = math.inf, torn_reads: bool = False) -> None:
         super().__init__(num_workers=num_workers)
         if not staleness >= 0:
             raise ValueError(f"staleness must be at least 0, not {staleness}")
         self._staleness = staleness
+        self.torn_reads = torn_reads
         self._clocks = [0] * num_workers
+
+    def for_another_shard(self) -> AdmissionRule:
+        return StaleSynchronous(num_workers=self.num_workers, staleness=self._staleness, torn_reads=self.torn_reads)
+
+    @property
+    def contributors(self) -> tuple[int, ...] | None:
+        return None
 
     def push(self, worker: int, clock: int) -> tuple[int, ...]:
         self.require_active(worker)

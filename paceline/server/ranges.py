@@ -31,11 +31,12 @@ class Piece:
 KeyRange = tuple[Piece, ...]
 
 
-def cut(layout: Layout, *, num_servers: int, whole_tensors: bool) -> list[KeyRange]:
+def cut(layout: Layout, *, num_servers: int, whole_tensors: bool, piece_bytes: int | None = None) -> list[KeyRange]:
     """Cut the layout into `num_servers` contiguous ranges of about equal bytes (Li et al., OSDI 2014, section 4.1).
 
     Args:
         whole_tensors: cut between tensors only, for optimizers whose update of an element depends on others.
+        piece_bytes: no piece is to be larger, a multiple of a cache line; whole tensors are left as they are.
 
     Raises:
         UsageError: there are fewer tensors, or cache lines of parameters, than servers.
@@ -59,7 +60,14 @@ def cut(layout: Layout, *, num_servers: int, whole_tensors: bool) -> list[KeyRan
         else:
             _share(layout, atom, before, total, ranges)
         before += size
-    return [tuple(pieces) for pieces in ranges]
+    if piece_bytes is None or whole_tensors:
+        return [tuple(pieces) for pieces in ranges]
+    return [tuple(small for piece in pieces for small in _slice(layout, piece, piece_bytes)) for pieces in ranges]
+
+
+def in_shards(pieces: KeyRange, *, whole: bool) -> list[KeyRange]:
+    """What each shard of a server holds: one piece, or all, for optimizers that must see whole tensors."""
+    return [pieces] if whole else [(piece,) for piece in pieces]
 
 
 def _tensors(layout: Layout) -> list[Piece]:
@@ -86,3 +94,9 @@ def _share(layout: Layout, atom: Piece, before: int, total: int, ranges: list[li
         if stop > start:
             pieces.append(Piece(atom.segment, start, stop))
             start = stop
+
+
+def _slice(layout: Layout, piece: Piece, piece_bytes: int) -> list[Piece]:
+    step = piece_bytes // layout.segments[piece.segment].dtype.itemsize
+    starts = range(piece.start, piece.stop, step)
+    return [Piece(piece.segment, start, min(start + step, piece.stop)) for start in starts]

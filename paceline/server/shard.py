@@ -1,19 +1,27 @@
-"""One server's state machine: it owns a key range, the optimizer for it, and the admission rule."""
+"""A shard of the model as a state machine: it owns some parameters, the optimizer for them, and the admission rule.
+
+A server holds one or many: across hosts one for each piece of about 1 MiB, so that a piece is updated, and sent back,
+while the next one still arrives. Each is complete in itself, so nothing but bytes depends on how many there are.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from paceline.server.admission import AdmissionRule, ProtocolError
+from paceline.server.admission import AdmissionRule, Following, ProtocolError
 
 Groups = Sequence[Mapping[str, Any]]
 """Hyperparameters of an optimizer's groups, without their parameters."""
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_IMPLEMENTATION = frozenset({"foreach", "fused"})  # settings of a group that choose a kernel, not a result
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,8 @@ class Answer:
     stop: bool
     admitted: bool
     """False: answered only so that the worker can take part in a pause or end; it must ask again before it goes on."""
+    contributors: tuple[int, ...] | None = None
+    """What the worker must tell the other shards (`Shard.follow`): whose gradients formed the clock before `clock`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class Shard:
     Args:
         parameters: the tensors this server owns, updated in place.
         optimizer: over those tensors.
-        rule: decides which gradients form an update and who may go on.
+        rule: decides which gradients form an update and who may go on; each shard's own.
         max_updates: gradients beyond this many updates are dropped.
     """
 
@@ -74,6 +84,8 @@ class Shard:
         self.optimizer = optimizer
         self.iteration = 0
         self._rule = rule
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._step = _step_of(optimizer)
         self._max_updates = max_updates
         self._means = [torch.zeros_like(parameter, dtype=_wide(parameter.dtype)) for parameter in self.parameters]
         self._initial: Groups = [
@@ -85,6 +97,11 @@ class Shard:
         self._pending: dict[int, _Pending] = {}
         self._stop = False
         self._applied: list[Applied] = []
+
+    @property
+    def follows(self) -> bool:
+        """Whether each push must be followed by `follow`, with what another shard decided."""
+        return isinstance(self._rule, Following)
 
     def push(
         self,
@@ -134,9 +151,25 @@ class Shard:
         self._pending[worker] = _Pending(pause_at, self._rule.clock_of(worker), None)
         return list(self._answers())
 
+    def follow(self, worker: int, clock: int, contributors: Sequence[int]) -> list[Answer]:
+        """What the deciding shard answered to the worker's last push, which has come here too.
+
+        Args:
+            clock: at which the worker goes on.
+            contributors: whose gradients formed the clock before.
+
+        Raises:
+            ProtocolError: this shard decides for itself, or the worker's last push is answered.
+        """
+        if not isinstance(self._rule, Following):
+            raise ProtocolError(f"worker {worker} brings a decision to a shard that decides for itself")
+        self._update(self._rule.follow(worker, clock, tuple(contributors)))
+        return list(self._answers())
+
     def leave(self, worker: int) -> list[Answer]:
         """The worker pushes no more; nobody waits for it from here on."""
         self._update(self._rule.leave(worker))
+        self._stop = self._stop or self._rule.is_over
         return list(self._answers())
 
     def pulled(self, worker: int) -> None:
@@ -149,9 +182,9 @@ class Shard:
         return applied
 
     def _check(self, worker: int, gradients: Sequence[Tensor]) -> None:
-        shapes = [tuple(gradient.shape) for gradient in gradients]
-        expected = [tuple(parameter.shape) for parameter in self.parameters]
-        if shapes != expected:
+        if [gradient.shape for gradient in gradients] != self._shapes:
+            shapes = [tuple(gradient.shape) for gradient in gradients]
+            expected = [tuple(shape) for shape in self._shapes]
             raise ValueError(f"worker {worker} pushed gradients of shapes {shapes}; this server owns {expected}")
 
     def _update(self, contributors: Sequence[int]) -> None:
@@ -162,7 +195,7 @@ class Shard:
             return
         self._adopt_groups(contributors)
         self._average(gradients)
-        self.optimizer.step()
+        self._step()
         self.iteration += 1
         for worker, push in zip(contributors, pushed, strict=True):
             push.staleness = self.iteration - 1 - self._pulled_at.get(worker, 0)
@@ -174,7 +207,7 @@ class Shard:
         groups = max(known, key=lambda entry: entry[0])[1] if known else self._initial
         if groups is not self._in_force:
             for own, given in zip(self.optimizer.param_groups, groups, strict=True):
-                own.update(given)
+                own.update({name: value for name, value in given.items() if name not in _IMPLEMENTATION})
             self._in_force = groups
 
     def _is_over(self) -> bool:
@@ -205,7 +238,8 @@ class Shard:
                 continue
             del self._pending[worker]
             clock = self._rule.clock_of(worker)
-            yield Answer(worker, self.iteration, clock, push.staleness, self._stop, admitted)
+            contributors = self._rule.contributors
+            yield Answer(worker, self.iteration, clock, push.staleness, self._stop, admitted, contributors)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -221,10 +255,37 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The worker's optimizer again, over other tensors: `parameters[i]` are those of `groups[i]`.
 
+    Where the script leaves the choice, it updates in one pass over the memory (`fused`), which gives the same numbers
+    up to rounding. On one core, 11 million elements: SGD with momentum and weight decay 45 ms, fused 6 ms; Adam 111 ms
+    and 10 ms.
+
     Raises:
         TypeError: the class cannot be built from its own defaults.
     """
     accepted = inspect.signature(optimizer_class).parameters
     given = {name: value for name, value in defaults.items() if name in accepted}
     dressed = [{**group, "params": list(tensors)} for group, tensors in zip(groups, parameters, strict=True)]
-    return optimizer_class(dressed, **given)
+    optimizer = optimizer_class(dressed, **given)
+    for group in optimizer.param_groups:
+        if _may_fuse(optimizer, group):
+            group["fused"] = True
+    return optimizer
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """The optimizer's step, without torch's profiling around it where that is known to be all there is.
+
+    It takes 6 of the 39 microseconds in which a server handles a small model's gradient.
+    """
+    unprofiled = getattr(type(optimizer).step, "__wrapped__", None)
+    if type(optimizer) in _FUSED and unprofiled is not None:
+        return functools.partial(unprofiled, optimizer)
+    return optimizer.step
+
+
+def _may_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Half precision is left alone: fused kernels round it once where the others do after every operation."""
+    is_free = all(group.get(name) is None for name in _IMPLEMENTATION)
+    is_plain = not (group.get("differentiable") or group.get("capturable"))
+    is_single_or_double = all(tensor.dtype in (torch.float32, torch.float64) for tensor in group["params"])
+    return type(optimizer) in _FUSED and is_free and is_plain and is_single_or_double

@@ -15,8 +15,13 @@ from paceline.server.ranges import KeyRange, Piece
 _SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 
 
-def export_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """One server's state, keyed `<piece index>.<state name>`. LBFGS's, which is made of lists, is not exported.
+def export_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], *, first_piece: int = 0
+) -> dict[str, Tensor]:
+    """One shard's state, keyed `<piece index>.<state name>`. LBFGS's, which is made of lists, is not exported.
+
+    Args:
+        first_piece: index, in its server's range, of the piece that `parameters` begin with.
 
     Raises:
         UsageError: a state is neither tensor nor number, and would be lost.
@@ -24,7 +29,7 @@ def export_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor])
     exported: dict[str, Tensor] = {}
     if isinstance(optimizer, torch.optim.LBFGS):
         return exported
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters, first_piece):
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor | int | float):
                 exported[f"{index}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
@@ -38,9 +43,13 @@ def export_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor])
 
 
 def import_state(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], exported: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    exported: Mapping[str, Tensor],
+    *,
+    first_piece: int = 0,
 ) -> None:
-    """Replace one server's state by what `export_state` gave.
+    """Replace one shard's state by what `export_state` gave; what `exported` has of other shards is passed over.
 
     Raises:
         UsageError: the optimizer's state is not kept in checkpoints.
@@ -49,8 +58,11 @@ def import_state(
         raise UsageError("LBFGS's history is not kept in checkpoints, so a run with it cannot be resumed")
     optimizer.state.clear()
     for key, value in exported.items():
-        index, name = key.split(".", 1)
-        parameter = parameters[int(index)]
+        number, name = key.split(".", 1)
+        index = int(number) - first_piece
+        if not 0 <= index < len(parameters):
+            continue
+        parameter = parameters[index]
         # As torch does on loading: step counts stay where they are, all else goes to the parameter's device.
         device = value.device if name == "step" else parameter.device
         optimizer.state[parameter][name] = value.clone().to(device)
@@ -88,7 +100,7 @@ def split(layout: Layout, ranges: Sequence[KeyRange], full: Mapping[str, Tensor]
                     target = f"{number}.{name}"
                     is_scalar = name in _SCALAR_STATES or tuple(value.shape) != slot.spec.shape
                     if is_scalar or piece.shape is not None:
-                        part[target] = value
+                        part[target] = value.clone()  # pieces of one tensor have one each
                         continue
                     if target not in part:
                         part[target] = torch.zeros(piece.stop - piece.start, dtype=value.dtype)

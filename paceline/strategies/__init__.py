@@ -108,6 +108,8 @@ def _read(name: str, value: Any, hint: Any) -> Any:
     if not isinstance(value, str):
         return value
     if get_origin(hint) in (Union, types.UnionType):
+        if any(value in get_args(part) for part in get_args(hint)):
+            return value
         hint = next(part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal or hint is str:
         return value

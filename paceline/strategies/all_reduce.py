@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.buckets import GradientBuckets
+from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
-from paceline.comm.ring import RingWork
 from paceline.errors import UsageError
-from paceline.layout import in_buckets
+from paceline.layout import Layout, in_buckets
 from paceline.server.admission import AdmissionRule
 from paceline.server.state import export_state, import_state
+from paceline.strategies import bucket_size
 from paceline.strategies.base import (
     Context,
     Replica,
@@ -26,9 +27,10 @@ from paceline.strategies.base import (
     option,
     require_choice,
 )
+from paceline.strategies.overlap import Overlap
 from paceline.strategies.replica import is_skipped_by_scaler, require_no_closure, require_same_parameters
 
-Algorithm = Literal["auto", "ring"]
+Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all"]
 
 
 @final
@@ -47,13 +49,19 @@ class AllReduce(Strategy):
 
     summary: ClassVar[str] = "gradients averaged among workers in buckets, during backward"
 
-    algorithm: Algorithm = option("auto", "auto: the fastest for the world at hand; ring: a ring over send and receive")
-    bucket_mb: float = option(8.0, "size of a gradient bucket in MB; the first one is at most 1 MB")
+    algorithm: Algorithm = option(
+        "auto",
+        "auto: the fastest for the world at hand; to compare, over send and receive: ring, tree, halving-doubling, "
+        "reduce-broadcast or all-to-all",
+    )
+    bucket_mb: float | Literal["auto"] = option(
+        "auto", "size of a gradient bucket in MB; the first one is at most 1 MB; auto: as measured at the start"
+    )
 
     def validate(self) -> None:
         require_choice("algorithm", self.algorithm, get_args(Algorithm))
-        if not 0 < self.bucket_mb <= 1024:
-            raise UsageError(f"bucket_mb must be above 0 and at most 1024, not {self.bucket_mb}")
+        if self.bucket_mb != "auto" and not 0 < self.bucket_mb <= 1024:
+            raise UsageError(f"bucket_mb must be auto, or above 0 and at most 1024, not {self.bucket_mb}")
 
     def check(self, *, num_workers: int) -> None:
         pass
@@ -80,14 +88,13 @@ class _AllReduceSynchronizer(Synchronizer):
         self._replica = replica
         self._collective = context.collective
         self._iteration = 0
-        size_bytes = int(strategy.bucket_mb * 1e6)
-        layout = in_buckets(replica.specs, bucket_bytes=size_bytes, first_bucket_bytes=min(size_bytes, 1_000_000))
-        memory = context.collective.allocate(layout.num_bytes)
         self._exchange = _exchange_for(strategy.algorithm, context)
+        layout, buffer, self.facts = _laid_out(strategy, context, replica, self._exchange)
+        self._overlap = Overlap(context.collective.timing)
         self._buckets = GradientBuckets(
             replica.parameters,
             layout,
-            memory if memory.device == context.device else torch.zeros_like(memory, device=context.device),
+            buffer,
             on_bucket=self.on_bucket,
             on_backward_end=self.finish_backward,
         )
@@ -100,7 +107,7 @@ class _AllReduceSynchronizer(Synchronizer):
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        return (self._collective.timing,)
+        return (self._collective.timing, self._overlap.timing)
 
     def set_weight(self, weight: float) -> None:
         if weight != self._weight and not self._is_exchanged:
@@ -129,12 +136,15 @@ class _AllReduceSynchronizer(Synchronizer):
             buckets.fill_tail(bucket, stop=stop, nonfinite=True)
         if self._weight != 1.0:
             buckets.bodies[bucket].mul_(self._weight)
+        self._overlap.begin()
         self._works.append(self._exchange(buckets.flats[bucket]))
-        for work in self._works:
-            work.poll()
+        self._works = [work for work in self._works if not work.poll()]
+        if not self._works:
+            self._overlap.end()
 
     def finish_backward(self) -> None:
         """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
+        self._overlap.end()
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -180,9 +190,40 @@ class _AllReduceSynchronizer(Synchronizer):
         self._buckets.close()
 
 
+def _laid_out(
+    strategy: AllReduce, context: Context, replica: Replica, exchange: Callable[[Tensor], Work]
+) -> tuple[Layout, Tensor, dict[str, float]]:
+    """The buckets, their memory on the model's device, and what was measured to choose their size. Collective call."""
+    largest_bytes = bucket_size.MIN_BYTES if strategy.bucket_mb == "auto" else int(strategy.bucket_mb * 1e6)
+    layout = _in_buckets(replica, largest_bytes)
+    buffer = _allocate(context, layout.num_bytes)  # larger buckets are fewer, and need less room for their flags
+    if strategy.bucket_mb != "auto" or len(layout.segments) == 1 or context.size == 1:
+        return layout, buffer, {}
+    found = bucket_size.measured(context.collective, exchange, buffer)
+    layout = _in_buckets(replica, found.num_bytes)
+    facts = {
+        "bucket_mb": found.num_bytes / 1e6,
+        "num_buckets": len(layout.segments),
+        "exchange_latency_s": found.latency_s,
+        "exchange_bytes_per_s": found.bytes_per_s,
+    }
+    return layout, buffer[: layout.num_bytes], facts
+
+
+def _in_buckets(replica: Replica, largest_bytes: int) -> Layout:
+    return in_buckets(replica.specs, bucket_bytes=largest_bytes, first_bucket_bytes=min(largest_bytes, 1_000_000))
+
+
+def _allocate(context: Context, num_bytes: int) -> Tensor:
+    """Memory that the collective moves fastest, on the model's device."""
+    memory = context.collective.allocate(num_bytes)
+    return memory if memory.device == context.device else torch.zeros_like(memory, device=context.device)
+
+
 def _exchange_for(algorithm: Algorithm, context: Context) -> Callable[[Tensor], Work]:
     """How one bucket is averaged."""
     collective: Collective = context.collective
-    if algorithm == "ring":
-        return lambda flat: RingWork(collective, flat)
-    return lambda flat: collective.all_reduce(flat, op="mean")
+    if algorithm == "auto":
+        return lambda flat: collective.all_reduce(flat, op="mean")
+    reduce = ALGORITHMS[algorithm]
+    return lambda flat: AlgorithmWork(collective, reduce, flat, op="mean")

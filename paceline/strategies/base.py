@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -66,6 +66,8 @@ class Synchronizer(ABC):
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step: does this worker want all to stop?"""
+    facts: Mapping[str, float] = {}
+    """What was measured or chosen at the start, for the records."""
 
     @property
     @abstractmethod

@@ -67,7 +67,10 @@ class ParameterServer(Strategy):
     consistency: Consistency = "bsp"
     servers: int = option(1, "number of servers, each owning one key range")
     staleness: int | None = option(None, f"clocks a worker may run ahead of the slowest (default {DEFAULT_STALENESS})")
-    backup_workers: int = option(0, "gradients of a clock that need not be waited for; needs servers=1")
+    backup_workers: int = option(0, "gradients of a clock that need not be waited for")
+    torn_reads: bool = option(
+        False, "workers on a server's host read parameters while the next update is made, so perhaps half-written ones"
+    )
     combine: Literal["auto", "always", "never"] = option(
         "auto", "average gradients among workers before the script sees them: auto (if it changes them), always, never"
     )
@@ -81,11 +84,10 @@ class ParameterServer(Strategy):
             raise UsageError(f"staleness has no effect under ps-{self.consistency}; use ps-ssp")
         if self.staleness is not None and self.staleness < 0:
             raise UsageError(f"staleness must be at least 0, not {self.staleness}")
+        if self.consistency == "bsp" and self.torn_reads:
+            raise UsageError("torn_reads has no effect under ps-bsp, where nothing is written while workers read")
         if self.consistency != "bsp" and (self.backup_workers or self.combine != "auto"):
             raise UsageError(f"backup_workers and combine have no effect under ps-{self.consistency}; use ps-bsp")
-        if self.backup_workers and self.servers > 1:
-            # Each server would find other workers late, and could wait for one that another has let go.
-            raise UsageError(f"backup_workers needs servers=1, not {self.servers}: servers must agree on who was late")
         if self.backup_workers and self.combine == "always":
             raise UsageError("combine=always waits for every worker, so backup_workers would have no effect")
 
@@ -105,9 +107,10 @@ class ParameterServer(Strategy):
         if self.consistency == "bsp":
             return BulkSynchronous(num_workers=num_workers, backup_workers=self.backup_workers)
         if self.consistency == "asp":
-            return StaleSynchronous(num_workers=num_workers, staleness=math.inf)
-        staleness = DEFAULT_STALENESS if self.staleness is None else self.staleness
-        return StaleSynchronous(num_workers=num_workers, staleness=staleness)
+            staleness = math.inf
+        else:
+            staleness = DEFAULT_STALENESS if self.staleness is None else self.staleness
+        return StaleSynchronous(num_workers=num_workers, staleness=staleness, torn_reads=self.torn_reads)
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if context.store is None:

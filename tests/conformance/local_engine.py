@@ -42,10 +42,10 @@ GATHER_S = 0.7
 STOP_FILE = "stop"
 """A script that makes this file in its result directory asks the run to end, as a user's Ctrl-C does."""
 
-# A server that has loaded torch and Paceline, and forks: processes start in milliseconds. torch._dynamo is what the
-# first optimizer would load otherwise, in most of a second.
+# A server that has loaded what workers and test modules import, and forks: processes start in milliseconds.
+# torch._dynamo is what the first optimizer would load otherwise, in most of a second.
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "paceline"])
+_forks.set_forkserver_preload(["torch", "torch._dynamo", "paceline.launch", "paceline.worker", "pytest", "hypothesis"])
 
 
 def run(

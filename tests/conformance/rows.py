@@ -67,7 +67,7 @@ ROWS = (
         "ps-bsp-backup",
         "ps-bsp",
         3,
-        {"backup_workers": 1},
+        {"backup_workers": 1, "servers": 2},
         is_deterministic=False,
         drops_gradients=True,
         options_to_change_gradients={"combine": "never"},

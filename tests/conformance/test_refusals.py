@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD
 
-from paceline.errors import RunFailed, UsageError
-from paceline.strategies import build
+from paceline.errors import RunFailed
+from paceline.result import Result
 from paceline.worker import Worker
 from tests.conformance.rows import ROWS, Row, every_row, loader_of, network, prepared, problem, step
 
@@ -110,12 +110,6 @@ def clip_always(worker: Worker, out: Path) -> None:
 def test_backup_workers_have_no_mean_gradient_to_change(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="under ps-bsp with backup_workers there is no mean gradient to change"):
         ROW["ps-bsp-backup"].run(clip_always, tmp_path)
-
-
-def test_backup_workers_need_one_server() -> None:
-    """Else a worker's gradient may be held at one server, while the others have gone into a pause after another's."""
-    with pytest.raises(UsageError, match="backup_workers needs servers=1"):
-        build("ps-bsp", {"backup_workers": 1, "servers": 2})
 
 
 def swap_weights(worker: Worker, out: Path) -> None:
@@ -230,3 +224,16 @@ def return_text(worker: Worker, out: Path) -> None:
 def test_misuse_of_the_worker(script: Callable[..., None], message: str, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=message):
         PEERS.run(script, tmp_path, eval_every=5)
+
+
+def train_without_evaluation(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    for x, y, _ in loader:
+        step(worker, model, optimizer, x, y)
+
+
+@pytest.mark.parametrize(("asked", "settings"), [("--target", {"target": "a=1"}), ("--eval-every", {"eval_every": 5})])
+def test_evaluations_asked_of_a_script_that_has_none(asked: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=f"{asked} needs an evaluation, and the script registers none"):
+        PEERS.run(train_without_evaluation, tmp_path, **settings)
+    assert Result(tmp_path).steps == []

@@ -47,7 +47,8 @@ def train_everything(
     model = nn.Sequential(network(), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 4))
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters[:2], "lr": 0.03}, {"params": parameters[2:]}]
-    updater = Adam(groups, lr=0.01) if optimizer == "adam" else SGD(groups, lr=0.05, momentum=0.9)
+    # The bias in front of batch norm has no gradient but rounding, which Adam would blow up with the usual epsilon.
+    updater = Adam(groups, lr=0.01, eps=1e-4) if optimizer == "adam" else SGD(groups, lr=0.05, momentum=0.9)
     by_step, by_epoch, seen = CosineAnnealingLR(updater, 50), ExponentialLR(updater, 0.8), Counter()
     loader = loader_of(Noisy(*problem(72).tensors))
     model, updater, loader = worker.prepare(model, updater, loader, by_step=by_step, by_epoch=by_epoch, seen=seen)

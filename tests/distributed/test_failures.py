@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import safetensors.torch
 
 import paceline
@@ -186,6 +187,13 @@ def test_hanging_rank_is_named(tmp_path: Path, strategy: str) -> None:
     assert "5" in message.split("hangs after step 4")[1]
     assert "Traceback" not in message
     assert time.time() - began_s < 30
+
+
+def test_another_cluster_than_the_connected_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is connected to Ray at .*, not at 192\.0\.2\.99:6379; call ray\.shutdown"):
+        train(tmp_path, "none", address="192.0.2.99:6379")
+    own = ray.get_runtime_context().gcs_address
+    assert train(tmp_path / "own", "none", address=own, max_steps=2).iteration == 2
 
 
 def test_unknown_target_metric_is_refused_before_training(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ class World:
         for connection in self._connections:
             connection.send_bytes(_encode((function, arguments)))
 
-    def result(self, rank: int) -> Any:
+    def result(self, rank: int, *, within_s: float = ANSWER_WITHIN_S) -> Any:
         """What the started function returned on one rank."""
-        return _receive(self._connections[rank], f"rank {rank}")
+        return _receive(self._connections[rank], f"rank {rank}", within_s=within_s)
 
     def kill(self, rank: int) -> float:
         """End a rank as the kernel would; the time at which that was asked for."""
@@ -124,9 +124,9 @@ def _decode(raw: bytes) -> Any:
     return torch.load(io.BytesIO(raw), weights_only=False)
 
 
-def _receive(connection: Connection, what: str) -> Any:
-    if not connection.poll(ANSWER_WITHIN_S):
-        raise RankFailed(f"no answer within {ANSWER_WITHIN_S} s from {what}")
+def _receive(connection: Connection, what: str, *, within_s: float = ANSWER_WITHIN_S) -> Any:
+    if not connection.poll(within_s):
+        raise RankFailed(f"no answer within {within_s} s from {what}")
     try:
         succeeded, value = _decode(connection.recv_bytes())
     except (EOFError, ConnectionResetError):

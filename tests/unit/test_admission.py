@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.admission import AdmissionRule, BulkSynchronous, ProtocolError, StaleSynchronous
+from paceline.server.admission import AdmissionRule, BulkSynchronous, Following, ProtocolError, StaleSynchronous
 
 RULES = {
     "bsp": lambda n: BulkSynchronous(num_workers=n),
@@ -117,6 +117,38 @@ def test_bsp_refuses_a_second_gradient_for_a_clock() -> None:
     with pytest.raises(ProtocolError):
         rule.push(0, 0)
     assert push(rule, 1) == (0, 1), "the refused push changed nothing"
+
+
+def test_backup_workers_the_first_to_leave_ends_it_for_all() -> None:
+    rule = BulkSynchronous(num_workers=3, backup_workers=1)
+    push(rule, 0)
+    assert not rule.is_over
+    assert rule.leave(2) == (0,), "the gradient that waited for the leaver alone still counts"
+    assert rule.is_over
+    assert push(rule, 1) == ()
+    assert not rule.is_held(1)
+    assert rule.is_admitted(1)
+
+
+def test_only_backup_workers_make_shards_follow() -> None:
+    deciding = BulkSynchronous(num_workers=3, backup_workers=1)
+    assert isinstance(deciding.for_another_shard(), Following)
+    assert deciding.contributors == ()
+    push(deciding, 2)
+    push(deciding, 0)
+    assert deciding.contributors == (0, 2)
+    for name in ("bsp", "ssp", "asp"):
+        rule = RULES[name](3)
+        push(rule, 0)
+        other = rule.for_another_shard()
+        assert type(other) is type(rule)
+        assert other.clock_of(0) == 0, "a state of its own"
+        assert rule.contributors is None
+    ssp = StaleSynchronous(num_workers=2, staleness=1, torn_reads=True).for_another_shard()
+    assert ssp.torn_reads
+    push(ssp, 0)
+    push(ssp, 0)
+    assert not ssp.is_admitted(0)
 
 
 # --- stale synchronous ---------------------------------------------------------------------------------------------

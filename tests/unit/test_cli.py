@@ -248,7 +248,7 @@ def test_comparison_fits_a_terminal_of_80_columns(tmp_path: Path, metric: str) -
         writer = RecordWriter(directory)
         writer.write(
             [
-                StepRecord(0, 1, 1, time_s, 10**8, 0.5 * time_s, 0.3 * time_s, 0.2 * time_s, 0, 0),
+                StepRecord(0, 1, 1, time_s, 10**8, 0.5 * time_s, 0.3 * time_s, 0.2 * time_s, 0, 0, 0.0),
                 EvaluationRecord(1, time_s, 10**8, {metric: 0.953}, 0.1),
                 EventRecord("target_reached", "run", 1, time_s, {}),
             ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.layout import ALIGNMENT_BYTES, Layout, TensorSpec, by_group
-from paceline.server.ranges import KeyRange, cut
+from paceline.server.ranges import KeyRange, cut, in_shards
 from paceline.server.shard import build_optimizer
 from paceline.server.state import export_state, import_state, join, split
 
@@ -90,6 +90,33 @@ def test_equal_tensors_are_dealt_out_equally(whole_tensors: bool) -> None:
     ranges = cut(layout, num_servers=4, whole_tensors=whole_tensors)
     assert loads(layout, ranges) == [25 * 256] * 4
     assert [len(pieces) for pieces in ranges] == [25 if whole_tensors else 1] * 4
+
+
+@given(specs=SPECS, num_servers=st.integers(1, 4), piece_lines=st.integers(1, 9))
+def test_small_pieces_cover_what_large_ones_do(specs: list[TensorSpec], num_servers: int, piece_lines: int) -> None:
+    layout = by_group(specs)
+    if sum(segment.num_bytes for segment in layout.segments) < num_servers * ALIGNMENT_BYTES:
+        return
+    piece_bytes = piece_lines * ALIGNMENT_BYTES
+    large = cut(layout, num_servers=num_servers, whole_tensors=False)
+    small = cut(layout, num_servers=num_servers, whole_tensors=False, piece_bytes=piece_bytes)
+    for pieces, parts in zip(large, small, strict=True):
+        assert places_of(parts) == places_of(pieces)
+        assert all(0 < part.num_bytes(layout) <= piece_bytes for part in parts)
+        assert len(parts) == sum(-(-piece.num_bytes(layout) // piece_bytes) for piece in pieces)
+
+
+def test_shards_of_a_server() -> None:
+    layout = by_group([TensorSpec("p", (1000,), torch.float32), TensorSpec("p", (1000,), torch.float32)])
+    (pieces,) = cut(layout, num_servers=1, whole_tensors=False, piece_bytes=1024)
+    assert in_shards(pieces, whole=False) == [(piece,) for piece in pieces]
+    (tensors,) = cut(layout, num_servers=1, whole_tensors=True, piece_bytes=1024)
+    assert len(tensors) == 2, "whole tensors stay whole"
+    assert in_shards(tensors, whole=True) == [tensors]
+
+
+def places_of(pieces: KeyRange) -> list[tuple[int, int]]:
+    return [(piece.segment, index) for piece in pieces for index in range(piece.start, piece.stop)]
 
 
 def test_views_of_pieces_are_the_tensors_of_the_buffer() -> None:
@@ -237,6 +264,30 @@ def test_state_moves_to_any_number_of_servers_and_training_goes_on(
         torch.testing.assert_close(mine, theirs)
     for key, value in moved.state().items():
         torch.testing.assert_close(value, source.state()[key])
+
+
+def test_state_of_shards_is_that_of_their_server() -> None:
+    trained = Trained("adam", torch.float64, 1, whole_tensors=True)
+    trained.step(0)
+    (optimizer,), (tensors,) = trained.optimizers, trained.tensors
+    whole = export_state(optimizer, tensors)
+    parts = [export_state(optimizer, [tensor], first_piece=index) for index, tensor in enumerate(tensors)]
+    assert_same_state({key: value for part in parts for key, value in part.items()}, whole)
+    import_state(optimizer, tensors[2:4], whole, first_piece=2)
+    assert export_state(optimizer, tensors, first_piece=0).keys() == {
+        key for key in whole if key.split(".")[0] in ("2", "3")
+    }
+
+
+def test_pieces_of_a_tensor_get_numbers_of_their_own() -> None:
+    layout = by_group([TensorSpec("p", (64,), torch.float32)])
+    ranges = cut(layout, num_servers=1, whole_tensors=False, piece_bytes=128)
+    (part,) = split(layout, ranges, {"0.step": torch.tensor(3.0), "0.exp_avg": torch.arange(64.0)})
+    assert part.keys() == {"0.step", "1.step", "0.exp_avg", "1.exp_avg"}
+    assert part["0.step"].data_ptr() != part["1.step"].data_ptr()
+    joined = join(layout, ranges, [part])
+    assert joined["0.step"].item() == 3
+    assert torch.equal(joined["0.exp_avg"], torch.arange(64.0))
 
 
 def test_importing_replaces_and_copies() -> None:

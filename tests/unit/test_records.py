@@ -47,7 +47,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_siz
 PLAIN = st.recursive(st.none() | st.booleans() | INTS | FLOATS | TEXTS, lambda inner: st.lists(inner, max_size=3))
 RECORDS: dict[type[Record], st.SearchStrategy[Any]] = {
     StepRecord: st.builds(
-        StepRecord, INTS, INTS, INTS, TIMES, INTS, TIMES, TIMES, TIMES, moved_bytes=INTS, staleness=INTS
+        StepRecord, INTS, INTS, INTS, TIMES, INTS, TIMES, TIMES, TIMES, moved_bytes=INTS, staleness=INTS, hidden_s=TIMES
     ),
     MetricRecord: st.builds(MetricRecord, INTS, INTS, INTS, FLOATS, TEXTS, FLOATS),
     UpdateRecord: st.builds(UpdateRecord, INTS, INTS, INTS, INTS, INTS),
@@ -56,7 +56,7 @@ RECORDS: dict[type[Record], st.SearchStrategy[Any]] = {
     ),
     EventRecord: st.builds(EventRecord, TEXTS, TEXTS, INTS, FLOATS, st.dictionaries(TEXTS, PLAIN, max_size=3)),
 }
-STEP = StepRecord(1, 2, 3, 4.5, 6, 0.1, 0.2, 0.3, 700, 8)
+STEP = StepRecord(1, 2, 3, 4.5, 6, 0.1, 0.2, 0.3, 700, 8, 0.05)
 UPDATES = [UpdateRecord(0, iteration, 1, 2, 3) for iteration in range(1, 6)]
 EVENTS = [EventRecord("ready", "run", iteration, 0.5, {"a": [1]}) for iteration in range(1, 6)]
 
@@ -93,7 +93,7 @@ def test_records_reach_the_disk_at_flush(tmp_path: Path) -> None:
     writer.close()
     header, row = record_path(tmp_path, StepRecord).read_text().splitlines()
     assert header.startswith("worker,step,iteration,time_s,")
-    assert row == "1,2,3,4.500000,6,0.100000,0.200000,0.300000,700,8"
+    assert row == "1,2,3,4.500000,6,0.100000,0.200000,0.300000,700,8,0.050000"
 
 
 def test_numbers_that_are_not_finite_survive(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,62 @@ def test_bsp_equals_one_optimizer_with_the_mean_gradient(name: str, n: int) -> N
     assert shard.iteration == 6
 
 
+@pytest.mark.parametrize("cut_at", [[4], [1, 5, 8], list(range(1, 12))], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_many_shards_equal_one(name: str, cut_at: list[int]) -> None:
+    """Pieces of a tensor, each a shard that gets its part of every gradient at another time."""
+    optimizer_class, settings = OPTIMIZERS[name]
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(12, generator=generator)
+    randomness = random.Random(len(cut_at))
+
+    def make(parameter: Tensor) -> Shard:
+        optimizer = build_optimizer(optimizer_class, settings, [{}], [[parameter]])
+        rule = BulkSynchronous(num_workers=2)
+        return Shard(parameters=[parameter], optimizer=optimizer, rule=rule, max_updates=4)
+
+    twin = make(start.clone())
+    pieces = torch.tensor_split(torch.arange(12), cut_at)
+    shards = [make(start[piece].clone()) for piece in pieces]
+    for clock in range(6):
+        gradients = [None if clock == 2 and worker else torch.randn(12, generator=generator) for worker in range(2)]
+        groups = [{"lr": 0.5}] if clock == 3 else None
+        for worker, whole in enumerate(gradients):
+            twin.push(worker, clock, None if whole is None else [whole], pause_at=NEVER, groups=groups)
+        arrivals = [(worker, index) for worker in range(2) for index in range(len(shards))]
+        randomness.shuffle(arrivals)
+        for worker, index in arrivals:
+            whole = gradients[worker]
+            part = None if whole is None else [whole[pieces[index]]]
+            shards[index].push(worker, clock, part, pause_at=NEVER, groups=groups)
+        assert {shard.iteration for shard in shards} == {twin.iteration}
+        joined = torch.cat([shard.parameters[0] for shard in shards])
+        torch.testing.assert_close(joined, twin.parameters[0], rtol=2e-6, atol=2e-7)
+    assert twin.iteration == 4
+
+
+def test_updates_are_fused_where_the_script_leaves_the_choice() -> None:
+    def choice(optimizer_class: type[torch.optim.Optimizer], dtype: torch.dtype, **settings: Any) -> object:
+        built = build_optimizer(optimizer_class, settings, [{}], [[torch.zeros(3, dtype=dtype)]])
+        return built.param_groups[0].get("fused")
+
+    assert choice(torch.optim.SGD, torch.float32, lr=0.1) is True
+    assert choice(torch.optim.AdamW, torch.float64) is True
+    assert choice(torch.optim.Adam, torch.bfloat16) is None
+    assert choice(torch.optim.Adam, torch.float32, fused=False) is False
+    assert choice(torch.optim.Adam, torch.float32, foreach=True) is None
+    assert choice(torch.optim.RMSprop, torch.float32) is None
+
+
+def test_hyperparameters_that_change_leave_the_kernel_as_it_is() -> None:
+    parameter = torch.zeros(3)
+    optimizer = build_optimizer(torch.optim.SGD, {"lr": 1.0}, [{}], [[parameter]])
+    shard = Shard(parameters=[parameter], optimizer=optimizer, rule=BulkSynchronous(num_workers=1))
+    shard.push(0, 0, [torch.ones(3)], pause_at=NEVER, groups=[{"lr": 2.0, "fused": None, "foreach": None}])
+    assert optimizer.param_groups[0]["fused"] is True
+    assert parameter.tolist() == [-2.0] * 3
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_sum_does_not_depend_on_the_order_of_arrival(order: tuple[int, ...]) -> None:
     shard = make_shard(BulkSynchronous(num_workers=3))
@@ -115,6 +172,54 @@ def test_backup_workers_drop_the_late_gradient() -> None:
     assert (late.staleness, late.iteration, late.clock, late.admitted) == (-1, 1, 1, True)
     assert torch.equal(shard.parameters[0], torch.full((3, 4), -2.0))
     assert [applied.worker for applied in shard.drain_applied()] == [0, 2]
+
+
+def test_with_backup_workers_the_first_to_leave_ends_the_run_of_all() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=4, backup_workers=1))
+    for worker in (0, 1, 2):
+        shard.push(worker, 0, ones(), pause_at=NEVER)
+    shard.pulled(0)
+    assert shard.push(0, 1, ones(), pause_at=NEVER) == []
+    # Worker 1 leaves: worker 0 waits for nobody any more, and worker 3, which missed clock 0, ends with its next push.
+    answers = shard.leave(1)
+    assert [(a.worker, a.stop, a.staleness, a.iteration) for a in answers] == [(0, True, -1, 1)]
+    (late,) = shard.push(3, 0, ones(), pause_at=NEVER)
+    assert (late.stop, late.staleness, late.iteration) == (True, -1, 1)
+    (last,) = shard.push(2, 1, ones(), pause_at=NEVER)
+    assert (last.stop, last.staleness) == (True, -1)
+    assert torch.equal(shard.parameters[0], torch.full((3, 4), -1.0))
+
+
+def test_a_following_shard_waits_for_the_decision_and_for_the_gradients_it_names() -> None:
+    deciding = BulkSynchronous(num_workers=3, backup_workers=1)
+    shard = make_shard(deciding.for_another_shard())
+    assert shard.follows
+    assert shard.push(0, 0, ones(3.0), pause_at=NEVER, stop=True) == []
+    assert shard.push(1, 0, ones(100.0), pause_at=0) == []
+    assert shard.follow(0, 1, [0, 2]) == [], "the gradient of worker 2 has not come"
+    answers = shard.push(2, 0, ones(1.0), pause_at=NEVER)
+    assert [answer.worker for answer in answers] == [0], "the others have not said where they go on"
+    assert torch.equal(shard.parameters[0], torch.full((3, 4), -2.0))
+    assert [answer.worker for answer in shard.follow(2, 1, [0, 2])] == [2]
+    (late,) = shard.follow(1, 1, [0, 2])
+    assert (late.worker, late.staleness, late.iteration) == (1, -1, 1)
+    with pytest.raises(ProtocolError, match="worker 1 goes on at clock 1 without a push"):
+        shard.follow(1, 1, [0, 2])
+
+
+def test_a_worker_waits_until_a_following_shard_has_come_to_its_clock() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=3, backup_workers=1).for_another_shard())
+    shard.push(2, 0, ones(), pause_at=NEVER)
+    assert shard.follow(2, 1, [0, 1]) == [], "here clock 0 is still open"
+    shard.push(0, 0, ones(), pause_at=NEVER)
+    assert [answer.worker for answer in shard.push(1, 0, ones(), pause_at=NEVER)] == [2]
+
+
+def test_a_decision_is_refused_by_a_shard_that_decides_for_itself() -> None:
+    shard = make_shard(BulkSynchronous(num_workers=2))
+    assert not shard.follows
+    with pytest.raises(ProtocolError, match="decides for itself"):
+        shard.follow(0, 1, [0, 1])
 
 
 def test_a_leaver_completes_the_clock_of_the_others() -> None:
@@ -290,6 +395,17 @@ class Worker:
     stopped: bool = False
 
 
+@dataclass(frozen=True)
+class Request:
+    """A message from a worker to a server; `decided` is what the first server answered to the push before it."""
+
+    worker: int
+    server: int
+    is_push: bool = False
+    is_void: bool = False
+    decided: Answer | None = None
+
+
 class Fleet:
     """Workers and servers with messages between them that arrive in any order, except those of one pair."""
 
@@ -304,7 +420,7 @@ class Fleet:
         self.gradients = [[torch.ones(1)] for _ in range(num_workers)]
         self.since_pull = [[0] * num_workers for _ in rules]
         """Per server and worker: updates since the worker was last given the parameters, counted one by one."""
-        self.messages: list[tuple[int, int, bool, bool]] = []
+        self.messages: list[Request] = []
         self.num_pushes = 0
         self.pause_at = 0
         self._random = randomness
@@ -320,10 +436,11 @@ class Fleet:
                 partial(self._act, i, self._random.random() < void_rate) for i in idle for _ in range(self.speeds[i])
             ]
             # A message of a slow link is chosen rarely: links differ, so that servers see different orders.
+            first_of_pair = {(one.worker, one.server): one for one in reversed(self.messages)}
             choices += [
                 partial(self._deliver, message)
-                for message in self.messages
-                for _ in range(1 + (message[0] * 7 + message[1] * 5) % 4)
+                for message in first_of_pair.values()
+                for _ in range(1 + (message.worker * 7 + message.server * 5) % 4)
             ]
             if not choices:
                 break
@@ -343,7 +460,7 @@ class Fleet:
             self.num_pushes += not is_void
         worker.is_waiting = True
         for server in range(len(self.shards)):
-            self.messages.append((i, server, worker.admitted, is_void))
+            self.messages.append(Request(i, server, worker.admitted, is_void))
 
     def check_bound(self, i: int) -> None:
         """The worker has computed a gradient: it may have."""
@@ -353,18 +470,21 @@ class Fleet:
                 slowest = min(rule.clock_of(other) for other in rule.active)
                 assert clock - slowest <= rule._staleness
 
-    def _deliver(self, message: tuple[int, int, bool, bool]) -> None:
+    def _deliver(self, message: Request) -> None:
         self.messages.remove(message)
-        i, server, is_push, is_void = message
+        i, server = message.worker, message.server
         shard, since_pull = self.shards[server], self.since_pull[server]
-        if is_push:
-            gradients = None if is_void else self.gradients[i]
+        if message.decided is not None:
+            answers = shard.follow(i, message.decided.clock, message.decided.contributors or ())
+        elif message.is_push:
+            gradients = None if message.is_void else self.gradients[i]
             answers = shard.push(i, self.workers[i].clocks[server], gradients, pause_at=self.pause_at)
         else:
             answers = shard.wait(i, pause_at=self.pause_at)
         for iteration, group in itertools.groupby(shard.drain_applied(), key=lambda applied: applied.iteration):
             for applied in group:
                 assert applied.staleness == since_pull[applied.worker]
+                assert applied.staleness == 0 or isinstance(self.rules[server], StaleSynchronous)
             assert iteration == shard.iteration
             since_pull[:] = [count + 1 for count in since_pull]
         for answer in answers:
@@ -376,8 +496,11 @@ class Fleet:
         worker = self.workers[answer.worker]
         assert server not in worker.answers, "answered twice"
         worker.answers[server] = answer
+        if answer.contributors is not None:
+            others = [other for other, shard in enumerate(self.shards) if shard.follows]
+            self.messages += [Request(answer.worker, other, decided=answer) for other in others]
         if len(worker.answers) == len(self.shards):
-            worker.clocks = [worker.answers[s].clock for s in range(len(self.shards))]
+            worker.clocks = [worker.answers[0].clock] * len(self.shards)
             worker.iteration = worker.answers[0].iteration
             worker.admitted = all(a.admitted for a in worker.answers.values())
             worker.answers, worker.is_waiting = {}, False
@@ -386,7 +509,10 @@ class Fleet:
 def run_fleet(
     make_rule: Callable[[int], AdmissionRule], n: int, num_servers: int, randomness: random.Random, void_rate: float
 ) -> Fleet:
-    fleet = Fleet([make_rule(n) for _ in range(num_servers)], n, randomness)
+    first = make_rule(n)
+    fleet = Fleet([first, *(first.for_another_shard() for _ in range(num_servers - 1))], n, randomness)
+    if isinstance(first, BulkSynchronous):  # so that parameters tell whose gradients they are made of
+        fleet.gradients = [[torch.full((1,), 2.0**worker)] for worker in range(n)]
     pause_at = 0
     for _ in range(4):
         pause_at += randomness.choice([1, 2, 3, 7, 20])
@@ -408,13 +534,15 @@ def test_bsp_everyone_reaches_every_pause(
     assert len({tuple(worker.clocks) for worker in fleet.workers}) == 1
 
 
-@given(n=st.integers(1, 5), data=st.data(), randomness=RANDOMS, void_rate=VOID_RATES)
-def test_backup_workers_everyone_reaches_every_pause(
-    n: int, data: st.DataObject, randomness: random.Random, void_rate: float
+@given(n=st.integers(1, 5), num_servers=st.integers(1, 4), data=st.data(), randomness=RANDOMS, void_rate=VOID_RATES)
+def test_backup_workers_everyone_reaches_every_pause_and_shards_agree(
+    n: int, num_servers: int, data: st.DataObject, randomness: random.Random, void_rate: float
 ) -> None:
     b = data.draw(st.integers(0, n - 1))
-    fleet = run_fleet(lambda n: BulkSynchronous(num_workers=n, backup_workers=b), n, 1, randomness, void_rate)
-    assert fleet.shards[0].iteration == fleet.pause_at
+    rule = partial(BulkSynchronous, backup_workers=b)
+    fleet = run_fleet(lambda n: rule(num_workers=n), n, num_servers, randomness, void_rate)
+    assert {shard.iteration for shard in fleet.shards} == {fleet.pause_at}
+    assert len({shard.parameters[0].item() for shard in fleet.shards}) == 1, "the same gradients counted everywhere"
 
 
 @given(

@@ -49,6 +49,7 @@ MESSAGES = st.builds(
     epoch=st.integers(0, 2**32 - 1),
     sender=st.integers(0, 2**32 - 1),
     flags=st.integers(0, 255),
+    shard=st.integers(-(2**31), 2**31 - 1),
     clock=LONGS,
     iteration=LONGS,
     pause_at=LONGS,

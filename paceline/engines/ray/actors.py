@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 from paceline.checkpoint import Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, OptimizerSpec
+from paceline.comm.hierarchical import connect_hierarchical
 from paceline.comm.line import BellAddress
 from paceline.comm.parameter_service import ParameterService, ServerSpec
 from paceline.comm.segment import SegmentAddress
@@ -80,6 +81,11 @@ class WorldSpec:
     @property
     def num_hosts(self) -> int:
         return len({worker.node_id for worker in self.workers})
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host, in the order of its first."""
+        return [self.ranks_on(node_id) for node_id in dict.fromkeys(worker.node_id for worker in self.workers)]
 
     def ranks_on(self, node_id: str) -> list[int]:
         return [rank for rank, worker in enumerate(self.workers) if worker.node_id == node_id]
@@ -191,7 +197,7 @@ class WorkerActor:
         return world
 
     def _connect(self, spec: WorldSpec, rank: int, device: torch.device) -> Collective:
-        """Shared memory on one host; across hosts, or with a GPU for each worker, torch.distributed."""
+        """Shared memory on one host; across hosts, or with a GPU for each worker, torch.distributed; or both."""
         if spec.size == 1:
             return AloneCollective()
         deadline_s = spec.config.deadline_s
@@ -207,6 +213,8 @@ class WorkerActor:
         address = spec.workers[rank].address
         if spec.has_own_gpus:
             return connect_nccl(store, rank=rank, size=spec.size, device=device, address=address, deadline_s=deadline_s)
+        if spec.num_hosts < spec.size and not spec.uses_cuda:
+            return connect_hierarchical(store, rank=rank, hosts=spec.hosts, address=address, deadline_s=deadline_s)
         return connect_gloo(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
 
 

@@ -1,0 +1,34 @@
+"""What each Paceline worker runs in network.py: so many steps of hardly more than the exchange.
+
+Every worker ends after its own steps, so that under an asynchronous strategy all of them do as many, whether they share
+a host with a server or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from peers.exchange import GradientSource, make_optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    args = parser.parse_args()
+    worker = paceline.init()
+    model = GradientSource(args.model)
+    optimizer = make_optimizer(model)
+    loader = DataLoader(TensorDataset(torch.ones(args.steps * worker.size)), batch_size=1)
+    model, optimizer, loader = worker.prepare(model, optimizer, loader)
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+
+
+main()

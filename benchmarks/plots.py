@@ -1,0 +1,87 @@
+"""A line chart as SVG text: all that the pages of docs/ need, which no plotting library has to be installed for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+_WIDTH, _HEIGHT = 760, 420
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 190, 50, 60
+# Okabe and Ito's colours, which colour-blind readers tell apart.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
+_MARKER_RADIUS = 4
+_LINE_PX = 18
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line; `limits`, where given, is drawn dashed in its colour."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    limits: Sequence[tuple[float, float]] = ()
+
+
+def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
+    """The chart as an SVG document, both axes from zero."""
+    every = [point for one in series for point in (*one.points, *one.limits)]
+    x_ticks = sorted({x for x, _ in every})
+    y_step = _nice_step(max(y for _, y in every))
+    y_top = y_step * math.ceil(max(y for _, y in every) / y_step)
+    x_top = max(x_ticks) * 1.05
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        x = _LEFT + point[0] / x_top * (_WIDTH - _LEFT - _RIGHT)
+        y = _HEIGHT - _BOTTOM - point[1] / y_top * (_HEIGHT - _TOP - _BOTTOM)
+        return round(x, 1), round(y, 1)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'font-family="system-ui, sans-serif" font-size="13" role="img" aria-label="{escape(title)}">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        _text(_LEFT, 28, title, anchor="start", weight="700"),
+    ]
+    for number in range(round(y_top / y_step) + 1):
+        x, y = place((0, number * y_step))
+        parts.append(f'<path d="M{x} {y} H{_WIDTH - _RIGHT}" stroke="#dddddd"/>')
+        parts.append(_text(x - 8, y + 4, f"{number * y_step:g}", anchor="end"))
+    for tick in x_ticks:
+        x, y = place((tick, 0))
+        parts.append(_text(x, y + 20, f"{tick:g}"))
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 18, x_label))
+    parts.append(_text(20, (_TOP + _HEIGHT - _BOTTOM) / 2, y_label, turned=True))
+    for number, one in enumerate(series):
+        colour = _COLOURS[number % len(_COLOURS)]
+        parts.append(_polyline([place(point) for point in one.limits], colour, dashed=True))
+        parts.append(_polyline([place(point) for point in one.points], colour, dashed=False))
+        parts += [
+            f'<circle cx="{x}" cy="{y}" r="{_MARKER_RADIUS}" fill="{colour}"/>' for x, y in map(place, one.points)
+        ]
+        y = _TOP + number * _LINE_PX
+        parts.append(_polyline([(_WIDTH - _RIGHT + 12, y), (_WIDTH - _RIGHT + 34, y)], colour, dashed=False))
+        parts.append(_text(_WIDTH - _RIGHT + 40, y + 4, one.name, anchor="start"))
+    if any(one.limits for one in series):
+        y = _TOP + len(series) * _LINE_PX
+        parts.append(_polyline([(_WIDTH - _RIGHT + 12, y), (_WIDTH - _RIGHT + 34, y)], "#333333", dashed=True))
+        parts.append(_text(_WIDTH - _RIGHT + 40, y + 4, "limit of the links", anchor="start"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _nice_step(top: float) -> float:
+    """Between 4 and 10 steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(top / 4))
+    return next(factor * power for factor in (5, 2, 1) if factor * power * 4 <= top)
+
+
+def _polyline(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool) -> str:
+    path = " ".join(f"{x},{y}" for x, y in points)
+    dashes = ' stroke-dasharray="5 4"' if dashed else ""
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle", weight: str = "400", turned: bool = False) -> str:
+    turn = f' transform="rotate(-90 {x} {y})"' if turned else ""
+    style = f'text-anchor="{anchor}" font-weight="{weight}" fill="#222222"{turn}'
+    return f'<text x="{x}" y="{y}" {style}>{escape(text)}</text>'

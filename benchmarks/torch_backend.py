@@ -1,0 +1,94 @@
+"""Samples per second of one plain DistributedDataParallel script under the backends `gloo` and `paceline`.
+
+The script differs in the name of the backend only. The contenders run one after another in every round, beside the
+same training without communication, so that a change of the machine's mood meets all of them; the table gives medians
+over the rounds with their spread, and ratios of medians.
+
+    python benchmarks/torch_backend.py --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from peers import ceiling, ddp_gloo
+from rich.console import Console
+from rich.table import Table
+
+from paceline.manifest import describe_machine
+
+Measure = Callable[..., float]
+CONTENDERS: dict[str, Measure] = {
+    "ceiling": ceiling.measure,
+    "gloo": partial(ddp_gloo.measure, backend="gloo"),
+    "paceline": partial(ddp_gloo.measure, backend="paceline"),
+}
+BATCH_SIZES = {"convnet": 100, "resnet18": 4}
+
+
+def run_rounds(workload: Mapping[str, object], *, num_rounds: int) -> dict[str, list[float]]:
+    rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for number in range(num_rounds):
+        for name, measure in CONTENDERS.items():
+            rates[name].append(measure(**workload))
+            print(
+                f"{workload['model']} round {number + 1}/{num_rounds}  {name}: {rates[name][-1]:,.1f} samples/s",
+                file=sys.stderr,
+            )
+    return rates
+
+
+def table_of(rates: Mapping[str, Sequence[float]], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("backend", "samples/s", "lowest", "highest", "of ceiling", "of gloo"):
+        table.add_column(heading, justify="left" if heading == "backend" else "right")
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, values in rates.items():
+        table.add_row(
+            name,
+            f"{medians[name]:,.1f}",
+            f"{min(values):,.1f}",
+            f"{max(values):,.1f}",
+            f"{medians[name] / medians['ceiling']:.2f}",
+            f"{medians[name] / medians['gloo']:.2f}",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=BATCH_SIZES, default=list(BATCH_SIZES))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of each timed window")
+    parser.add_argument("--warmup-seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the numbers here as well")
+    args = parser.parse_args()
+    measured = []
+    for model in args.models:
+        workload = {
+            "model": model,
+            "num_workers": args.workers,
+            "batch_size": BATCH_SIZES[model],
+            "seconds": args.seconds,
+            "warmup_seconds": args.warmup_seconds,
+        }
+        rates = run_rounds(workload, num_rounds=args.rounds)
+        title = f"{model}, batch {BATCH_SIZES[model]} a worker, {args.workers} workers, median of {args.rounds}"
+        Console().print(table_of(rates, title))
+        measured.append({"workload": workload, "samples_per_s": rates})
+    report = {"torch": torch.__version__, "machine": describe_machine(), "measured": measured}
+    print(json.dumps(report))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""All-reduce algorithms, each written once over send and receive, so that they can be compared and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.comm.algorithms.all_to_all import all_to_all
+from paceline.comm.algorithms.halving_doubling import halving_doubling
+from paceline.comm.algorithms.reduce_broadcast import reduce_broadcast
+from paceline.comm.algorithms.ring import ring
+from paceline.comm.algorithms.tree import tree
+from paceline.comm.algorithms.work import AlgorithmWork, AllReduceAlgorithm
+
+__all__ = ["ALGORITHMS", "AlgorithmWork", "AllReduceAlgorithm"]
+
+ALGORITHMS: Mapping[str, AllReduceAlgorithm] = {
+    "ring": ring,
+    "tree": tree,
+    "halving-doubling": halving_doubling,
+    "reduce-broadcast": reduce_broadcast,
+    "all-to-all": all_to_all,
+}
+"""By the names of the command line."""

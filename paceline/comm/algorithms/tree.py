@@ -1,0 +1,91 @@
+"""All-reduce up and down two binary trees: few rounds, and every link carries about the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms.messages import chunks_of, pieces_of, wait_for
+from paceline.comm.algorithms.partial_sum import PartialSum, SumOrMean, as_flat, divisor_of
+from paceline.comm.base import Collective, Work
+
+
+def tree(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> None:
+    """As `AllReduceAlgorithm`; half of the tensor is reduced and broadcast along each of two trees.
+
+    Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+    Computing 35(12), 2009, the reduction followed by the broadcast: a rank that has children in one tree is a leaf of
+    the other, so that none is idle and none is loaded twice. (Of an odd number, rank 0 has children in both.) A rank
+    sends at most 2 times the tensor (rank 0 of an odd number 2.5 times), in 2 log2(n) rounds; pieces follow one
+    another, so that the rounds of a large tensor overlap.
+
+    Half precision is rounded once at each level of a tree.
+    """
+    flat = as_flat(tensor, op)
+    if collective.size == 1:
+        return
+    places = _places(collective.rank, collective.size)
+    halves = [pieces_of(half) for half in chunks_of(flat, 2)]
+    # The order in which every rank goes through the pieces: alternately of one tree and the other.
+    order = [(place, piece) for pair in zip_longest(*halves) for place, piece in zip(places, pair, strict=True)]
+    steps = [(place, piece) for place, piece in order if piece is not None]
+    receiving = [[_receive(collective, piece, child) for child in place.children] for place, piece in steps]
+    sending: list[Work] = []
+    returning: list[Work | None] = []
+    for (place, piece), from_children in zip(steps, receiving, strict=True):
+        total = PartialSum(piece)
+        for part, work in from_children:
+            work.wait()
+            total.add(part)
+        total.store(divisor=divisor_of(op, size=collective.size) if place.parent is None else 1)
+        if place.parent is not None:
+            sending.append(collective.send(piece, destination=place.parent))
+            # The result comes to the same place; the parent has taken the sum by then.
+            returning.append(collective.recv(piece, source=place.parent))
+        else:
+            returning.append(None)
+    for (place, piece), result in zip(steps, returning, strict=True):
+        if result is not None:
+            result.wait()
+        sending.extend(collective.send(piece, destination=child) for child in place.children)
+    wait_for(sending)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A rank's neighbours in one tree."""
+
+    parent: int | None
+    children: tuple[int, ...]
+
+
+def _places(rank: int, size: int) -> tuple[_Place, _Place]:
+    """In the second tree the ranks are numbered so that odd ones, the leaves of the first, have even positions."""
+    offset, direction = (size - 1, -1) if size % 2 == 0 else (-1, 1)
+    return _place(rank, size, 0, 1), _place(rank, size, offset, direction)
+
+
+def _place(rank: int, size: int, offset: int, direction: int) -> _Place:
+    """Where a rank stands in the tree in which rank r has position offset + direction * r (modulo size)."""
+    ranks = {(offset + direction * other) % size: other for other in range(size)}
+    position = (offset + direction * rank) % size
+    parent = _parent(position, size)
+    children = tuple(ranks[other] for other in range(size) if _parent(other, size) == position)
+    return _Place(None if parent is None else ranks[parent], children)
+
+
+def _parent(position: int, size: int) -> int | None:
+    """In-order binary tree: odd positions are leaves, the lowest set bit says the level, 0 is above all others."""
+    if position == 0:
+        return None
+    bit = position & -position
+    below = position ^ bit
+    return above if (above := below | 2 * bit) < size else below
+
+
+def _receive(collective: Collective, piece: Tensor, source: int) -> tuple[Tensor, Work]:
+    part = torch.empty_like(piece)
+    return part, collective.recv(part, source=source)

@@ -1,0 +1,46 @@
+"""Which of this host's network interfaces the backends of torch.distributed use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from paceline.errors import UsageError
+
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+
+
+def interface_with(address: str) -> str:
+    """Name of the network interface that has the IP address.
+
+    Raises:
+        UsageError: none has it; the message lists those there are.
+    """
+    addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    if address not in addresses:
+        raise UsageError(f"no network interface of this host has address {address}; there are {sorted(addresses)}")
+    return str(addresses[address])
+
+
+@contextmanager
+def nccl_interface(address: str | None) -> Iterator[None]:
+    """Have NCCL, which reads its interface from the environment when it first communicates, use that of the address.
+
+    Raises:
+        UsageError: as `interface_with`.
+    """
+    if address is None:
+        yield
+        return
+    before = os.environ.get(_NCCL_INTERFACE)
+    os.environ[_NCCL_INTERFACE] = "=" + interface_with(address)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NCCL_INTERFACE]
+        else:
+            os.environ[_NCCL_INTERFACE] = before

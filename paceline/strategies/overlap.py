@@ -1,0 +1,39 @@
+"""How much of an exchange is hidden behind backward."""
+
+from __future__ import annotations
+
+import time
+from typing import final
+
+from paceline.comm.base import Timing
+
+
+@final
+class Overlap:
+    """Measures the time in which buckets were under way while this worker went on with its backward pass.
+
+    What the worker itself spends on the exchange meanwhile, moving or reducing data, is communication and not hidden.
+    """
+
+    def __init__(self, spent: Timing) -> None:
+        """`spent`: the running totals of the exchange that is measured."""
+        self.timing = Timing()
+        self._spent = spent
+        self._since_s: float | None = None
+        self._spent_before_s = 0.0
+
+    def begin(self) -> None:
+        """A bucket is under way; with others under way already, nothing new."""
+        if self._since_s is None:
+            self._since_s = time.perf_counter()
+            self._spent_before_s = self._spent_s()
+
+    def end(self) -> None:
+        """No bucket is under way any more, or backward has ended and what is left is waited for."""
+        if self._since_s is not None:
+            spent_s = self._spent_s() - self._spent_before_s
+            self.timing.hidden_s += max(0.0, time.perf_counter() - self._since_s - spent_s)
+            self._since_s = None
+
+    def _spent_s(self) -> float:
+        return self._spent.communication_s + self._spent.waiting_s

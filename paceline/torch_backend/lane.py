@@ -1,0 +1,146 @@
+"""The order of a process group's collective operations, and who drives them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from queue import SimpleQueue
+from typing import final
+
+from paceline.torch_backend.works import GroupWork
+
+# An asynchronous all-reduce of 12 KB between two ranks takes 85 us so, and 124 us when the thread takes it at once;
+# from 0.5 ms to 10 ms the bound made no difference to that.
+INLINE_S = 2e-3
+
+
+@final
+class Lane:
+    """Runs operations one after another, in the order of the calls.
+
+    An operation that the caller waits for runs in the caller's thread. One that was asked for asynchronously is tried
+    there for a moment, if it can be tried without blocking; then the lane's own thread takes it, so that groups which
+    are used in different orders by different ranks do not wait for one another. The thread starts when it is first
+    needed.
+
+    An operation that a future's callback asks for runs at once, before those that have been asked for meanwhile: the
+    order is then the same on every rank, whichever thread runs the callback.
+    """
+
+    def __init__(self, name: str, *, inline_s: float) -> None:
+        """`inline_s`: how long an asynchronous operation is tried in its caller's thread."""
+        self._name = name
+        self._inline_s = inline_s
+        self._queue: deque[GroupWork] = deque()
+        self._driving = threading.Lock()
+        self._driver: int | None = None  # the thread that holds the lock
+        self._signals: SimpleQueue[bool] = SimpleQueue()  # true: there may be work; false: end
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: GroupWork, *, is_async: bool, never_blocks: bool) -> None:
+        """Append an operation. `never_blocks`: its `start` returns at once, and what it returns can be polled."""
+        if self._is_driving():
+            self._queue.appendleft(work)
+            self._run_first()
+            return
+        self._queue.append(work)
+        if not is_async:
+            self.help(work, None)
+            return
+        if never_blocks and self._begin_driving():
+            try:
+                if self._queue and self._queue[0] is work:
+                    self._try_first()
+            finally:
+                self._end_driving()
+        if not work.is_over:
+            self._wake()
+
+    def help(self, work: GroupWork, timeout_s: float | None) -> None:
+        """Return once `work` is over, or the time is."""
+        if self._is_driving():
+            self._run_until(work)
+        # Who drives blocks for as long as the collective does, so only the lane's thread can keep a given timeout.
+        elif timeout_s is None and self._begin_driving():
+            try:
+                self._run_until(work)
+            finally:
+                self._end_driving()
+        if not work.is_over:
+            self._wake()
+            work.wait_until_over(timeout_s)
+
+    def close(self) -> None:
+        """Join the thread; the collective must have been aborted, so that nothing in it blocks."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._signals.put(False)
+            self._thread.join()
+            self._thread = None
+
+    def _is_driving(self) -> bool:
+        return self._driver == threading.get_ident()
+
+    def _begin_driving(self) -> bool:
+        if not self._driving.acquire(blocking=False):
+            return False
+        self._driver = threading.get_ident()
+        return True
+
+    def _end_driving(self) -> None:
+        self._driver = None
+        self._driving.release()
+
+    def _run_until(self, work: GroupWork) -> None:
+        while self._queue and not work.is_over:
+            self._run_first()
+
+    def _run_first(self) -> None:
+        """Run the first operation to its end."""
+        work = self._queue.popleft()
+        try:
+            if work.under_way is None:
+                work.under_way = work.start()
+            work.under_way.wait()
+        except BaseException as error:
+            work.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            work.succeed()
+
+    def _try_first(self) -> None:
+        """Start the first operation and drive it for a moment."""
+        work = self._queue[0]
+        until_s = time.perf_counter() + self._inline_s
+        try:
+            work.under_way = work.start()
+            while not work.under_way.poll():
+                if time.perf_counter() >= until_s:
+                    return
+                os.sched_yield()
+        except BaseException as error:
+            self._queue.popleft()
+            work.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._queue.popleft()
+            work.succeed()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._signals.put(True)
+
+    def _serve(self) -> None:
+        while self._signals.get():
+            with self._driving:
+                self._driver = threading.get_ident()
+                try:
+                    while self._queue:
+                        self._run_first()
+                finally:
+                    self._driver = None

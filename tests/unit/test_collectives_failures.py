@@ -1,0 +1,203 @@
+"""Every way in which a rank can fail the others: killed, late, aborted. The errors name it, within the deadline."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.alone import AloneCollective
+from paceline.comm.base import Collective
+from paceline.errors import Aborted, UsageError
+from tests.unit.collective_harness import World, caught, later
+from tests.unit.collective_programs import perform, random_calls
+
+BACKENDS = ("shared_memory", "gloo")
+DEADLINE_S = 5.0
+
+
+def run_until_killed(collective: Collective, seed: int, victim: int, num_calls: int) -> tuple[str, str, float]:
+    """Operations until one fails; the victim dies some time after it has begun its last.
+
+    Returns name and message of the error, and how long after the last operation that succeeded it came.
+    """
+    last_s = time.time()
+
+    def work() -> None:
+        nonlocal last_s
+        for number, call in enumerate(random_calls(seed, size=collective.size)):
+            if number == num_calls and collective.rank == victim:
+                later(random.Random(seed).uniform(0.0, 5e-3), os.kill, os.getpid(), signal.SIGKILL)
+            perform(collective, call)
+            last_s = time.time()
+
+    name, message, at_s = caught(work)
+    return name, message, at_s - last_s
+
+
+def require_that_survivors_name_the_dead(backend: str, seed: int) -> None:
+    generator = random.Random(seed)
+    size = generator.choice((2, 3, 4))
+    victim, num_calls = generator.randrange(size), generator.randrange(40)
+    with World(backend, size, deadline_s=DEADLINE_S) as world:
+        world.start(run_until_killed, seed, victim, num_calls)
+        for rank in set(range(size)) - {victim}:
+            name, message, after_s = world.result(rank)
+            assert name == "PeerLost", (seed, rank, message)
+            assert f"rank {victim} is lost" in message, (seed, rank)
+            assert after_s < DEADLINE_S, (seed, rank, message)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_survivors_of_a_killed_rank_name_it(backend: str, seed: int) -> None:
+    require_that_survivors_name_the_dead(backend, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 108))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_survivors_of_many_killed_ranks_name_them(backend: str, seed: int) -> None:
+    require_that_survivors_name_the_dead(backend, seed)
+
+
+# What two ranks wait in while the last one does not come.
+WAITS: dict[str, Callable[[Collective], Any]] = {
+    "all_reduce(sum)": lambda collective: collective.all_reduce(torch.ones(3)).wait(),
+    "broadcast": lambda collective: collective.broadcast(torch.ones(3), root=2),
+    "gather": lambda collective: collective.gather(torch.ones(3), root=0),
+    "scatter": lambda collective: collective.scatter(None, root=2),
+    "all_gather": lambda collective: collective.all_gather(torch.ones(3)),
+    "reduce_scatter": lambda collective: collective.reduce_scatter([torch.ones(3)] * 3),
+    "all_to_all": lambda collective: collective.all_to_all([torch.ones(3)] * 3),
+    "message": lambda collective: collective.recv(torch.ones(3), source=2).wait(),
+    "barrier": lambda collective: collective.barrier(),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_deadline_names_the_missing_rank(backend: str) -> None:
+    with ExitStack() as stack:
+        # All at once: nearly all of the time is spent asleep.
+        worlds = {what: stack.enter_context(World(backend, 3, deadline_s=0.7)) for what in WAITS}
+        for what, world in worlds.items():
+            world.start(run_late, what)
+        for what, world in worlds.items():
+            for rank in (0, 1):
+                first, second = world.result(rank)
+                assert first[0] == "DeadlineExceeded", first[1]
+                assert "rank 2 has not taken part in" in first[1]
+                assert what in first[1]
+                assert "within 0.7 s" in first[1]
+                assert second[0] == "DeadlineExceeded"
+                assert "unusable" in second[1]
+
+
+def run_late(collective: Collective, what: str) -> list[tuple[str, str, float]]:
+    collective.barrier()
+    if collective.rank == 2:
+        time.sleep(1.5)
+        return []
+    return [caught(lambda: WAITS[what](collective)), caught(collective.barrier)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_deadline_counts_for_what_was_agreed_on_before(backend: str) -> None:
+    with World(backend, 3, deadline_s=0.7) as world:
+        for name, message, _ in world.run(run_late_again)[:2]:
+            assert name == "DeadlineExceeded"
+            assert "rank 2 has not taken part in all_reduce(sum)" in message
+
+
+def run_late_again(collective: Collective) -> tuple[str, str, float]:
+    for _ in range(5):
+        collective.all_reduce(torch.ones(3)).wait()
+    if collective.rank == 2:
+        time.sleep(1.5)
+        return "", "", 0.0
+    return caught(lambda: collective.all_reduce(torch.ones(3)).wait())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_missing_ranks_are_named(backend: str) -> None:
+    with World(backend, 3, deadline_s=0.5) as world:
+        results = world.run(run_alone_at_barrier)
+    assert results[0][0] == "DeadlineExceeded"
+    assert "ranks 1, 2 have not" in results[0][1]
+
+
+def run_alone_at_barrier(collective: Collective) -> tuple[str, str, float]:
+    if collective.rank:
+        time.sleep(1.0)
+        return "", "", 0.0
+    return caught(collective.barrier)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_leaves_says_why(backend: str) -> None:
+    with World(backend, 2) as pair:
+        name, message, after_s = pair.run(run_leave)[0]
+    assert name == "PeerLost"
+    assert "rank 1 is lost: it left" in message
+    assert after_s < 3.0
+
+
+def run_leave(collective: Collective) -> tuple[str, str, float]:
+    collective.barrier()
+    started_s = time.time()
+    if collective.rank == 1:
+        collective.close()
+        return "", "", 0.0
+    name, message, at_s = caught(lambda: [collective.barrier() for _ in itertools.count()])
+    return name, message, at_s - started_s
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("waiting_for", ["all_reduce", "recv"])
+def test_abort_from_another_thread(backend: str, waiting_for: str) -> None:
+    with World(backend, 2) as pair:
+        results = pair.run(run_aborted, waiting_for)
+    for name, message, _ in results[0][:2]:
+        assert name == "Aborted"
+        assert "the run is over" in message
+    assert results[0][2] < 1.0
+    name, message, _ = results[1][0]
+    assert name == "PeerLost"
+    assert "rank 0" in message
+    assert "the run is over" in message
+
+
+def run_aborted(collective: Collective, waiting_for: str) -> list[Any]:
+    collective.barrier()
+    if collective.rank == 1:
+        time.sleep(1.0)
+        # What rank 0 had put in place before it was aborted still counts.
+        return [caught(lambda: [collective.all_reduce(torch.ones(3)).wait() for _ in range(2)])]
+    started_s = time.perf_counter()
+    later(0.2, collective.abort, "the run is over")
+    tensor = torch.ones(3)
+    wait = {
+        "all_reduce": lambda: collective.all_reduce(tensor).wait(),
+        "recv": lambda: collective.recv(tensor, source=1).wait(),
+    }[waiting_for]
+    return [caught(wait), caught(collective.barrier), time.perf_counter() - started_s]
+
+
+def test_alone_ends_with_abort_and_close() -> None:
+    alone = AloneCollective()
+    alone.abort("enough")
+    with pytest.raises(Aborted, match="enough"):
+        alone.barrier()
+    closed = AloneCollective()
+    closed.close()
+    closed.close()
+    with pytest.raises(UsageError, match="closed"):
+        closed.all_reduce(torch.ones(1))

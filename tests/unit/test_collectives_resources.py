@@ -1,0 +1,124 @@
+"""What collectives hold on to: descriptors, memory, time; and that closing gives everything back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.comm import futex
+from paceline.comm.base import Collective
+from paceline.comm.segment import Segment
+from paceline.comm.torch_distributed import connect_gloo
+from paceline.errors import DeadlineExceeded, PeerLost, UsageError
+from tests.unit.collective_harness import World, caught, later, mapped_files
+
+
+@pytest.fixture
+def trio() -> Iterator[World]:
+    with World("shared_memory", 3) as world:
+        yield world
+
+
+def test_close_gives_everything_back() -> None:
+    with World("shared_memory", 2) as pair:
+        for counts in pair.run(run_and_close):
+            # What is left: the segment that the test still holds a tensor of.
+            assert counts == (1, "UsageError", 7.0)
+
+
+def run_and_close(collective: Collective) -> tuple[int, str, float]:
+    tensor = collective.allocate(400).view(torch.float32).fill_(7)
+    collective.barrier()
+    collective.close()
+    collective.close()
+    left = [fd for fd in os.listdir("/proc/self/fd") if "memfd:paceline" in _target(fd) or "pidfd" in _target(fd)]
+    return len(left), caught(collective.barrier)[0], float(tensor[99])
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""
+
+
+def test_memory_has_no_name(trio: World) -> None:
+    trio.run(run_allocation)
+    for pid in trio.pids():
+        files = mapped_files(pid)
+        assert any("memfd:paceline" in path for path in files)
+        assert not any(path.startswith("/dev/shm") for path in files)
+
+
+def run_allocation(collective: Collective) -> None:
+    collective.allocate(2**20).fill_(1)
+
+
+def test_time_and_bytes_are_accounted_for() -> None:
+    with World("shared_memory", 2) as pair:
+        waited, was_late = pair.run(run_timed)
+    assert waited[0] > 0.25
+    assert was_late[0] < 0.1
+    # Each of two ranks reads half of the other's 4 MB, and writes half.
+    assert waited[1] == was_late[1] == 4_000_000
+    assert waited[2] > 0
+
+
+def run_timed(collective: Collective) -> tuple[float, int, float]:
+    memory = collective.allocate(4_000_000).view(torch.float32)
+    collective.barrier()
+    timing = collective.timing
+    waiting_s, moved_bytes, communication_s = timing.waiting_s, timing.moved_bytes, timing.communication_s
+    if collective.rank == 1:
+        time.sleep(0.3)
+    collective.all_reduce(memory).wait()
+    return timing.waiting_s - waiting_s, timing.moved_bytes - moved_bytes, timing.communication_s - communication_s
+
+
+def test_segment_of_a_process_that_is_gone() -> None:
+    segment = Segment.create(4096)
+    segment.tensor[0] = 5
+    again = Segment.open(segment.address)
+    assert again.tensor[0] == 5
+    segment.close()
+    with pytest.raises(PeerLost, match=f"process {os.getpid()}"):
+        Segment.open(segment.address)
+    view = again.tensor[:1]
+    again.close()
+    assert view.item() == 5
+    with pytest.raises(ValueError, match="at least one byte"):
+        Segment.create(0)
+
+
+def test_futex_sleeps_until_woken_changed_or_late() -> None:
+    segment = Segment.create(4096)
+    address = segment.tensor.data_ptr()
+    assert timed(lambda: futex.wait(address, 1, 5.0)) < 1.0
+    assert 0.05 < timed(lambda: futex.wait(address, 0, 0.1)) < 1.0
+    later(0.1, futex.wake, address)
+    assert timed(lambda: futex.wait(address, 0, 5.0)) < 1.0
+    with pytest.raises(OSError, match="futex wait"):
+        futex.wait(address + 1, 0, 0.1)
+    segment.close()
+
+
+def timed(function: Callable[[], Any]) -> float:
+    started_s = time.perf_counter()
+    function()
+    return time.perf_counter() - started_s
+
+
+def test_gloo_needs_an_address_of_this_host() -> None:
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1.*127\.0\.0\.1"):
+        connect_gloo(dist.HashStore(), rank=0, size=1, address="192.0.2.1")
+
+
+def test_gloo_ranks_that_do_not_come() -> None:
+    with pytest.raises(DeadlineExceeded, match="not all of 2 ranks"):
+        connect_gloo(dist.HashStore(), rank=0, size=2, address="127.0.0.1", deadline_s=0.5)

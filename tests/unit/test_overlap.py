@@ -1,0 +1,79 @@
+"""What is hidden behind backward, and how large buckets are to be."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.comm.alone import AloneCollective
+from paceline.comm.base import Timing, Work
+from paceline.strategies.bucket_size import MAX_BYTES, MIN_BYTES, fitting, measured
+from paceline.strategies.overlap import Overlap
+
+
+class _Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_time_under_way_counts_once_and_without_what_the_worker_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, spent = _Clock(monkeypatch), Timing()
+    overlap = Overlap(spent)
+    clock.passes(1.0)
+    overlap.begin()
+    clock.passes(2.0)
+    overlap.begin()  # a second bucket beside the first
+    clock.passes(3.0)
+    spent.communication_s += 0.5
+    spent.waiting_s += 0.25
+    overlap.end()
+    overlap.end()
+    clock.passes(7.0)
+    assert overlap.timing.hidden_s == pytest.approx(5.0 - 0.75)
+    overlap.begin()
+    overlap.end()
+    assert overlap.timing.hidden_s == pytest.approx(4.25)
+
+
+@given(st.floats(1e-7, 1.0), st.floats(1e5, 1e11))
+def test_a_tenth_of_an_exchange_is_fixed_cost(latency_s: float, bytes_per_s: float) -> None:
+    num_bytes = fitting(latency_s, bytes_per_s)
+    assert MIN_BYTES <= num_bytes <= MAX_BYTES
+    if MIN_BYTES < num_bytes < MAX_BYTES:
+        assert latency_s / (latency_s + num_bytes / bytes_per_s) == pytest.approx(0.1, rel=0.01)
+
+
+class _Slow(Work):
+    """An exchange that takes as long as it is told."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until_s = time.perf_counter() + seconds
+
+    def poll(self) -> bool:
+        return time.perf_counter() >= self._until_s
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._until_s - time.perf_counter()))
+
+
+def test_latency_and_bandwidth_are_found() -> None:
+    latency_s, bytes_per_s = 0.005, 200e6
+
+    def exchange(tensor: Tensor) -> Work:
+        return _Slow(latency_s + tensor.nbytes / bytes_per_s)
+
+    found = measured(AloneCollective(), exchange, torch.zeros(8_000_000, dtype=torch.uint8))
+    assert found.latency_s == pytest.approx(latency_s, rel=0.2)
+    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.2)
+    assert found.num_bytes == fitting(found.latency_s, found.bytes_per_s)

@@ -30,7 +30,7 @@ class MessageWay:
         return message
 
     def close(self) -> None:
-        """End the thread, once all messages are over."""
+        """Have the thread end once all messages are over."""
         self._messages.put(None)
 
     def _run(self) -> None:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -76,20 +77,24 @@ def test_mixed_operations_leak_nothing(backend: str, size: int, num_calls: int) 
         for rank in range(size):
             num_descriptors, leaked_bytes = world.result(rank, within_s=100.0)
             assert num_descriptors == 0
-            assert leaked_bytes < 700 * num_calls  # one kilobyte an operation would be a leak
+            assert leaked_bytes < 512
         assert set(os.listdir("/dev/shm")) <= before
 
 
-def run_soak(collective: Collective, num_calls: int) -> tuple[int, int]:
-    """Descriptors and bytes of resident memory gained by operations, once as many as warm up have been done."""
+def run_soak(collective: Collective, num_calls: int) -> tuple[int, float]:
+    """Descriptors gained by operations, and bytes of resident memory an operation.
+
+    The median over ten runs of operations: an allocator takes a few megabytes at once now and then, a leak goes on.
+    """
     calls = random_calls(1, size=collective.size, kinds=KINDS)
     small = (replace(call, num_elements=min(call.num_elements, 5000)) for call in calls)
-    for call in itertools.islice(small, num_calls // 4):
-        perform(collective, call)
     process = psutil.Process()
-    gc.collect()
-    num_descriptors, resident_bytes = process.num_fds(), process.memory_info().rss
-    for call in itertools.islice(small, num_calls):
-        perform(collective, call)
-    gc.collect()
-    return process.num_fds() - num_descriptors, process.memory_info().rss - resident_bytes
+    descriptors, resident_bytes = [], []
+    for _ in range(11):  # the first to warm up
+        for call in itertools.islice(small, num_calls // 10):
+            perform(collective, call)
+        gc.collect()
+        descriptors.append(process.num_fds())
+        resident_bytes.append(process.memory_info().rss)
+    growth_bytes = [after - before for before, after in itertools.pairwise(resident_bytes)]
+    return descriptors[-1] - descriptors[0], statistics.median(growth_bytes) / (num_calls // 10)

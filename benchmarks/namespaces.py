@@ -26,7 +26,6 @@ from subprocess import PIPE
 PREFIX = "plnet-"
 SWITCH = f"{PREFIX}switch"
 RAY_PORT = 6379
-_LOCK = Path(tempfile.gettempdir()) / f"{PREFIX}lock"
 _BINARIES = Path(sys.executable).parent
 _HERE = Path(__file__).parent
 # A token bucket must hold what passes between two ticks of the kernel's clock. At 1 Gbit/s this is 625 KB, which a host
@@ -206,11 +205,11 @@ def _end_processes(names: Sequence[str]) -> None:
 @contextmanager
 def _only_one() -> Iterator[None]:
     """Names are the same in every run, so that leftovers are known; two runs at a time would end each other."""
-    with _LOCK.open("w") as lock:
+    with Path(__file__).open() as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise SystemExit(f"another network benchmark is running (it holds {_LOCK}); wait for its end") from None
+            raise SystemExit("another network benchmark is running; wait for its end") from None
         yield
 
 

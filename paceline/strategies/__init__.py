@@ -33,6 +33,8 @@ class Entry:
 
 
 _PS: tuple[str, ...] = ("servers", "nonfinite")
+_PS_ASYNCHRONOUS = (*_PS, "torn_reads")
+_TRUTHS = {"true": True, "false": False}
 _ENTRIES = (
     Entry("single", Single, {}, ("nonfinite",), Single.summary),
     Entry("all-reduce", AllReduce, {}, ("algorithm", "bucket_mb", "nonfinite"), AllReduce.summary),
@@ -55,17 +57,19 @@ _ENTRIES = (
         "ps-ssp",
         ParameterServer,
         {"consistency": "ssp"},
-        (*_PS, "staleness"),
+        (*_PS_ASYNCHRONOUS, "staleness"),
         "parameter server, stale synchronous: nobody runs more than `staleness` clocks ahead",
     ),
     Entry(
         "ps-asp",
         ParameterServer,
         {"consistency": "asp"},
-        _PS,
+        _PS_ASYNCHRONOUS,
         "parameter server, asynchronous: every gradient is applied on arrival, nobody waits",
     ),
-    Entry("ps-async", ParameterServer, {"consistency": "asp"}, _PS, "the same as ps-asp", alias_of="ps-asp"),
+    Entry(
+        "ps-async", ParameterServer, {"consistency": "asp"}, _PS_ASYNCHRONOUS, "the same as ps-asp", alias_of="ps-asp"
+    ),
 )
 STRATEGIES: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
@@ -113,6 +117,10 @@ def _read(name: str, value: Any, hint: Any) -> Any:
         hint = next(part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal or hint is str:
         return value
+    if hint is bool:
+        if value not in _TRUTHS:
+            raise UsageError(f"option {name}={value!r} is neither true nor false")
+        return _TRUTHS[value]
     try:
         return hint(value)
     except ValueError:

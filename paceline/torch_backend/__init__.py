@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from paceline.torch_backend.connecting import connect
+from paceline.comm.connecting import connect
 from paceline.torch_backend.process_group import BACKEND_NAME, PacelineProcessGroup, create
 
 __all__ = ["BACKEND_NAME", "PacelineProcessGroup", "connect"]

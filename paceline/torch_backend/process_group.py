@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore
 
 from paceline.comm import base
 from paceline.comm.base import Collective
+from paceline.comm.connecting import connect
 from paceline.errors import TensorMismatch, UsageError
-from paceline.torch_backend.connecting import connect
 from paceline.torch_backend.lane import INLINE_S, Lane
 from paceline.torch_backend.messages import Messages
 from paceline.torch_backend.reductions import all_reduce, is_bitwise, reduce_scatter

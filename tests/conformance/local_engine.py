@@ -7,7 +7,6 @@ of this process. `run` has the arguments of `paceline.run`, and its worlds are m
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import threading
 import time
 import traceback
@@ -36,16 +35,12 @@ from paceline.result import Result
 from paceline.server.ranges import KeyRange
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
+from tests.forks import FORKS
 
 EPOCH = 1
 GATHER_S = 0.7
 STOP_FILE = "stop"
 """A script that makes this file in its result directory asks the run to end, as a user's Ctrl-C does."""
-
-# A server that has loaded what workers and test modules import, and forks: processes start in milliseconds.
-# torch._dynamo is what the first optimizer would load otherwise, in most of a second.
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["torch", "torch._dynamo", "paceline.launch", "paceline.worker", "pytest", "hypothesis"])
 
 
 def run(
@@ -178,9 +173,9 @@ class _Process:
         checkpoint: bytes | None,
     ) -> None:
         self.rank = rank
-        self.connection, theirs = _forks.Pipe()
+        self.connection, theirs = FORKS.Pipe()
         arguments = (theirs, program, plan, config, rank, size, out, checkpoint)
-        self._process = _forks.Process(target=_work, args=arguments, daemon=True)
+        self._process = FORKS.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 

@@ -41,7 +41,7 @@ def largest_lead(result: Result, server: int, num_workers: int) -> int:
 @pytest.mark.parametrize("servers", [1, 2])
 def test_nobody_runs_further_ahead_than_staleness(staleness: int, servers: int, tmp_path: Path) -> None:
     row = Row("ps-ssp", "ps-ssp", 3, {"staleness": staleness, "servers": servers})
-    result = row.run(train, tmp_path, max_steps=45, eval_every=20)
+    result = row.run(train, tmp_path, max_steps=45, checkpoint_every=20)
     for server in range(servers):
         assert largest_lead(result, server, 3) == staleness  # and fast workers do use what they are allowed
     steps = {worker: [s for s in result.steps if s.worker == worker] for worker in range(3)}

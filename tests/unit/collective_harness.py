@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import signal
 import socket
@@ -24,14 +23,9 @@ from paceline.comm.base import Collective
 from paceline.comm.segment import SegmentAddress
 from paceline.comm.shared_memory import SharedMemoryCollective
 from paceline.comm.torch_distributed import connect_gloo
+from tests.forks import FORKS
 
 ANSWER_WITHIN_S = 30.0
-
-# A server that has loaded what the ranks need, and forks: they start in milliseconds, without any thread of pytest's.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch.distributed", "pytest", "hypothesis", "paceline.comm.shared_memory", "paceline.comm.torch_distributed"]
-)
 
 
 class RankFailed(Exception):
@@ -101,9 +95,9 @@ class World:
     def _open(self) -> None:
         port = _free_port()
         for rank in range(self.size):
-            ours, theirs = _context.Pipe()
+            ours, theirs = FORKS.Pipe()
             arguments = (self.backend, rank, self.size, self._deadline_s, port, theirs)
-            process = _context.Process(target=_serve, args=arguments, daemon=True)
+            process = FORKS.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

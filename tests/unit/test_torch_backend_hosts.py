@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.comm import connecting
 from paceline.comm.alone import AloneCollective
 from paceline.comm.hierarchical import HierarchicalCollective
 from paceline.comm.shared_memory import SharedMemoryCollective
 from paceline.comm.torch_distributed import TorchCollective
 from paceline.errors import UsageError
-from paceline.torch_backend import connecting
 from tests.unit.torch_backend_world import TorchWorld
 
 LARGE = 200_000

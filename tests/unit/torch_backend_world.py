@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import itertools
-import multiprocessing
 import os
 import signal
 import time
@@ -19,11 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forks import FORKS
+
 ANSWER_WITHIN_S = 60.0
 
-# A server that has loaded what the ranks need, and forks: they start in milliseconds, without any thread of pytest's.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "pytest", "hypothesis", "paceline.torch_backend"])
 
 gloo: list[Any] = []
 """In a rank's process: the group of all ranks under torch's own gloo."""
@@ -103,9 +101,9 @@ class TorchWorld:
     def _open(self) -> None:
         meeting_point = next(self._meeting_points).as_uri()
         for rank in range(self.size):
-            ours, theirs = _context.Pipe()
+            ours, theirs = FORKS.Pipe()
             arguments = (rank, self.size, meeting_point, self._timeout_s, theirs)
-            process = _context.Process(target=_serve, args=arguments, daemon=True)
+            process = FORKS.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

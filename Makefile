@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
+# Two tests at a time: much of a test of processes is waiting for them to start.
+PARALLEL := -n 2 --dist worksteal
 
 .PHONY: demo test test-fast lint bench clean
 .DELETE_ON_ERROR:
@@ -12,10 +14,10 @@ demo: $(STAMP)
 	$(BIN)/paceline demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

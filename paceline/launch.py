@@ -12,7 +12,7 @@ from paceline import manifest
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.config import DeviceChoice, RunConfig, Target
-from paceline.engines.ray.cluster import connected
+from paceline.engines.ray.cluster import chosen_address, connected
 from paceline.engines.ray.controller import Progress
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.scripting import Program, Script
@@ -62,7 +62,7 @@ def run(
         workers: how many processes train.
         options: of the strategy, where it is given by name.
         arguments: the script's own.
-        address: of a Ray cluster; none: one is started on this machine and ended with the run.
+        address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         max_steps, max_time_s, target: what ends the run before the script does.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
@@ -102,7 +102,7 @@ def run(
         with connected(address):
             if checkpoint is not None and resume is not None and directory.resolve() == Path(resume).resolve():
                 truncate(directory, iteration=checkpoint.iteration)
-            environment = _environment() if address is not None else {}
+            environment = _environment() if chosen_address(address) is not None else {}
             Supervisor(Job(task, plan, workers, config, raw, environment), directory, watcher or Quiet()).run()
     except Interrupted:
         raise

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from paceline.comm.segment import Segment
 from paceline.engines.ray import probes
+from paceline.engines.ray.cluster import chosen_address
 from paceline.errors import PacelineError
 
 _MIN_MEMORY_BYTES = 2 * 1024**3
@@ -38,7 +39,9 @@ class Finding:
 
 
 def doctor(
-    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster to look at as well.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster to look at (default: RAY_ADDRESS).")
+    ] = None,
 ) -> None:
     """Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is wrong."""
     console = Console(soft_wrap=True)
@@ -151,6 +154,7 @@ _LOCAL: tuple[Callable[[], Finding], ...] = (
 
 def _cluster(address: str | None) -> list[Finding]:
     """Start or reach Ray, and have every pair of its hosts exchange a message over the interfaces that runs use."""
+    address = chosen_address(address)
     where = "local Ray" if address is None else f"Ray at {address}"
     try:
         hosts = probes.probe(address)

@@ -23,7 +23,8 @@ def run(
         list[str] | None, typer.Option(help="An option of the strategy; may be repeated.", metavar="KEY=VALUE")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Address of a Ray cluster; without it, one is started here for the run.")
+        str | None,
+        typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here for the run)."),
     ] = None,
     max_steps: Annotated[int | None, typer.Option(help="End after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End after so many seconds of training.")] = None,

@@ -223,7 +223,7 @@ def return_text(worker: Worker, out: Path) -> None:
 )
 def test_misuse_of_the_worker(script: Callable[..., None], message: str, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=message):
-        PEERS.run(script, tmp_path, eval_every=5)
+        PEERS.run(script, tmp_path, eval_every=None if script is evaluate_late else 5)
 
 
 def train_without_evaluation(worker: Worker, out: Path) -> None:

@@ -22,9 +22,7 @@ LIMIT_S = 10.0
         ("all-reduce", "worker-1", 3),
         ("ps-bsp", "worker-1", 2),
         ("ps-asp", "worker-0", 2),
-        pytest.param("ps-ssp", "worker-1", 2, marks=pytest.mark.slow),
         ("ps-bsp", "server-1", 2),
-        pytest.param("ps-asp", "server-0", 2, marks=pytest.mark.slow),
         pytest.param("ps-ssp", "server-0", 2, marks=pytest.mark.slow),
     ],
 )

@@ -145,7 +145,7 @@ worker.all_reduce(torch.zeros(3 + worker.rank))
         run_text(tmp_path, text, workers=2)
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", pytest.param("ps-ssp", marks=SLOW), "ps-asp"])
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
 def test_nonfinite_gradient_is_reported_and_the_servers_stay_finite(tmp_path: Path, strategy: str) -> None:
     message = failure(tmp_path, "nan", "--rank", 1, "--step", 4, strategy=strategy, checkpoint_every=1)
     assert re.fullmatch(
@@ -163,7 +163,7 @@ def test_nonfinite_gradient_in_the_first_step_names_the_rank_it_came_from(tmp_pa
     assert re.match(r"worker 1 \(process \d+\) failed after step 0: step 1: .*'0.weight' on rank 1 is not", message)
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp", pytest.param("ps-ssp", marks=SLOW)])
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
 def test_nonfinite_gradients_can_be_skipped(tmp_path: Path, strategy: str) -> None:
     result = train(
         tmp_path, "inf", "--rank", 1, "--step", 4, strategy=strategy, options={"nonfinite": "skip"}, max_steps=30

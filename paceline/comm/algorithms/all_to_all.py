@@ -28,12 +28,12 @@ def all_to_all(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean"
     parts = [torch.empty_like(mine) for _ in range(size)]
     parts[rank].copy_(mine)
     others = [(rank + distance) % size for distance in range(1, size)]  # not all to the same rank first
+    # The receives first, as in `exchange`. A result comes to where a part was that the other has taken by then.
+    arriving = [start_receiving(collective, parts[other], source=other) for other in others]
+    returning = [work for other in others for work in start_receiving(collective, chunks[other], source=other)]
     sending: list[Work] = []
     for other in others:
         sending += start_sending(collective, chunks[other], destination=other)
-    arriving = [start_receiving(collective, parts[other], source=other) for other in others]
-    # A result comes to where this rank's part was; the other has taken that by then.
-    returning = [work for other in others for work in start_receiving(collective, chunks[other], source=other)]
     reduction = Reduction(op, flat.dtype)
     for number, piece in enumerate(pieces_of(mine)):
         for works in arriving:

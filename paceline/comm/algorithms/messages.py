@@ -52,8 +52,10 @@ def exchange(
 
     `arrived` is called with each piece of `incoming`, and the index of its first element, once it is there.
     """
-    sending = start_sending(collective, outgoing, destination=destination)
+    # The receives first: between two hosts gloo otherwise announces them behind the data that it is sending, and the
+    # two directions take turns (44.7 MB at 1 Gbit/s: 0.6 s so, 0.38 s with the receives first).
     receiving = start_receiving(collective, incoming, source=source)
+    sending = start_sending(collective, outgoing, destination=destination)
     start = 0
     for piece, work in zip(pieces_of(incoming), receiving, strict=True):
         work.wait()

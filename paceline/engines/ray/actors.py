@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 from collections.abc import Sequence
@@ -237,6 +238,8 @@ class ServerActor:
         self._built.configure(spec)
 
     def serve(self) -> Outcome:
+        # What building the first optimizer would load, in most of a second, while all workers wait for it.
+        importlib.import_module("torch._dynamo")
         try:
             self._built.serve()
             return Outcome(num_steps=self._iteration())

@@ -35,9 +35,14 @@ class Node:
     num_gpus: float
 
 
+def chosen_address(address: str | None) -> str | None:
+    """The one given, or what Ray's own variable RAY_ADDRESS says; none: no cluster is named."""
+    return address or os.environ.get("RAY_ADDRESS") or None
+
+
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """A connection to the cluster at `address`, or to one started here that ends with the run.
+    """A connection to the cluster at the chosen address, or to one started here that ends with the run.
 
     A connection that the calling process already has is used and left as it is.
 
@@ -51,6 +56,7 @@ def connected(address: str | None) -> Iterator[None]:
             raise UsageError(f"this process is connected to Ray at {own}, not at {address}; call ray.shutdown() first")
         yield
         return
+    address = chosen_address(address)
     with _local_directory() if address is None else nullcontext() as directory:
         try:
             with keep_handlers():

@@ -1,6 +1,8 @@
 # Every target does its own set-up: the environment is made on first use and remade when its inputs change.
 
 PYTHON ?= python3
+# Tests start hundreds of processes, which should not compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete

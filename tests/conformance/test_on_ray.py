@@ -76,7 +76,6 @@ def test_run_keeps_its_promises(name: str, tmp_path: Path) -> None:
     [
         ("all-reduce", "clip by norm, uneven tail"),
         ("ps-bsp", "clip by norm, uneven tail"),
-        pytest.param("ring", "momentum", marks=pytest.mark.slow),
         pytest.param("ps-bsp-3-servers", "one-cycle schedule, betas", marks=pytest.mark.slow),
     ],
 )
@@ -105,7 +104,7 @@ def test_optimizer_defined_in_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["all-reduce", "ps-bsp-3-servers"])
+@pytest.mark.parametrize("name", ["ps-bsp-3-servers"])
 def test_run_resumes_in_place(name: str, tmp_path: Path) -> None:
     program = partial(launched, train_everything, tmp_path)
     whole = run(ROW[name], program, tmp_path / "whole", max_steps=30, eval_every=10)

@@ -20,10 +20,8 @@ LIMIT_S = 10.0
     ("strategy", "victim", "num_workers"),
     [
         ("all-reduce", "worker-1", 3),
-        ("ps-bsp", "worker-1", 2),
         ("ps-asp", "worker-0", 2),
         ("ps-bsp", "server-1", 2),
-        pytest.param("ps-ssp", "server-0", 2, marks=pytest.mark.slow),
     ],
 )
 def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, victim: str, num_workers: int) -> None:

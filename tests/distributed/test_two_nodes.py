@@ -48,9 +48,7 @@ def train_alone(optimizer: str) -> dict[str, torch.Tensor]:
     ("strategy", "options", "num_workers", "optimizer"),
     [
         ("all-reduce", {}, 4, "momentum"),
-        pytest.param("all-reduce", {}, 2, "adam", marks=pytest.mark.slow),
         pytest.param("all-reduce", {}, 2, "adamw", marks=pytest.mark.slow),
-        pytest.param("ps-bsp", {"servers": 1}, 2, "momentum", marks=pytest.mark.slow),
         ("ps-bsp", {"servers": 3}, 2, "adam"),
         pytest.param("ps-bsp", {"servers": 1}, 2, "adamw", marks=pytest.mark.slow),
     ],
@@ -89,7 +87,7 @@ def test_asynchronous_servers(cluster: Cluster, tmp_path: Path) -> None:
     assert result.metrics["loss"] < 1.2
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+@pytest.mark.parametrize("strategy", ["all-reduce", pytest.param("ps-bsp", marks=pytest.mark.slow)])
 def test_killed_worker_on_the_other_node(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
     out = tmp_path / "out"
     with pytest.raises(RunFailed) as caught:

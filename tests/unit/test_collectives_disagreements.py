@@ -112,8 +112,8 @@ def test_all_of_three_ranks_over_gloo_find_out() -> None:
 def run_late_disagreement(collective: Collective) -> tuple[str, str, float]:
     for _ in range(3):
         collective.all_reduce(torch.ones(7000)).wait()
-    works = [collective.all_reduce(torch.ones(100)), collective.all_reduce(torch.ones(7000 + collective.rank // 2))]
-    return caught(lambda: [work.wait() for work in works])
+    tensors = [torch.ones(100), torch.ones(7000 + collective.rank // 2)]
+    return caught(lambda: [work.wait() for work in [collective.all_reduce(tensor) for tensor in tensors]])
 
 
 def test_asynchronous_reductions_of_new_forms_do_not_block_over_gloo() -> None:

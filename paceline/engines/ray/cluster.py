@@ -59,7 +59,8 @@ def connected(address: str | None) -> Iterator[None]:
     address = chosen_address(address)
     with _local_directory() if address is None else nullcontext() as directory:
         try:
-            with keep_handlers():
+            # Ray that is interrupted while it starts can crash the process; a second Ctrl-C takes that risk.
+            with hold_back_interrupts(patience=1), keep_handlers():
                 _connect(address, directory)
             yield
         finally:

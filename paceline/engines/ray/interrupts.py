@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -49,13 +50,23 @@ def keep_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hold_back_interrupts() -> Iterator[None]:
-    """Let what must be done be done: interrupts that come inside are raised at its end."""
+def hold_back_interrupts(*, patience: float = math.inf) -> Iterator[None]:
+    """Let what must be done be done: interrupts that come inside are raised at its end.
+
+    Args:
+        patience: how many are held back; the next one is raised at once.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in _SIGNALS}
+
+    def note(number: int, _: object) -> None:
+        arrived.append(number)
+        if len(arrived) > patience:
+            raise KeyboardInterrupt
+
+    handlers = {number: signal.signal(number, note) for number in _SIGNALS}
     try:
         yield
     finally:

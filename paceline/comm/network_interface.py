@@ -29,18 +29,16 @@ def interface_with(address: str) -> str:
 def nccl_interface(address: str | None) -> Iterator[None]:
     """Have NCCL, which reads its interface from the environment when it first communicates, use that of the address.
 
+    What the user has set there stays.
+
     Raises:
         UsageError: as `interface_with`.
     """
-    if address is None:
+    if address is None or _NCCL_INTERFACE in os.environ:
         yield
         return
-    before = os.environ.get(_NCCL_INTERFACE)
     os.environ[_NCCL_INTERFACE] = "=" + interface_with(address)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_NCCL_INTERFACE]
-        else:
-            os.environ[_NCCL_INTERFACE] = before
+        del os.environ[_NCCL_INTERFACE]

@@ -10,6 +10,7 @@ from typing import Any, final
 import safetensors.torch
 import torch
 import zmq
+from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.comm.base import OptimizerSpec
@@ -209,9 +210,15 @@ class ParameterService:
 
     def _attach(self, identity: bytes, message: Message) -> None:
         spec = self._ready()
+        if message.sender >= spec.rule.num_workers:
+            raise WireError(f"refused worker {message.sender} of {spec.rule.num_workers}")
         about: dict[str, Any] = {"follows": self._parts[-1].shard.follows}
         if message.body:
-            segments = tuple(Segment.open(SegmentAddress(*message.body[name])) for name in ("parameters", "gradients"))
+            least_bytes = spec.layout.num_bytes
+            segments = tuple(
+                Segment.open(_address(message.body[name], least_bytes=least_bytes))
+                for name in ("parameters", "gradients")
+            )
             parameters, gradients = (
                 [
                     [piece.view(spec.layout, segment.tensor[: spec.layout.num_bytes]) for piece in part.pieces]
@@ -219,7 +226,7 @@ class ParameterService:
                 ]
                 for segment in segments
             )
-            line = ServerLine(SegmentAddress(*message.body["line"]))
+            line = ServerLine(_address(message.body["line"]))
             client = _Client(identity, gradients, parameters, segments, line)
             if self._shared is not None:
                 about["parameters"] = astuple(self._shared.address)
@@ -306,7 +313,10 @@ class ParameterService:
 
     def _set_state(self, client: _Client, message: Message) -> None:
         raw = b"".join(raw_bytes(frame) for frame in message.payload)
-        state = safetensors.torch.load(raw)
+        try:
+            state = safetensors.torch.load(raw)
+        except SafetensorError as error:
+            raise WireError(f"refused an optimizer state that cannot be read: {error}") from None
         first = 0
         for _, part in self._parts_of(message):
             import_state(part.shard.optimizer, part.shard.parameters, state, first_piece=first)
@@ -389,6 +399,17 @@ class ParameterService:
         if self._spec is None:
             raise WireError(f"server {self._index} was asked before it was configured")
         return self._spec
+
+
+def _address(numbers: Any, *, least_bytes: int = 0) -> SegmentAddress:
+    """
+    Raises:
+        WireError: these are not the numbers of a segment of at least that size.
+    """
+    is_plain = isinstance(numbers, list) and len(numbers) == 3 and all(type(n) is int and n >= 0 for n in numbers)
+    if not is_plain or numbers[2] < least_bytes:
+        raise WireError(f"refused {numbers!r} as the address of {least_bytes} bytes of shared memory")
+    return SegmentAddress(*numbers)
 
 
 def identity_of(worker: int) -> bytes:

@@ -127,7 +127,7 @@ class ServerGroup(Store):
         self._abort_reason: str | None = None
         self._ranges: list[KeyRange] = []
         self._layout: Layout | None = None
-        self._moved_bytes = 0
+        self._num_bytes = 0
         self._clock = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -142,7 +142,7 @@ class ServerGroup(Store):
         is_remote = any(self._collective.all_gather_object(not all(link.is_local for link in self._links)))
         piece_bytes = FRAME_BYTES if is_remote else None
         self._ranges = cut(layout, num_servers=len(self._links), whole_tensors=is_whole, piece_bytes=piece_bytes)
-        self._moved_bytes = 2 * layout.num_bytes
+        self._num_bytes = layout.num_bytes
         if self._collective.rank == 0:
             self._configure(layout, spec, self._ranges)
         self._collective.barrier()
@@ -161,6 +161,7 @@ class ServerGroup(Store):
     def exchange(self, push: Push) -> Reply:
         body = {} if push.groups is None else {"groups": [dict(group) for group in push.groups]}
         flags = (VOID if push.void else 0) | (STOP if push.stop else 0)
+        moved_bytes = (1 if push.void else 2) * self._num_bytes
         whole = self._message(Kind.EXCHANGE, flags=flags, clock=self._clock, pause_at=push.pause_at, body=body)
 
         def first(link: _Link) -> list[Message]:
@@ -182,11 +183,13 @@ class ServerGroup(Store):
                     if other.follows:
                         self._send(other, follow_up(other, answer))
 
-        return self._receive(f"exchange of clock {self._clock}", [first(link) for link in self._links], take)
+        return self._receive(
+            f"exchange of clock {self._clock}", [first(link) for link in self._links], take, moved_bytes=moved_bytes
+        )
 
     def wait_for_admission(self, *, pause_at: int) -> Reply:
         requests = [[self._message(Kind.WAIT, pause_at=pause_at)] for _ in self._links]
-        return self._receive("admission", requests, self._take)
+        return self._receive("admission", requests, self._take, moved_bytes=self._num_bytes)
 
     def pull(self) -> int:
         answers = self._ask("pull", [[self._message(Kind.PULL)] for _ in self._links], self._take)
@@ -238,7 +241,7 @@ class ServerGroup(Store):
             self._ask("initial parameters", requests)
         self._collective.barrier()
 
-    def _receive(self, what: str, requests: Sequence[Sequence[Message]], take: Take) -> Reply:
+    def _receive(self, what: str, requests: Sequence[Sequence[Message]], take: Take, *, moved_bytes: int) -> Reply:
         """Ask, and account the time."""
         began_s = time.perf_counter()
         answers = self._ask(what, requests, take)
@@ -246,7 +249,7 @@ class ServerGroup(Store):
         waiting_s = min(elapsed_s, max(answer.waiting_s for some in answers for answer in some))
         self.timing.waiting_s += waiting_s
         self.timing.communication_s += elapsed_s - waiting_s
-        self.timing.moved_bytes += self._moved_bytes
+        self.timing.moved_bytes += moved_bytes
         # Of many shards the first server's last one decides, and speaks for all.
         heads = [max(some, key=lambda answer: answer.shard) for some in answers]
         self._clock = heads[0].clock

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import OptimizerSpec
-from paceline.comm.wire import Raw, to_frames
+from paceline.comm.wire import Raw, WireError, to_frames
 from paceline.layout import Layout
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
@@ -29,7 +29,13 @@ class Part:
     frames_iteration: int = 0
 
     def own_groups(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Of all groups' hyperparameters, those of this shard. JSON has lists where optimizers have tuples (betas)."""
+        """Of all groups' hyperparameters, those of this shard. JSON has lists where optimizers have tuples (betas).
+
+        Raises:
+            WireError: they are not of the form in which a worker sends them.
+        """
+        if not isinstance(given, list) or not all(isinstance(group, dict) and "params" not in group for group in given):
+            raise WireError("refused hyperparameters that are not one mapping a group")
         return [
             {name: tuple(value) if isinstance(value, list) else value for name, value in given[group].items()}
             for group in self.groups

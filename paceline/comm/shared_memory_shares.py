@@ -126,6 +126,7 @@ class Shares:
 
     def allocate(self, num_bytes: int) -> Tensor:
         """A zeroed uint8 tensor of shape (num_bytes,) that all ranks map. Collective call; sizes must agree."""
+        self._divided.cache_clear()  # it also remembers which addresses were in no allocated memory
         mine = Segment.create(num_bytes)
         segments = tuple(
             mine if address == mine.address else Segment.open(address) for address in self._addresses(mine)

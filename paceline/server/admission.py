@@ -126,6 +126,8 @@ class BulkSynchronous(AdmissionRule):
         return self._clock
 
     def leave(self, worker: int) -> tuple[int, ...]:
+        if worker not in self.active:
+            return ()
         self.active.discard(worker)
         contributors = self._close_if_full()
         if self._backup_workers:
@@ -159,6 +161,7 @@ class Following(AdmissionRule):
         self._contributors: tuple[int, ...] = ()
         self._pushed: set[int] = set()
         self._goes_on_at: dict[int, float] = {}
+        self._pushed_at: dict[int, int] = {}
 
     def for_another_shard(self) -> AdmissionRule:
         return Following(num_workers=self.num_workers)
@@ -172,6 +175,7 @@ class Following(AdmissionRule):
         if clock > self._clock or self._goes_on_at.get(worker, 0) > self._clock:
             raise ProtocolError(f"worker {worker} pushed for clock {clock} while clock {self._clock} is open")
         self._goes_on_at[worker] = math.inf
+        self._pushed_at[worker] = clock
         if clock < self._clock:
             return ()
         self._pushed.add(worker)
@@ -183,11 +187,14 @@ class Following(AdmissionRule):
         Returns the workers whose pushed gradients now form one update, if any do.
 
         Raises:
-            ProtocolError: the worker has not pushed since it was last let go on.
+            ProtocolError: the worker has not pushed since it was last let go on, or nobody can have decided so.
         """
         self.require_active(worker)
         if self._goes_on_at.get(worker) != math.inf:
             raise ProtocolError(f"worker {worker} goes on at clock {clock} without a push here")
+        is_clock = type(clock) is int and clock >= self._pushed_at[worker]
+        if not is_clock or not self._are_workers(contributors) or len(set(contributors)) < len(contributors):
+            raise ProtocolError(f"worker {worker} cannot go on at clock {clock!r} after gradients of {contributors!r}")
         self._goes_on_at[worker] = clock
         if clock - 1 == self._clock:
             self._contributors = contributors
@@ -205,6 +212,9 @@ class Following(AdmissionRule):
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
         return ()
+
+    def _are_workers(self, numbers: tuple[int, ...]) -> bool:
+        return all(type(number) is int and 0 <= number < self.num_workers for number in numbers)
 
     def _close_if_decided(self) -> tuple[int, ...]:
         contributors = self._contributors

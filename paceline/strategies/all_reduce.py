@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.buckets import GradientBuckets
 from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
+from paceline.comm.torch_distributed import TorchCollective
 from paceline.errors import UsageError
 from paceline.layout import Layout, in_buckets
 from paceline.server.admission import AdmissionRule
@@ -77,6 +78,13 @@ class AllReduce(Strategy):
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         require_no_closure(replica.optimizer)
+        if (
+            self.algorithm != "auto"
+            and isinstance(context.collective, TorchCollective)
+            and context.device.type != "cpu"
+        ):
+            # NCCL runs the messages of a pair of ranks in the order of the calls: two that receive first would hang.
+            raise UsageError(f"algorithm={self.algorithm} is not for NCCL; use algorithm=auto, or --device cpu")
         return _AllReduceSynchronizer(self, context, replica)
 
 
@@ -136,7 +144,8 @@ class _AllReduceSynchronizer(Synchronizer):
             buckets.fill_tail(bucket, stop=stop, nonfinite=True)
         if self._weight != 1.0:
             buckets.bodies[bucket].mul_(self._weight)
-        self._overlap.begin()
+        if self._strategy.algorithm == "auto":  # the others run when they are waited for, behind nothing
+            self._overlap.begin()
         self._works.append(self._exchange(buckets.flats[bucket]))
         self._works = [work for work in self._works if not work.poll()]
         if not self._works:
@@ -197,7 +206,8 @@ def _laid_out(
     largest_bytes = bucket_size.MIN_BYTES if strategy.bucket_mb == "auto" else int(strategy.bucket_mb * 1e6)
     layout = _in_buckets(replica, largest_bytes)
     buffer = _allocate(context, layout.num_bytes)  # larger buckets are fewer, and need less room for their flags
-    if strategy.bucket_mb != "auto" or len(layout.segments) == 1 or context.size == 1:
+    is_small = layout.num_bytes < bucket_size.MIN_BYTES or len(layout.segments) == 1
+    if strategy.bucket_mb != "auto" or is_small or context.size == 1:
         return layout, buffer, {}
     found = bucket_size.measured(context.collective, exchange, buffer)
     layout = _in_buckets(replica, found.num_bytes)

@@ -237,12 +237,12 @@ class _Inbox:
             return self._receiving_bytes.poll() and self._take_bytes(ended)
         if self._hand_over(wanted, ended):
             return True
+        if not any(one.source in (None, self._rank) for one in wanted):
+            return False  # nobody is to fail because a rank has left from whom nobody wants anything
         if self._receiving_header is not None:
             return self._receiving_header.poll() and self._take_header(wanted)
-        if any(one.source in (None, self._rank) for one in wanted):
-            self._receiving_header = self._collective.recv(self._header, source=self._rank)
-            return True
-        return False
+        self._receiving_header = self._collective.recv(self._header, source=self._rank)
+        return True
 
     def clear(self) -> None:
         self.target = None

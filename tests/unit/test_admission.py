@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -251,3 +252,21 @@ def test_settings_out_of_range() -> None:
     for staleness in (-1, math.nan):
         with pytest.raises(ValueError, match="staleness must be"):
             StaleSynchronous(num_workers=1, staleness=staleness)
+
+
+@pytest.mark.parametrize(
+    ("clock", "contributors"),
+    [("x", (0, 1)), (True, (0, 1)), (float("inf"), (0, 1)), (0, (0, 1)), (2, ([1],)), (2, (0, 99)), (2, (0, 0))],
+)
+def test_a_follower_refuses_what_nobody_can_have_decided(clock: Any, contributors: Any) -> None:
+    rule = Following(num_workers=3)
+    for clock_before in range(2):
+        for worker in range(2):
+            assert rule.push(worker, clock_before) == ()
+        if clock_before == 0:
+            assert rule.follow(0, 1, (0, 1)) == (0, 1)
+            assert rule.follow(1, 1, (0, 1)) == ()
+    with pytest.raises(ProtocolError, match="cannot go on"):
+        rule.follow(0, clock, contributors)
+    assert rule.is_held(0)
+    assert rule.follow(0, 2, (0, 1)) == (0, 1)  # nothing was changed by what was refused

@@ -207,10 +207,14 @@ class Supervisor:
         for name, actor in members.actors.items():
             if name.startswith("server"):
                 actor.stop.remote()
-        until_s = time.monotonic() + _GRACE_S
-        while not set(members.actors) <= self._controller.gone and time.monotonic() < until_s:
-            self._turn(timeout_s=_TURN_S)
+        self._hear_last_words(set(members.actors))
         self._controller.raise_write_error()
+
+    def _hear_last_words(self, names: set[str]) -> None:
+        """Members that have ended may still have records under way: wait for their goodbyes, which come last."""
+        until_s = time.monotonic() + _GRACE_S
+        while not names <= self._controller.gone and time.monotonic() < until_s:
+            self._turn(timeout_s=_TURN_S)
 
     def _turn(self, *, timeout_s: float) -> None:
         self._controller.turn(timeout_s=timeout_s)
@@ -273,6 +277,8 @@ class Supervisor:
                 self._controller.tell_all(Kind.STOP)
                 members = self._members
                 self._gather(lambda: members.has_failure or not members.has_workers_pending, limit_s=_SAVE_S)
+                if not members.has_workers_pending:
+                    self._hear_last_words({name for name in members.actors if name.startswith("worker")})
             # Whoever has not ended by now will not answer to a friendly word.
             self._is_urgent = self._members.has_workers_pending
         except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,28 @@ def evaluate(function: Evaluation, model: nn.Module, *, target: Target | None) -
         raise unknown("target metric", target.metric, metrics)
     is_reached = target is not None and target.is_reached(metrics[target.metric])
     return Findings(metrics, time.perf_counter() - began_s, is_reached)
+
+
+def metrics_in(source: str) -> set[str] | None:
+    """The metrics that a script's evaluation returns, as far as its text says so; none where it does not.
+
+    It does where the function under `@worker.evaluation` returns nothing but dicts with literal names.
+    """
+    names: set[str] = set()
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and any(map(_is_evaluation, function.decorator_list)):
+            returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+            if not all(isinstance(value, ast.Dict) for value in returned):
+                return None
+            keys = [key for value in returned if isinstance(value, ast.Dict) for key in value.keys]
+            if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys):
+                return None
+            names |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+    return names or None
+
+
+def _is_evaluation(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Attribute) and decorator.attr == "evaluation"
 
 
 def _number(name: str, value: object) -> float:

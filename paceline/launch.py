@@ -17,7 +17,8 @@ from paceline.engines.ray.controller import Progress
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.scripting import Program, Script
 from paceline.engines.ray.supervisor import Job, Supervisor, Watcher
-from paceline.errors import UsageError, suggest
+from paceline.errors import UsageError, suggest, unknown
+from paceline.evaluation import metrics_in
 from paceline.records import truncate
 from paceline.result import Result
 from paceline.strategies import build, name_of
@@ -89,6 +90,7 @@ def run(
         deadline_s=deadline_s,
     )
     task = _program(program, arguments)
+    _check_metric(task, config.target)
     raw = checkpoint = None
     if resume is not None:
         raw, checkpoint = _read_checkpoint(Path(resume), num_workers=workers, seed=seed)
@@ -134,6 +136,13 @@ def _program(program: str | Path | Callable[[], Any], arguments: Sequence[str]) 
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"the script {path} is not valid Python: {error}") from None
     return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
+
+
+def _check_metric(program: Program, target: Target | None) -> None:
+    """Raise UsageError for a target that the script's text shows it never returns."""
+    known = metrics_in(program.source) if isinstance(program, Script) and target is not None else None
+    if target is not None and known is not None and target.metric not in known:
+        raise unknown("target metric", target.metric, known)
 
 
 def _environment() -> dict[str, str]:

@@ -194,7 +194,22 @@ def test_another_cluster_than_the_connected_one_is_refused(tmp_path: Path) -> No
     assert train(tmp_path / "own", "none", address=own, max_steps=2).iteration == 2
 
 
-def test_unknown_target_metric_is_refused_before_training(tmp_path: Path) -> None:
-    message = failure(tmp_path, "none", target="los<=0.1", kind=UsageError)
-    assert message == "unknown target metric 'los'; did you mean 'loss'?"
+def test_target_metric_that_only_running_shows_unknown_is_refused_before_training(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+worker = paceline.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+model, optimizer, loader = worker.prepare(model, optimizer, loader)
+worker.evaluation(lambda model: {"loss": 1.0})
+for (x,) in loader:
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+    with pytest.raises(UsageError, match="unknown target metric 'los'; did you mean 'loss'"):
+        run_text(tmp_path, text, target="los<=0.1")
     assert Result.open(tmp_path / "out").steps == []

@@ -26,6 +26,7 @@ from paceline.comm.torch_distributed import connect_gloo
 from tests.forks import FORKS
 
 ANSWER_WITHIN_S = 30.0
+MEETING_S = 30.0
 
 
 class RankFailed(Exception):
@@ -153,15 +154,22 @@ def _answer(function: Callable[..., Any], collective: Collective, arguments: Seq
 def _join(
     backend: str, rank: int, size: int, deadline_s: float | None, port: int, connection: Connection
 ) -> Collective:
+    """Ranks may be slow to meet on a busy machine; the deadline that a test wants counts from then on."""
+    collective = _meet(backend, rank, size, port, connection)
+    collective.set_deadline(deadline_s)
+    return collective
+
+
+def _meet(backend: str, rank: int, size: int, port: int, connection: Connection) -> Collective:
     control = SharedMemoryCollective.prepare()
     connection.send_bytes(_encode((True, astuple(control.address))))
     addresses = [SegmentAddress(*numbers) for numbers in _decode(connection.recv_bytes())]
     if backend == "alone":
         return AloneCollective()
     if backend == "shared_memory":
-        return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=deadline_s)
+        return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=MEETING_S)
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=20))
-    return connect_gloo(store, rank=rank, size=size, address="127.0.0.1", deadline_s=deadline_s)
+    return connect_gloo(store, rank=rank, size=size, address="127.0.0.1", deadline_s=MEETING_S)
 
 
 def _free_port() -> int:

@@ -19,7 +19,7 @@ from paceline.comm.base import REDUCE_OPS, Collective, ReduceOp
 from paceline.comm.hierarchical import HierarchicalCollective, connect_hierarchical
 from paceline.comm.world_ranks import in_world
 from paceline.errors import UsageError
-from tests.unit.collective_harness import World, caught, later
+from tests.unit.collective_harness import MEETING_S, World, caught, later
 
 Hosts = tuple[tuple[int, ...], ...]
 LAYOUTS: tuple[Hosts, ...] = (((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1, 2), (3, 4)))
@@ -31,7 +31,8 @@ _opened: list[HierarchicalCollective] = []  # of one of the processes
 
 def open_hierarchical(world: Collective, path: str, hosts: Hosts, deadline_s: float) -> None:
     store = dist.FileStore(path, world.size)
-    collective = connect_hierarchical(store, rank=world.rank, hosts=hosts, address="127.0.0.1", deadline_s=deadline_s)
+    collective = connect_hierarchical(store, rank=world.rank, hosts=hosts, address="127.0.0.1", deadline_s=MEETING_S)
+    collective.set_deadline(deadline_s)
     _opened.append(collective)
 
 

@@ -188,7 +188,7 @@ def test_groups_keep_their_settings(row: Row, tmp_path: Path) -> None:
 
 # --- evaluation -----------------------------------------------------------------------------------------------
 
-EVALUATION_S = 0.15
+EVALUATION_S = 0.2
 
 
 def evaluate(worker: Worker, out: Path, *, registers_on_all: bool = True) -> None:
@@ -231,7 +231,7 @@ def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, register
     for rank in range(row.workers):
         assert kept(tmp_path / "with", f"metrics-{rank}") == result.evaluations[-2].metrics  # the last one comes later
     assert all(evaluation.duration_s >= EVALUATION_S for evaluation in result.evaluations)
-    assert result.training_time_s < 3 * EVALUATION_S
+    assert result.training_time_s < 4 * EVALUATION_S  # four of the five would be on the clock if any were
     if row.is_deterministic and registers_on_all:
         without = row.run(script, tmp_path / "without", max_steps=20)
         assert checksum(without.model_state()) == checksum(state)

@@ -1,4 +1,4 @@
-"""What each Paceline worker runs in network.py: so many steps of hardly more than the exchange.
+"""What each Paceline worker runs in network.py and prediction.py: so many steps of hardly more than the exchange.
 
 Every worker ends after its own steps, so that under an asynchronous strategy all of them do as many, whether they share
 a host with a server or not.
@@ -7,6 +7,7 @@ a host with a server or not.
 from __future__ import annotations
 
 import argparse
+import time
 
 import torch
 from peers.exchange import GradientSource, make_optimizer
@@ -19,6 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--sleep-s", type=float, default=0.0, help="sleep so long each step, as if computing elsewhere")
     args = parser.parse_args()
     worker = paceline.init()
     model = GradientSource(args.model)
@@ -26,6 +28,8 @@ def main() -> None:
     loader = DataLoader(TensorDataset(torch.ones(args.steps * worker.size)), batch_size=1)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)
     for (batch,) in loader:
+        if args.sleep_s:
+            time.sleep(args.sleep_s)
         optimizer.zero_grad()
         model(batch).backward()
         optimizer.step()

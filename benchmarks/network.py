@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from namespaces import Network, network
+from namespaces import CONGESTION_CONTROL, Network, network
 from peers.exchange import gradient_bytes
 from plots import Series, line_chart
 from rich.console import Console
@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000], metavar="MBIT", help="Mbit/s of a link")
     parser.add_argument("--contenders", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--iterations", type=int, default=3, help="measured steps, after one that warms up")
+    parser.add_argument("--congestion", default=CONGESTION_CONTROL, metavar="NAME", help="TCP's congestion control")
     parser.add_argument("--model", default="resnet18", help="whose gradients are exchanged")
     parser.add_argument("--json", type=Path, help="keep the numbers here")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw time against hosts, one SVG a rate")
@@ -303,7 +304,7 @@ def main() -> None:
         chosen = [c for c in CONTENDERS if c.name in args.contenders]
         if num_hosts == 2 and {"ps-bsp, 2 servers", "ps-bsp, n servers"} <= set(args.contenders):
             chosen = [c for c in chosen if c.name != "ps-bsp, 2 servers"]  # it is the other
-        with network(num_hosts) as net:
+        with network(num_hosts, congestion=args.congestion) as net:
             ray = net.start_ray() if any(contender.strategy for contender in chosen) else ""
             for rate_mbit in args.rates:
                 for row in measure(net, ray, rate_mbit, chosen, model=args.model, num_steps=args.iterations):

@@ -1,4 +1,4 @@
-"""A line chart as SVG text: all that the pages of docs/ need, which no plotting library has to be installed for."""
+"""Line and scatter charts as SVG text: all that the pages of docs/ need, without a plotting library."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
         y = _HEIGHT - _BOTTOM - point[1] / y_top * (_HEIGHT - _TOP - _BOTTOM)
         return round(x, 1), round(y, 1)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'font-family="system-ui, sans-serif" font-size="13" role="img" aria-label="{escape(title)}">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        _text(_LEFT, 28, title, anchor="start", weight="700"),
-    ]
+    parts = _frame(title)
     for number in range(round(y_top / y_step) + 1):
         x, y = place((0, number * y_step))
         parts.append(f'<path d="M{x} {y} H{_WIDTH - _RIGHT}" stroke="#dddddd"/>')
@@ -67,6 +62,60 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
         parts.append(_polyline([(_WIDTH - _RIGHT + 12, y), (_WIDTH - _RIGHT + 34, y)], "#333333", dashed=True))
         parts.append(_text(_WIDTH - _RIGHT + 40, y + 4, "limit of the links", anchor="start"))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def scatter_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str, tolerance: float) -> str:
+    """Points on two logarithmic axes of the same range, with the line where both are equal.
+
+    Args:
+        tolerance: dashed lines show where y is so much above and below x, as a fraction of it.
+    """
+    values = [value for one in series for point in one.points for value in point]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    side = _HEIGHT - _TOP - _BOTTOM
+
+    def along(value: float) -> float:
+        return (math.log10(value) - low) / (high - low) * side
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        return round(_LEFT + along(point[0]), 1), round(_HEIGHT - _BOTTOM - along(point[1]), 1)
+
+    parts = _frame(title)
+    for power in range(low, high + 1):
+        x, y = place((10.0**power, 10.0**power))
+        parts.append(f'<path d="M{_LEFT} {y} H{_LEFT + side} M{x} {_TOP} V{_HEIGHT - _BOTTOM}" stroke="#dddddd"/>')
+        parts.append(_text(_LEFT - 8, y + 4, f"{10.0**power:g}", anchor="end"))
+        parts.append(_text(x, _HEIGHT - _BOTTOM + 20, f"{10.0**power:g}"))
+    parts.append(_text(_LEFT + side / 2, _HEIGHT - 18, x_label))
+    parts.append(_text(20, (_TOP + _HEIGHT - _BOTTOM) / 2, y_label, turned=True))
+    ends = (10.0**low, 10.0**high)
+    for factor in (1 - tolerance, 1.0, 1 + tolerance):
+        first, last = max(ends[0], ends[0] / factor), min(ends[1], ends[1] / factor)
+        line = [place((x, x * factor)) for x in (first, last)]
+        parts.append(_polyline(line, "#888888", dashed=factor != 1.0))
+    for number, one in enumerate(series):
+        colour = _COLOURS[number % len(_COLOURS)]
+        parts += [
+            f'<circle cx="{x}" cy="{y}" r="{_MARKER_RADIUS}" fill="{colour}" fill-opacity="0.7"/>'
+            for x, y in map(place, one.points)
+        ]
+        y = _TOP + number * _LINE_PX
+        parts.append(f'<circle cx="{_LEFT + side + 24}" cy="{y}" r="{_MARKER_RADIUS}" fill="{colour}"/>')
+        parts.append(_text(_LEFT + side + 40, y + 4, one.name, anchor="start"))
+    y = _TOP + len(series) * _LINE_PX
+    parts.append(_polyline([(_LEFT + side + 12, y), (_LEFT + side + 34, y)], "#888888", dashed=True))
+    parts.append(_text(_LEFT + side + 40, y + 4, f"{tolerance:.0%} above and below", anchor="start"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _frame(title: str) -> list[str]:
+    """The beginning of every chart."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'font-family="system-ui, sans-serif" font-size="13" role="img" aria-label="{escape(title)}">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        _text(_LEFT, 28, title, anchor="start", weight="700"),
+    ]
 
 
 def _nice_step(top: float) -> float:

@@ -2,7 +2,7 @@
 DistributedDataParallel over gloo, and under the parameter server of Ray's documentation.
 
 All contenders run one after another in every round, so that a change of the machine's mood meets all of them; the
-table gives medians over the rounds with their spread, and ratios of medians.
+table gives medians over the rounds, and of the ratios within a round, with their spread.
 
     python benchmarks/throughput.py --model convnet --workers 2 --rounds 3
 """
@@ -12,17 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from peers import ceiling, ddp_gloo, ray_parameter_server
 from peers.workload import cycle_batches, make_model, make_optimizer, train_step
 from rich.console import Console
 from rich.table import Table
+from rounds import TABLE_WIDTH, Measure, ratio_of, run_rounds
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,7 +31,6 @@ import paceline
 from paceline.manifest import describe_machine
 
 EPOCH_SAMPLES = 1_000_000
-Measure = Callable[..., float]
 
 
 class FixedBatches(Dataset[tuple[Tensor, Tensor]]):
@@ -90,46 +90,49 @@ def measure_paceline(
         return sum(step.samples for step in steps) / elapsed_s
 
 
+def measure_single(*, num_workers: int, **workload: Any) -> float:
+    """One worker without exchange, which has all cores to itself."""
+    return measure_paceline("single", {}, num_workers=1, **workload)
+
+
 def contenders(servers: int) -> dict[str, Measure]:
     """Everything that is measured, by name; the first is the limit of the others."""
     ps = {"servers": servers}
     return {
         "ceiling": ceiling.measure,
+        "lockstep": partial(ceiling.measure, mode="lockstep"),
         "ddp-gloo": ddp_gloo.measure,
         "ray-example-sync": partial(ray_parameter_server.measure, mode="sync"),
         "ray-example-async": partial(ray_parameter_server.measure, mode="async"),
+        "single": measure_single,
         "all-reduce": partial(measure_paceline, "all-reduce", {}),
         "ps-bsp": partial(measure_paceline, "ps-bsp", ps),
         "ps-asp": partial(measure_paceline, "ps-asp", ps),
+        "ps-asp-torn": partial(measure_paceline, "ps-asp", {**ps, "torn_reads": True}),
     }
 
 
-PEER_OF = {"all-reduce": "ddp-gloo", "ps-bsp": "ray-example-sync", "ps-asp": "ray-example-async"}
-
-
-def run_rounds(measures: Mapping[str, Measure], *, num_rounds: int, **workload: object) -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {name: [] for name in measures}
-    for number in range(num_rounds):
-        for name, measure in measures.items():
-            rates[name].append(measure(**workload))
-            print(f"round {number + 1}/{num_rounds}  {name}: {rates[name][-1]:,.0f} samples/s", file=sys.stderr)
-    return rates
+PEER_OF = {
+    "all-reduce": "ddp-gloo",
+    "ps-bsp": "ray-example-sync",
+    "ps-asp": "ray-example-async",
+    "ps-asp-torn": "ps-asp",
+}
 
 
 def table_of(rates: Mapping[str, Sequence[float]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in ("contender", "samples/s", "lowest", "highest", "of ceiling", "of its peer"):
         table.add_column(heading, justify="left" if heading == "contender" else "right")
-    medians = {name: statistics.median(values) for name, values in rates.items()}
     for name, values in rates.items():
         peer = PEER_OF.get(name)
         table.add_row(
             name,
-            f"{medians[name]:,.0f}",
+            f"{statistics.median(values):,.0f}",
             f"{min(values):,.0f}",
             f"{max(values):,.0f}",
-            f"{medians[name] / medians['ceiling']:.2f}" if "ceiling" in medians else "-",
-            f"{medians[name] / medians[peer]:.2f} x {peer}" if peer in medians else "-",
+            ratio_of(values, rates["ceiling"]) if "ceiling" in rates else "-",
+            f"{ratio_of(values, rates[peer])} x {peer}" if peer in rates else "-",
         )
     return table
 
@@ -160,7 +163,7 @@ def main() -> None:
     }
     rates = run_rounds(chosen, num_rounds=args.rounds, **workload)
     title = f"{args.model}, batch {args.batch_size} a worker, {args.workers} workers, median of {args.rounds}"
-    Console().print(table_of(rates, title))
+    Console(width=TABLE_WIDTH).print(table_of(rates, title))
     report = {"workload": workload, "torch": torch.__version__, "machine": describe_machine(), "samples_per_s": rates}
     print(json.dumps(report))
     if args.json:

@@ -2,7 +2,7 @@
 
 The script differs in the name of the backend only. The contenders run one after another in every round, beside the
 same training without communication, so that a change of the machine's mood meets all of them; the table gives medians
-over the rounds with their spread, and ratios of medians.
+over the rounds, and of the ratios within a round, with their spread.
 
     python benchmarks/torch_backend.py --rounds 3
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +20,10 @@ import torch
 from peers import ceiling, ddp_gloo
 from rich.console import Console
 from rich.table import Table
+from rounds import TABLE_WIDTH, Measure, ratio_of, run_rounds
 
 from paceline.manifest import describe_machine
 
-Measure = Callable[..., float]
 CONTENDERS: dict[str, Measure] = {
     "ceiling": ceiling.measure,
     "gloo": partial(ddp_gloo.measure, backend="gloo"),
@@ -33,31 +32,18 @@ CONTENDERS: dict[str, Measure] = {
 BATCH_SIZES = {"convnet": 100, "resnet18": 4}
 
 
-def run_rounds(workload: Mapping[str, object], *, num_rounds: int) -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for number in range(num_rounds):
-        for name, measure in CONTENDERS.items():
-            rates[name].append(measure(**workload))
-            print(
-                f"{workload['model']} round {number + 1}/{num_rounds}  {name}: {rates[name][-1]:,.1f} samples/s",
-                file=sys.stderr,
-            )
-    return rates
-
-
 def table_of(rates: Mapping[str, Sequence[float]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in ("backend", "samples/s", "lowest", "highest", "of ceiling", "of gloo"):
         table.add_column(heading, justify="left" if heading == "backend" else "right")
-    medians = {name: statistics.median(values) for name, values in rates.items()}
     for name, values in rates.items():
         table.add_row(
             name,
-            f"{medians[name]:,.1f}",
+            f"{statistics.median(values):,.1f}",
             f"{min(values):,.1f}",
             f"{max(values):,.1f}",
-            f"{medians[name] / medians['ceiling']:.2f}",
-            f"{medians[name] / medians['gloo']:.2f}",
+            ratio_of(values, rates["ceiling"]),
+            ratio_of(values, rates["gloo"]),
         )
     return table
 
@@ -80,9 +66,9 @@ def main() -> None:
             "seconds": args.seconds,
             "warmup_seconds": args.warmup_seconds,
         }
-        rates = run_rounds(workload, num_rounds=args.rounds)
+        rates = run_rounds(CONTENDERS, num_rounds=args.rounds, **workload)
         title = f"{model}, batch {BATCH_SIZES[model]} a worker, {args.workers} workers, median of {args.rounds}"
-        Console().print(table_of(rates, title))
+        Console(width=TABLE_WIDTH).print(table_of(rates, title))
         measured.append({"workload": workload, "samples_per_s": rates})
     report = {"torch": torch.__version__, "machine": describe_machine(), "measured": measured}
     print(json.dumps(report))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError, RunFailed, UsageError
+    from paceline.lab.study import Study
     from paceline.launch import run
     from paceline.result import Result
     from paceline.strategies.all_reduce import AllReduce
@@ -21,6 +22,7 @@ __all__ = [
     "Result",
     "RunFailed",
     "Single",
+    "Study",
     "UsageError",
     "Worker",
     "init",
@@ -36,6 +38,7 @@ _HOMES = {
     "Result": "paceline.result",
     "RunFailed": "paceline.errors",
     "Single": "paceline.strategies.single",
+    "Study": "paceline.lab.study",
     "UsageError": "paceline.errors",
     "Worker": "paceline.worker",
     "init": "paceline.worker",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from paceline.clock import TrainingClock
 from paceline.comm.base import Timing
 
+_Totals = tuple[float, float, int, float]
+"""Communication, waiting, bytes moved and hidden time of all timings together. A plain tuple, as every step makes one:
+right after training, when this code is in no cache, dataclasses take 10 us more."""
 
-@dataclass(frozen=True)
-class Share:
+
+class Share(NamedTuple):
     """One step's part of the running totals; the three parts add up to the step's whole time."""
 
     time_s: float
@@ -37,7 +39,7 @@ class Account:
     def __init__(self, clock: TrainingClock, timings: Sequence[Timing]) -> None:
         self._clock, self._timings = clock, tuple(timings)
         self._time_s = 0.0
-        self._booked = Timing()
+        self._booked: _Totals = (0.0, 0.0, 0, 0.0)
 
     def start(self) -> None:
         """The first step begins."""
@@ -47,19 +49,14 @@ class Account:
 
     def close_step(self) -> Share:
         """The step ends now, and the next one begins."""
-        now_s, totals, booked = self._clock.now_s, self._totals(), self._booked
-        communication_s = totals.communication_s - booked.communication_s
-        waiting_s = totals.waiting_s - booked.waiting_s
+        now_s, totals = self._clock.now_s, self._totals()
+        communication_s, waiting_s, moved_bytes, hidden_s = totals
+        communication_0_s, waiting_0_s, moved_0_bytes, hidden_0_s = self._booked
+        communication_s -= communication_0_s
+        waiting_s -= waiting_0_s
         compute_s = max(0.0, now_s - self._time_s - communication_s - waiting_s)
         self._time_s, self._booked = now_s, totals
-        return Share(
-            now_s,
-            compute_s,
-            communication_s,
-            waiting_s,
-            totals.moved_bytes - booked.moved_bytes,
-            totals.hidden_s - booked.hidden_s,
-        )
+        return Share(now_s, compute_s, communication_s, waiting_s, moved_bytes - moved_0_bytes, hidden_s - hidden_0_s)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -67,19 +64,22 @@ class Account:
         self._clock.pause()
         before = self._totals()
         yield
-        after, booked = self._totals(), self._booked
-        self._booked = Timing(
-            booked.communication_s + after.communication_s - before.communication_s,
-            booked.waiting_s + after.waiting_s - before.waiting_s,
-            booked.moved_bytes + after.moved_bytes - before.moved_bytes,
-            booked.hidden_s + after.hidden_s - before.hidden_s,
+        after = self._totals()
+        communication_s, waiting_s, moved_bytes, hidden_s = self._booked
+        self._booked = (
+            communication_s + after[0] - before[0],
+            waiting_s + after[1] - before[1],
+            moved_bytes + after[2] - before[2],
+            hidden_s + after[3] - before[3],
         )
         self._clock.resume()
 
-    def _totals(self) -> Timing:
-        return Timing(
-            sum(timing.communication_s for timing in self._timings),
-            sum(timing.waiting_s for timing in self._timings),
-            sum(timing.moved_bytes for timing in self._timings),
-            sum(timing.hidden_s for timing in self._timings),
-        )
+    def _totals(self) -> _Totals:
+        communication_s = waiting_s = hidden_s = 0.0
+        moved_bytes = 0
+        for timing in self._timings:
+            communication_s += timing.communication_s
+            waiting_s += timing.waiting_s
+            moved_bytes += timing.moved_bytes
+            hidden_s += timing.hidden_s
+        return communication_s, waiting_s, moved_bytes, hidden_s

@@ -48,7 +48,8 @@ class GradientBuckets:
         self._flags: list[list[float]] = [[] for _ in self._tails]  # what each tail holds
         self.bodies = [flat[: flat.numel() - s.tail] for flat, s in zip(self.flats, layout.segments, strict=True)]
         self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
-        self._missing = [len(segment.slots) for segment in layout.segments]
+        self._indices = [[slot.index for slot in segment.slots] for segment in layout.segments]
+        self._missing = [len(indices) for indices in self._indices]
         self._next_bucket = 0
         self._in_backward = False
         self._hooks = [
@@ -78,8 +79,7 @@ class GradientBuckets:
 
     def fill_tail(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
         """Adopt the bucket's gradients and write its flags."""
-        used = [float(self.adopt(slot.index)) for slot in self.layout.segments[bucket].slots]
-        flags = [float(nonfinite), float(stop), *used]
+        flags = [float(nonfinite), float(stop), *(float(self.adopt(index)) for index in self._indices[bucket])]
         # What the last exchange left is most often what this one is to say: 20 us less a bucket.
         if flags != self._flags[bucket]:
             self._tails[bucket].copy_(torch.tensor(flags))
@@ -91,30 +91,25 @@ class GradientBuckets:
         Also gives every parameter that some rank has a gradient for its view, and the others none.
         """
         flags = self._flags[bucket] = self._tails[bucket].tolist()
-        for slot, used in zip(self.layout.segments[bucket].slots, flags[_FLAGS:], strict=True):
-            parameter, view = self.parameters[slot.index], self.views[slot.index]
+        for index, used in zip(self._indices[bucket], flags[_FLAGS:], strict=True):
+            parameter = self.parameters[index]
             if (parameter.grad is not None) != (used > 0):
-                parameter.grad = view if used > 0 else None
+                parameter.grad = self.views[index] if used > 0 else None
         return flags[NONFINITE] > 0, flags[STOP] > 0
 
     def find_nonfinite(self, bucket: int) -> str | None:
         """The name of a parameter in the bucket whose gradient holds NaN or infinity."""
-        # One pass over the bucket: a sum is finite only if every term is (or overflows, which the second look settles).
-        body = self.bodies[bucket]
-        wide = torch.float32 if body.dtype in (torch.float16, torch.bfloat16) else None
-        if math.isfinite(abs(body.sum(dtype=wide).item())):
+        if _is_finite(self.bodies[bucket]):
             return None
-        for slot in self.layout.segments[bucket].slots:
-            if not bool(self.views[slot.index].isfinite().all()):
-                return slot.spec.name
-        return None
+        culprits = (self._name(index) for index in self._indices[bucket] if not _is_finite(self.views[index]))
+        return next(culprits, None)
 
     def flush(self) -> None:
         """Announce the buckets that this backward pass has not filled, and be ready for the next."""
         while self._next_bucket < len(self._missing):
             self._announce()
         self._next_bucket = 0
-        self._missing = [len(segment.slots) for segment in self.layout.segments]
+        self._missing = [len(indices) for indices in self._indices]
         self._in_backward = False
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
@@ -152,3 +147,11 @@ class GradientBuckets:
 
     def _name(self, index: int) -> str:
         return self.layout.specs[index].name
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    # One pass: a sum is finite only if every term is, or it overflows, which the second look settles.
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    total = tensor.sum(dtype=torch.float32) if is_half else tensor.sum()
+    return math.isfinite(abs(total.item())) or bool(tensor.isfinite().all())

@@ -13,6 +13,15 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|(?<![a-z0-9])(mae|mse|rmse|nll|wer|cer)(?![a-z0-9])")
 
 
+def rises(metric: str) -> bool:
+    """Whether more of a metric is better, as its name says; any text is a name.
+
+    >>> rises("top-1 acc (%)"), rises("val_loss")
+    (True, False)
+    """
+    return _LOWER_IS_BETTER.search(metric.lower()) is None
+
+
 @dataclass(frozen=True)
 class Target:
     """A metric's value that ends the run once an evaluation reaches it."""
@@ -40,11 +49,12 @@ class Target:
             raise UsageError(f"target {text!r} is not of the form metric=value, such as accuracy=0.95") from None
         if not math.isfinite(value):
             raise UsageError(f"target {text!r} can never be reached")
-        falling = sign == "<=" or (sign == "=" and _LOWER_IS_BETTER.search(metric.lower()) is not None)
-        return cls(metric, value, not falling)
+        rising = sign == ">=" or (sign == "=" and rises(metric))
+        return cls(metric, value, rising)
 
     def is_reached(self, value: float) -> bool:
-        return value >= self.value if self.rising else value <= self.value
+        """Of a metric that is not finite: never, as nothing was learnt by it."""
+        return math.isfinite(value) and (value >= self.value if self.rising else value <= self.value)
 
     def __str__(self) -> str:
         return f"{self.metric}{'>=' if self.rising else '<='}{self.value:.15g}"

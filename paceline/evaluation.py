@@ -26,13 +26,15 @@ class Findings:
     is_target_reached: bool
 
 
-def evaluate(function: Evaluation, model: nn.Module, *, target: Target | None) -> Findings:
+def evaluate(
+    function: Evaluation, model: nn.Module, *, target: Target | None, now_s: Callable[[], float] = time.perf_counter
+) -> Findings:
     """Call `function(model)` in evaluation mode and without gradients; modes and random state are as before afterwards.
 
     Raises:
         UsageError: it returns something else than numbers by name, or not the target's metric.
     """
-    began_s = time.perf_counter()
+    began_s = now_s()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -47,7 +49,7 @@ def evaluate(function: Evaluation, model: nn.Module, *, target: Target | None) -
     if target is not None and target.metric not in metrics:
         raise unknown("target metric", target.metric, metrics)
     is_reached = target is not None and target.is_reached(metrics[target.metric])
-    return Findings(metrics, time.perf_counter() - began_s, is_reached)
+    return Findings(metrics, now_s() - began_s, is_reached)
 
 
 def metrics_in(source: str) -> set[str] | None:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from paceline import manifest
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.config import DeviceChoice, RunConfig, Target
+from paceline.engines.progress import Progress, Watcher
 from paceline.engines.ray.cluster import chosen_address, connected
-from paceline.engines.ray.controller import Progress
 from paceline.engines.ray.interrupts import Interrupted
-from paceline.engines.ray.scripting import Program, Script
-from paceline.engines.ray.supervisor import Job, Supervisor, Watcher
+from paceline.engines.ray.supervisor import Job, Supervisor
+from paceline.engines.scripting import Program, Script
+from paceline.engines.virtual import cluster_file
+from paceline.engines.virtual.cluster import Cluster
+from paceline.engines.virtual.engine import VirtualJob, VirtualRun
 from paceline.errors import UsageError, suggest, unknown
 from paceline.evaluation import metrics_in
-from paceline.records import truncate
+from paceline.records import Record, truncate
 from paceline.result import Result
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
+
+EngineChoice = Literal["ray", "virtual"]
 
 
 class Quiet:
@@ -34,14 +40,19 @@ class Quiet:
     def on_output(self, who: str, line: str) -> None:
         print(f"[{who}] {line}", flush=True)
 
+    def on_records(self, records: Sequence[Record]) -> None:
+        pass
+
 
 def run(
-    program: str | Path | Callable[[], Any],
+    program: str | Path | Program,
     *,
     strategy: str | Strategy = "all-reduce",
     workers: int = 1,
     options: Mapping[str, Any] | None = None,
     arguments: Sequence[str] = (),
+    engine: EngineChoice = "ray",
+    cluster: str | Path | Cluster | None = None,
     address: str | None = None,
     max_steps: int | None = None,
     max_time_s: float | None = None,
@@ -58,11 +69,14 @@ def run(
     """Train a script, or a function without arguments, under a strategy.
 
     Args:
-        program: the path of a script, or a function that calls `paceline.init()`.
+        program: the path of a script, a script that was read already, or a function that calls `paceline.init()`.
         strategy: a name of `paceline strategies`, or a strategy such as `ParameterServer(servers=2)`.
         workers: how many processes train.
         options: of the strategy, where it is given by name.
-        arguments: the script's own.
+        arguments: the script's own; one that was read already has them.
+        engine: `ray`: real processes; `virtual`: real gradients on a simulated cluster, in this process, whose network
+            and clock are simulated too.
+        cluster: of the virtual engine: a TOML file, the name of one that comes with Paceline, or what either holds.
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         max_steps, max_time_s, target: what ends the run before the script does.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
@@ -79,6 +93,8 @@ def run(
     if workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
     plan.check(num_workers=workers)
+    check_engine(engine, cluster=cluster, address=address)
+    virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -90,27 +106,57 @@ def run(
         deadline_s=deadline_s,
     )
     task = _program(program, arguments)
-    _check_metric(task, config.target)
+    check_metric(task, config.target)
     raw = checkpoint = None
     if resume is not None:
         raw, checkpoint = _read_checkpoint(Path(resume), num_workers=workers, seed=seed)
     directory = _directory(out, resume, checkpoint, plan, workers)
     path = task.path if isinstance(task, Script) else getattr(task, "__qualname__", repr(task))
-    described = manifest.describe_run(
-        program=path, arguments=arguments, strategy=plan, num_workers=workers, config=config
-    )
-    _write_manifest(directory, described | {"resumed_from": str(resume) if resume is not None else None})
+    given = task.arguments if isinstance(task, Script) else ()
+    described = manifest.describe_run(program=path, arguments=given, strategy=plan, num_workers=workers, config=config)
+    described |= {"resumed_from": str(resume) if resume is not None else None, "engine": engine}
+    if virtual is not None:
+        described["cluster"] = asdict(virtual)
+    is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
+    kept = checkpoint.iteration if checkpoint is not None and is_continued else None
     try:
+        if virtual is not None:
+            job = VirtualJob(task, plan, workers, virtual, config, raw)
+            simulation = VirtualRun(job, directory, watcher or Quiet())
+            _write_manifest(directory, described)
+            if kept is not None:
+                truncate(directory, iteration=kept)
+            simulation.run()
+            return Result(directory)
+        _write_manifest(directory, described)
         with connected(address):
-            if checkpoint is not None and resume is not None and directory.resolve() == Path(resume).resolve():
-                truncate(directory, iteration=checkpoint.iteration)
-            environment = _environment() if chosen_address(address) is not None else {}
+            if kept is not None:
+                truncate(directory, iteration=kept)
+            environment = own_environment() if chosen_address(address) is not None else {}
             Supervisor(Job(task, plan, workers, config, raw, environment), directory, watcher or Quiet()).run()
     except Interrupted:
         raise
     except KeyboardInterrupt:
         raise Interrupted(directory) from None
     return Result(directory)
+
+
+def check_engine(engine: str, *, cluster: object | None, address: str | None) -> None:
+    """
+    Raises:
+        UsageError: there is no such engine, it lacks something, or something asked for has no effect with it.
+    """
+    if engine not in get_args(EngineChoice):
+        raise unknown("engine", engine, get_args(EngineChoice))
+    if engine == "ray":
+        if cluster is not None:
+            raise UsageError("a cluster's file has no effect on real machines; add --engine virtual to simulate them")
+        return
+    if address is not None:
+        raise UsageError("--address has no effect with --engine virtual, which runs in this process")
+    if cluster is None:
+        known = ", ".join(cluster_file.shipped())
+        raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
 
 
 def _strategy(strategy: str | Strategy, options: Mapping[str, Any] | None) -> Strategy:
@@ -121,12 +167,21 @@ def _strategy(strategy: str | Strategy, options: Mapping[str, Any] | None) -> St
     return strategy
 
 
-def _program(program: str | Path | Callable[[], Any], arguments: Sequence[str]) -> Program:
-    if not isinstance(program, str | Path):
-        if arguments:
-            raise UsageError("a function takes no script arguments; use functools.partial")
-        return program
-    path = Path(program)
+def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program:
+    if isinstance(program, str | Path):
+        return read_script(program, arguments)
+    if arguments:
+        raise UsageError("arguments go with a script's path; for a function, use functools.partial")
+    return program
+
+
+def read_script(script: str | Path, arguments: Sequence[str]) -> Script:
+    """A script as it lies there now.
+
+    Raises:
+        UsageError: it cannot be read, or is not Python.
+    """
+    path = Path(script)
     try:
         source = path.read_text(encoding="utf-8-sig")
         compile(source, str(path), "exec", dont_inherit=True)
@@ -138,14 +193,14 @@ def _program(program: str | Path | Callable[[], Any], arguments: Sequence[str]) 
     return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
 
 
-def _check_metric(program: Program, target: Target | None) -> None:
+def check_metric(program: Program, target: Target | None) -> None:
     """Raise UsageError for a target that the script's text shows it never returns."""
     known = metrics_in(program.source) if isinstance(program, Script) and target is not None else None
     if target is not None and known is not None and target.metric not in known:
         raise unknown("target metric", target.metric, known)
 
 
-def _environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
     """Where data sets lie, for workers of a cluster that was started without knowing."""
     return {name: os.environ[name] for name in ("PACELINE_DATA",) if name in os.environ}
 
@@ -171,6 +226,12 @@ def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[b
     return raw, checkpoint
 
 
+def new_directory(strategy: Strategy, *, workers: int) -> Path:
+    """The result directory of a run that was given none; it is not made here."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    return Path("runs") / f"{stamp}-{name_of(strategy)}-{workers}"
+
+
 def _directory(
     out: str | Path | None,
     resume: str | Path | None,
@@ -185,10 +246,7 @@ def _directory(
     """
     if resume is not None and checkpoint is not None and (out is None or Path(out).resolve() == Path(resume).resolve()):
         return Path(resume)
-    if out is None:
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
-        out = Path("runs") / f"{stamp}-{name_of(strategy)}-{workers}"
-    directory = Path(out)
+    directory = Path(out) if out is not None else new_directory(strategy, workers=workers)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         occupied = any(directory.iterdir())

@@ -33,6 +33,7 @@ def describe_run(
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
+        "working_directory": os.getcwd(),
         "program": program,
         "arguments": list(arguments),
         "strategy": {"name": name_of(strategy), **asdict(strategy)},

@@ -37,6 +37,15 @@ class Result:
     def manifest(self) -> dict[str, Any]:
         return manifest.read(self.directory)
 
+    @property
+    def engine(self) -> str:
+        return str(self.manifest.get("engine", "ray"))
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether times are of a simulated clock."""
+        return self.engine == "virtual"
+
     @cached_property
     def steps(self) -> list[StepRecord]:
         return read_records(self.directory, StepRecord)

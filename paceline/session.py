@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +55,7 @@ class Session:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self.context, self.strategy, self.config, self.reporter = context, strategy, config, reporter
-        self.clock = TrainingClock()
+        self.clock = TrainingClock(time_s=context.now_s)
         self.iteration = 0
         self.steps = 0
         self.samples = 0
@@ -71,7 +70,8 @@ class Session:
         self._batch_samples = 0
         self._unsettled: StepOutcome | None = None
         self._last: Snapshot | None = None
-        self._checkpointed_s = time.monotonic()
+        self._is_through = False  # whether this worker reached the end of its data, rather than of a budget
+        self._checkpointed_s = self.context.now_s()
         seed_everything(config.seed)
 
     # --- what a script asks for -------------------------------------------------------------------------------
@@ -105,6 +105,7 @@ class Session:
             on_position=self._on_position,
             should_stop=lambda: self.has_ended,
         )
+        self.context.watch(replica)
         synchronizer = self.strategy.bind(self.context, replica)
         synchronizer.stop_vote = self._wants_stop
         if synchronizer.facts and self.context.rank == 0:
@@ -148,6 +149,7 @@ class Session:
         self._has_finished = True
         self._ensure_started()
         self.clock.pause()
+        self._is_through = not self.has_ended
         self._end()
         self._prepared.synchronizer.leave()
         while not self._meet(is_done=True):
@@ -290,9 +292,10 @@ class Session:
                 "done": is_done,
                 "time_s": self.clock.now_s,
                 "samples": self.samples,
+                "through": self._is_through,
                 "evaluates": self._evaluation is not None,
                 "stop": self.reporter.stop_requested(),
-                "is_late": time.monotonic() - self._checkpointed_s > CHECKPOINT_INTERVAL_S,
+                "is_late": self.context.now_s() - self._checkpointed_s > CHECKPOINT_INTERVAL_S,
             }
         )
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
@@ -309,7 +312,7 @@ class Session:
                 if evaluates:
                     self._evaluate(model, time_s, samples=sum(report["samples"] for report in reports))
                 if own is not None:
-                    self._save(model, own, time_s)
+                    self._save(model, own, time_s, is_through=any(report["through"] for report in reports))
                 if all_done and self.context.rank == 0:
                     self.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
         self.has_ended = self.has_ended or cadence.is_over(self.iteration)
@@ -354,7 +357,7 @@ class Session:
         assert self._evaluation is not None
         target = self.config.target
         try:
-            found = evaluate(self._evaluation, model, target=target)
+            found = evaluate(self._evaluation, model, target=target, now_s=self.context.now_s)
         except UsageError as error:
             return {"error": str(error)}
         self.reporter.emit(EvaluationRecord(self.iteration, time_s, samples, found.metrics, found.duration_s))
@@ -369,9 +372,11 @@ class Session:
         prepared = self._require_prepared()
         return snapshot.take(prepared.replica, prepared.loader, prepared.extra, steps=self.steps, samples=self.samples)
 
-    def _save(self, model: nn.Module, own: Snapshot, time_s: float) -> None:
+    def _save(self, model: nn.Module, own: Snapshot, time_s: float, *, is_through: bool) -> None:
         """Write the checkpoint. Collective call."""
         workers = snapshot.gather_workers(self.context.collective, own)
+        if is_through and self.strategy.is_synchronous():
+            workers = snapshot.at_the_end(workers)
         if self.context.rank == 0:
             checkpoint = Checkpoint(
                 iteration=self.iteration,
@@ -386,7 +391,7 @@ class Session:
             self.reporter.save(FILE_NAME, checkpoint.encode())
             self.reporter.emit(EventRecord("checkpoint", "run", self.iteration, time_s, {"file": FILE_NAME}))
         self._cadence.checkpointed_at = self.iteration
-        self._checkpointed_s = time.monotonic()
+        self._checkpointed_s = self.context.now_s()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Set the counters, the optimizer's state, this worker's buffers and the position in the data."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import derive, preserved_random_state, seed_everything
@@ -125,7 +134,16 @@ class ShardedLoader:
             for generator in _generators(self._loader):
                 generator.manual_seed(seed)
             batch_sampler = _batch_sampler(self._loader)
-            if batch_sampler is not None:
+            drawn: Sequence[Sequence[int]]
+            if _is_plain(batch_sampler):
+                drawn = _plain_batches(
+                    seed,
+                    is_shuffled=isinstance(batch_sampler.sampler, RandomSampler),
+                    num_samples=len(batch_sampler.sampler),
+                    batch_size=batch_sampler.batch_size,
+                    drop_last=batch_sampler.drop_last,
+                )
+            elif batch_sampler is not None:
                 drawn = [list(batch) for batch in batch_sampler]
             else:
                 drawn = [[index] for index in self._loader.sampler]
@@ -199,6 +217,31 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 def _batch_sampler(loader: DataLoader[Any]) -> Any:
     """What draws whole batches: the loader's own, or a sampler that does so for a data set that fetches batches."""
     return loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+
+
+def _is_plain(batch_sampler: Any) -> bool:
+    """Whether it is torch's own, over all samples once, so that its order depends on nothing but the random state."""
+    if type(batch_sampler) is not BatchSampler:
+        return False
+    sampler: Any = batch_sampler.sampler
+    if type(sampler) is RandomSampler:
+        is_whole = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return is_whole and sampler.generator is None
+    return type(sampler) is SequentialSampler
+
+
+# Virtual workers share a process, and so an epoch's order: drawing it takes 14 ms for 50,000 samples, which for each of
+# 20 workers was a fifth of what its gradients took.
+@functools.lru_cache(maxsize=2)
+def _plain_batches(
+    seed: int, *, is_shuffled: bool, num_samples: int, batch_size: int, drop_last: bool
+) -> list[array[int]]:
+    """What torch's samplers draw from this seed. Arrays, since they are kept, and take a quarter of a list's memory."""
+    seed_everything(seed)
+    samples = range(num_samples)
+    order = array("q", RandomSampler(samples) if is_shuffled else SequentialSampler(samples))
+    end = num_samples - num_samples % batch_size if drop_last else num_samples
+    return [order[start : min(start + batch_size, end)] for start in range(0, end, batch_size)]
 
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:

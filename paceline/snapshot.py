@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import safetensors.torch
@@ -45,6 +45,12 @@ def take(replica: Replica, loader: ShardedLoader, extra: Mapping[str, Any], *, s
 def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerState]:
     """Every worker's part, in rank order. Collective call."""
     return [WorkerState(**state) for state in collective.all_gather_object(asdict(snapshot.worker))]
+
+
+def at_the_end(workers: Sequence[WorkerState]) -> list[WorkerState]:
+    """All as far in their data as the first, whose end ends a synchronous run: with backup workers some are behind."""
+    epoch, num_batches_done = max((worker.epoch, worker.num_batches_done) for worker in workers)
+    return [replace(worker, epoch=epoch, num_batches_done=num_batches_done) for worker in workers]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

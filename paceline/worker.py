@@ -21,14 +21,12 @@ from paceline.engines.world import World, current, enter
 from paceline.evaluation import Evaluation
 from paceline.records import NullReporter, summarise
 from paceline.session import Session
-from paceline.strategies.base import Context
+from paceline.strategies.base import Context, Strategy
 from paceline.strategies.single import Single
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item", covariant=True)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-
-_worker: Worker | None = None
 
 
 def init(*, seed: int = 0) -> Worker:
@@ -39,16 +37,14 @@ def init(*, seed: int = 0) -> Worker:
     Args:
         seed: for scripts run on their own; a run started by Paceline has its own.
     """
-    global _worker
-    if _worker is not None:
-        return _worker
     world = current()
     if world is None:
         world = torchrun.join(seed=seed) if "TORCHELASTIC_RUN_ID" in os.environ else _alone(seed)
         enter(world)
         atexit.register(_finish_own_run, world)
-    _worker = Worker(world)
-    return _worker
+    if world.worker is None:
+        world.worker = Worker(world)
+    return cast(Worker, world.worker)
 
 
 @final
@@ -65,6 +61,8 @@ class Worker:
         """This worker's number among those on its host."""
         self.device: torch.device = context.device
         """Where this worker computes; `prepare` moves the model there."""
+        self.strategy: Strategy = world.strategy
+        """What the run trains under; `single` where nobody launched it."""
         self._collective = context.collective
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
         world.at_end.append(self._session.finish)
@@ -192,10 +190,11 @@ def _alone(seed: int) -> World:
 
 def _finish_own_run(world: World) -> None:
     """At the end of a script that nobody launched: meet, evaluate, and say what came out."""
-    if _worker is None or hasattr(sys, "last_value"):
+    worker = world.worker
+    if worker is None or hasattr(sys, "last_value"):
         return  # nothing to finish, or the script ended with an exception
     for finish in world.at_end:
         finish()
-    if _worker.rank == 0 and _worker.metrics:
-        print(f"paceline: {summarise(_worker.metrics)}", file=sys.stderr)
+    if worker.rank == 0 and worker.metrics:
+        print(f"paceline: {summarise(worker.metrics)}", file=sys.stderr)
     world.context.collective.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from hypothesis import settings
 
 LEFTOVERS_GRACE_S = 5.0
@@ -30,6 +31,15 @@ def data_directory() -> Path:
     if not Path(place).is_dir():
         pytest.fail(f"PACELINE_DATA names {place}, which is not a folder")
     return Path(place)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes with one: small models gain nothing by more, which fight for the cores that other tests use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli import demo, doctor, run, strategies, watching
+from paceline.cli import compare, demo, doctor, plan, probe, report, run, strategies, timeline, watching
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -20,8 +20,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
+app.command("compare")(compare.compare)
+app.command("plan")(plan.plan)
+app.command("report")(report.report)
+app.command("timeline")(timeline.timeline)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("probe")(probe.probe)
 app.command("strategies")(strategies.strategies)
 
 EXIT_FAILED, EXIT_USAGE = 1, 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -9,26 +10,37 @@ import typer
 from rich.console import Console
 
 from paceline import launch
-from paceline.cli import tables
+from paceline.cli import common_options, tables
+from paceline.cli.timeline import in_words
 from paceline.cli.watching import EXIT_INTERRUPTED, ProgressLine
 from paceline.config import DeviceChoice, RunConfig
-from paceline.errors import UsageError
+from paceline.errors import RunFailed, UsageError
+from paceline.lab import timeline as lab_timeline
+from paceline.lab.tracking import Tracking
+from paceline.strategies import build
+
+_NOTHING_TRAINED = (
+    "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "
+    "paceline.init() and worker.prepare(model, optimizer, loader); see docs/script.md."
+)
 
 
 def run(
-    script: Annotated[Path, typer.Argument(help="The training script.", show_default=False)],
+    script: common_options.Script,
     strategy: Annotated[str, typer.Option(help="A name from `paceline strategies`.")] = "all-reduce",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 1,
     option: Annotated[
         list[str] | None, typer.Option(help="An option of the strategy; may be repeated.", metavar="KEY=VALUE")
     ] = None,
+    engine: common_options.Engine = "ray",
+    cluster: common_options.SimulatedCluster = None,
     address: Annotated[
         str | None,
         typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here for the run)."),
     ] = None,
     max_steps: Annotated[int | None, typer.Option(help="End after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End after so many seconds of training.")] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Iterations between evaluations.")] = None,
+    eval_every: common_options.EvalEvery = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
@@ -39,30 +51,53 @@ def run(
         str | None, typer.Option(help="End when an evaluation reaches this.", metavar="METRIC=VALUE")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the model, the data order and every random generator.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    deadline: Annotated[float, typer.Option(help="Seconds that any wait for a peer may take.")] = 300.0,
+    device: common_options.Device = "auto",
+    deadline: common_options.Deadline = 300.0,
     out: Annotated[
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run of this result directory.")] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own arguments, after --.", show_default=False)
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(help="Write TensorBoard events here, under the result directory's name.", metavar="DIR"),
     ] = None,
+    track: common_options.Track = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Write what everybody did when, for ui.perfetto.dev.")
+    ] = False,
+    arguments: common_options.Arguments = None,
 ) -> None:
-    """Train SCRIPT under one strategy: real processes, on this machine or a Ray cluster.
+    """Train SCRIPT under one strategy: real processes, on this machine or a Ray cluster, or on a simulated one.
 
     Example: paceline run train.py --strategy ps-async --workers 4 --option servers=2 -- --lr 0.1
     """
     console = Console(stderr=True)
     config = RunConfig(max_steps=max_steps)
+    tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
+    options = _options(option or [])
+    directory = out or resume or launch.new_directory(build(strategy, options), workers=workers)
+    settings: dict[str, str | int | float] = {
+        "script": str(script),
+        "arguments": shlex.join(arguments or ()),
+        "target": target or "none",
+        "strategy": strategy,
+        "workers": workers,
+        "seed": seed,
+        **{f"option.{key}": value for key, value in options.items()},
+    }
     try:
-        with ProgressLine(console, f"{strategy} x {workers}", config) as watcher:
+        with (
+            ProgressLine(console, f"{strategy} x {workers}", config, engine=engine) as line,
+            tracking.follow(line, run=directory.resolve().name, settings=settings) as watcher,
+        ):
             result = launch.run(
                 script,
                 strategy=strategy,
                 workers=workers,
-                options=_options(option or []),
+                options=options,
                 arguments=arguments or (),
+                engine=cast(launch.EngineChoice, engine),
+                cluster=cluster,
                 address=address,
                 max_steps=max_steps,
                 max_time_s=max_time,
@@ -72,14 +107,32 @@ def run(
                 seed=seed,
                 device=cast(DeviceChoice, device),
                 deadline_s=deadline,
-                out=out,
+                out=directory,
                 resume=resume,
                 watcher=watcher,
             )
     except KeyboardInterrupt as interrupt:
         console.print(str(interrupt) or "interrupted", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except RunFailed:
+        if timeline:
+            _show_timeline_of_failed(directory, console)
+        raise
     Console().print(tables.summary(result))
+    if result.iteration == 0 and resume is None:
+        console.print(_NOTHING_TRAINED, markup=False, highlight=False, soft_wrap=True)
+    if timeline:
+        written = in_words(*lab_timeline.write(result.directory))
+        Console(soft_wrap=True).print(f"Timeline: {written}", markup=False, highlight=False)
+
+
+def _show_timeline_of_failed(directory: Path, console: Console) -> None:
+    """Whatever becomes of it, the failure is to be heard of."""
+    try:
+        said = f"Timeline: {in_words(*lab_timeline.write(directory))}"
+    except UsageError as error:
+        said = str(error)
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _options(texts: list[str]) -> dict[str, Any]:

@@ -2,52 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from paceline.config import Target
+from paceline.lab import words
+from paceline.lab.frames import Frames
+from paceline.lab.reliability import num_tried
 from paceline.result import Result
 
+_HEADINGS = ("to target, s", "speed-up", "samples/s", "worker-s")
+_VIRTUAL_HEADINGS = ("to target,\nvirtual s", "virtual\nspeed-up", "samples/\nvirtual s", "virtual\nworker-s")
 
-def comparison(results: Sequence[Result], *, metric: str, title: str) -> Table:
-    """One row a run. Speed-up is the time to the target of `single`, or of one worker, over the run's own."""
-    # Without padding it is narrow enough for a terminal of 80 columns; a long metric's name is what gives way.
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    headings = ("strategy", "workers", metric, "to target", "samples/s", "speed-up", "compute", "comm.", "waiting")
-    for heading in headings:
-        table.add_column(
-            heading,
-            justify="left" if heading == "strategy" else "right",
-            no_wrap=heading != metric,
-            overflow="ellipsis",
-        )
-    for result in results:
-        table.add_row(*_row(result, _baseline_s(results, result), metric))
+
+def of_study(frames: Frames) -> Table:
+    """One row a strategy and number of workers: means over seeds, with the least and the greatest in brackets."""
+    # Narrow enough for a terminal of 80 columns; a strategy with long options is what gives way.
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    has_target = bool((frames.trials["target"] != "").any())
+    cells = _target_cells if has_target else _rate_cells
+    metric = next((name for name in frames.trials["metric"] if name), "metric")
+    is_virtual = frames.trials["engine"].iloc[0] == words.VIRTUAL
+    to_target, speedup, rate, cost = _VIRTUAL_HEADINGS if is_virtual else _HEADINGS
+    own = (to_target, speedup, rate, cost) if has_target else (f"last {metric}", rate)
+    for heading in ("strategy", "workers", "seeds", *own):
+        is_strategy = heading == "strategy"
+        table.add_column(heading, justify="left" if is_strategy else "right", no_wrap=not is_strategy, overflow="fold")
+    for _, row in frames.summary.iterrows():
+        shown = cells(row) if row["seeds"] else ["0", "failed" if row["failed"] else "-", *["-"] * (len(own) - 1)]
+        table.add_row(row["strategy"], str(row["workers"]), *shown)
     return table
 
 
-def _baseline_s(results: Sequence[Result], of: Result) -> float | None:
-    """The time that one worker took under the same strategy; where that was not run, under `single`."""
-    for wanted in (of.manifest["strategy"]["name"], "single"):
-        for result in results:
-            if result.manifest["strategy"]["name"] == wanted and result.manifest["num_workers"] == 1:
-                return result.time_to_target_s
-    return None
-
-
-def _row(result: Result, baseline_s: float | None, metric: str) -> list[str]:
-    reached_s = result.time_to_target_s
-    shares = result.shares
+def _target_cells(row: Any) -> list[str]:
     return [
-        result.manifest["strategy"]["name"],
-        str(result.manifest["num_workers"]),
-        f"{result.metrics[metric]:.1%}" if metric in result.metrics else "-",
-        f"{reached_s:.2f} s" if reached_s is not None else "never",
-        f"{result.samples_per_s:,.0f}",
-        f"{baseline_s / reached_s:.2f}" if baseline_s and reached_s else "-",
-        *(f"{shares[name]:.0%}" for name in ("compute", "communication", "waiting")),
+        f"{row['reached']}/{num_tried(row)}",
+        _spread(row, "time_to_target_s", _short) if row["reached"] else "never",
+        _spread(row, "speedup", words.ratio),
+        f"{row['samples_per_s']:,.0f}",
+        words.quantity(row["worker_s_to_target"]) if row["reached"] else "-",
     ]
+
+
+def _rate_cells(row: Any) -> list[str]:
+    return [
+        str(row["seeds"]),
+        _spread(row, "last_metric", words.quantity),
+        _spread(row, "samples_per_s", lambda rate: f"{rate:,.0f}"),
+    ]
+
+
+def _short(value: float) -> str:
+    """Two digits of what is small: three of each would leave a terminal of 80 columns no room for a strategy's name."""
+    return f"{value:.2g}" if value < 0.1 else words.quantity(value)
+
+
+def _spread(row: Any, quantity: str, say: Callable[[float], str]) -> str:
+    mean, low, high = (row[f"{quantity}{bound}"] for bound in ("", "_low", "_high"))
+    if math.isnan(mean):
+        return "-"
+    return say(mean) if say(low) == say(high) else f"{say(mean)} ({say(low)}-{say(high)})"
 
 
 def summary(result: Result) -> Table:
@@ -55,13 +73,15 @@ def summary(result: Result) -> Table:
     table = Table(show_header=False, box=None)
     shares = result.shares
     reached_s = result.time_to_target_s
+    target = result.manifest.get("config", {}).get("target")
+    never = f"never: wanted {Target(**target)}" if target is not None else None
     rows = {
         "strategy": f"{result.manifest['strategy']['name']}, {result.manifest['num_workers']} worker(s)",
         "steps": f"{result.iteration:,}",
-        "training time": f"{result.training_time_s:.2f} s",
-        "samples/s": f"{result.samples_per_s:,.0f}",
+        "training time": f"{result.training_time_s:.2f} {words.unit(result.engine)}",
+        f"samples/{words.unit(result.engine)}": f"{result.samples_per_s:,.0f}",
         **{name: f"{value:.4g}" for name, value in result.metrics.items()},
-        "time to target": f"{reached_s:.2f} s" if reached_s is not None else None,
+        "time to target": f"{reached_s:.2f} {words.unit(result.engine)}" if reached_s is not None else never,
         "time spent": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
         "results": str(result.directory),
     }

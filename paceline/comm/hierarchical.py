@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 import torch
@@ -39,9 +40,8 @@ class HierarchicalCollective(Collective):
     Tensors in memory from `allocate` are reduced where they lie, small ones from anywhere through staging slots. Large
     tensors that lie elsewhere, and all other operations, go through a flat gloo group of the whole world.
 
-    Errors speak of world ranks. Where only gloo knows of a death, the message lists the ranks that it may have been. As
-    with `TorchCollective`, tensors of an all-reduce are compared between the ranks of a host, not between hosts. One
-    thread at a time may use a collective, except for `abort`.
+    Errors speak of world ranks. Tensors of an all-reduce are compared between the ranks of a host, not between hosts.
+    One thread at a time may use a collective, except for `abort`.
     """
 
     def __init__(
@@ -101,7 +101,11 @@ class HierarchicalCollective(Collective):
             raise ValueError(f"an allocation needs at least one byte, not {num_bytes}")
         self.require_equal("the size of an allocation", num_bytes)
         with self.failing():
-            return self._shares.allocate(num_bytes)
+            try:
+                return self._shares.allocate(num_bytes)
+            except OSError as error:
+                self._end(Aborted(f"allocation failed: {error}"))  # the others need not find out by waiting
+                raise
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         """As `Collective.all_reduce`. The tensor must not be touched until the work is over.
@@ -125,25 +129,28 @@ class HierarchicalCollective(Collective):
         with self.failing():
             return _FlatWork(self, self._world.all_reduce(tensor, op=op))
 
+    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
+        return partial(self.all_reduce, tensor, op=op)
+
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
-        with self.failing():
-            self._world.broadcast(tensor, root=root)
+        with self._among_all() as world:
+            world.broadcast(tensor, root=root)
 
     def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
-        with self.failing():
-            return self._world.gather(tensor, root=root)
+        with self._among_all() as world:
+            return world.gather(tensor, root=root)
 
     def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
-        with self.failing():
-            return self._world.scatter(tensors, root=root)
+        with self._among_all() as world:
+            return world.scatter(tensors, root=root)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        with self.failing():
-            return self._world.all_gather(tensor)
+        with self._among_all() as world:
+            return world.all_gather(tensor)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
-        with self.failing():
-            return self._world.reduce_scatter(tensors, op=op)
+        with self._among_all() as world:
+            return world.reduce_scatter(tensors, op=op)
 
     def send(self, tensor: Tensor, *, destination: int) -> Work:
         """As `Collective.send`; over gloo on the same host too, since only gloo goes on sending while a rank waits."""
@@ -155,8 +162,8 @@ class HierarchicalCollective(Collective):
             return _FlatWork(self, self._world.recv(tensor, source=source))
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        with self.failing():
-            return self._world.all_to_all(tensors)
+        with self._among_all() as world:
+            return world.all_to_all(tensors)
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1)).wait()
@@ -186,6 +193,13 @@ class HierarchicalCollective(Collective):
         """Block until one all-reduce is over."""
         with self.failing():
             self._stages.wait(passage)
+
+    @contextmanager
+    def _among_all(self) -> Iterator[TorchCollective]:
+        """The flat group, for an operation that blocks: what is under way ends before, as nothing would move it on."""
+        with self.failing():
+            self._stages.finish()
+            yield self._world
 
     @contextmanager
     def failing(self) -> Iterator[None]:

@@ -67,13 +67,18 @@ class Stages:
     def wait(self, passage: Passage) -> None:
         """Block until it is over.
 
-        It and what started before it go through one stage after the other, so that the network does not idle.
+        Always on what started first: every rank can go on with that, whichever work it waits for itself.
         """
         self.advance()
-        for stage in (self._reducing, self._crossing, self._handed_round):
-            while passage in stage:
-                stage[0].work.wait()
-                self.advance()
+        while not passage.is_over:
+            oldest = next(stage[0] for stage in (self._handed_round, self._crossing, self._reducing) if stage)
+            oldest.work.wait()
+            self.advance()
+
+    def finish(self) -> None:
+        """Block until everything that has started is over."""
+        for passage in (*self._handed_round, *self._crossing, *self._reducing):
+            self.wait(passage)
 
     def close(self) -> None:
         """Forget all that is under way."""

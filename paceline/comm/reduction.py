@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import REDUCE_OPS, ReduceOp
+from paceline.division import divide
 from paceline.errors import unknown
 
 _ACCUMULATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -69,14 +70,6 @@ class Reduction:
         out.copy_(total)
 
 
-def divide(total: Tensor, divisor: int) -> None:
-    """`total` becomes total / divisor, truncated towards zero where it holds integers."""
-    if total.is_floating_point() or total.is_complex():
-        total.div_(divisor)
-    else:
-        total.div_(divisor, rounding_mode="trunc")
-
-
 @functools.cache
 def require_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
     """Check that torch can reduce tensors of `dtype` with `op` on the CPU.
@@ -87,11 +80,17 @@ def require_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
     """
     if op not in REDUCE_OPS:
         raise unknown("reduce operation", str(op), REDUCE_OPS)
+    if not _is_possible(op, dtype):
+        name = str(dtype).removeprefix("torch.")
+        raise TypeError(f"{op} of {name} tensors is not possible; convert them to a dtype that has it")
+
+
+def _is_possible(op: ReduceOp, dtype: torch.dtype) -> bool:
+    if op == "mean" and dtype == torch.bool:
+        return False  # torch divides truth values, but into something else
     sample = torch.zeros(1, dtype=dtype)
     try:
-        if op == "mean" and dtype == torch.bool:
-            raise NotImplementedError
         Reduction(op, dtype)([sample, sample], torch.zeros(1, dtype=dtype))
-    except (RuntimeError, NotImplementedError):
-        name = str(dtype).removeprefix("torch.")
-        raise TypeError(f"{op} of {name} tensors is not possible; convert them to a dtype that has it") from None
+    except RuntimeError:  # what torch has no kernel for is a NotImplementedError, which is one
+        return False
+    return True

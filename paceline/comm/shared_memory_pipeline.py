@@ -17,7 +17,7 @@ from paceline.comm.shared_memory_rendezvous import (
     Rendezvous,
 )
 from paceline.comm.signature import Signature
-from paceline.errors import Aborted, PacelineError
+from paceline.errors import Aborted, PacelineError, UsageError
 
 NUM_SLOTS = 4
 MIXED_INTERVAL_S = 1e-3
@@ -77,13 +77,16 @@ class Pipeline:
         self._last_user = [FIRST_NUMBER] * NUM_SLOTS
 
     def submit(self, steps: Sequence[Step]) -> Work:
-        """Append steps and load what can be loaded at once; never blocks.
+        """Append steps and load what can be loaded at once; never blocks. Steps that are over may come again.
 
         Raises:
+            UsageError: a step is still under way.
             PeerLost, DeadlineExceeded, Aborted, TensorMismatch, UsageError: it has failed before or is closed.
         """
         self._rendezvous.check()
         for step in steps:
+            if step.number > self._over:
+                raise UsageError("a persistent operation was started again before it was over; wait for it first")
             self._issued += 1
             step.number = self._issued
             if step.uses_slot:
@@ -145,7 +148,7 @@ class Pipeline:
     def _do_all(self) -> bool:
         """Do everything that is possible now; whether that was anything."""
         advanced = False
-        while self._exchange() | self._store() | self._load():
+        while self._over < self._issued and (self._exchange() | self._store() | self._load()):
             advanced = True
         return advanced
 

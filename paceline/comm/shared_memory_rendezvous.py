@@ -17,6 +17,7 @@ from paceline.errors import DeadlineExceeded, PeerLost, TensorMismatch, UsageErr
 
 # Every rank has one page that it alone writes. First a cache line of 32-bit words:
 _EVENTS, _ARRIVED, _DONE, _DEPARTED = 0, 1, 2, 3  # EVENTS counts the changes that others sleep on
+_SLEEPS = 4  # whether this rank sleeps, or is about to, on another's events
 # then a line with a doorbell that others ring and this rank sleeps on,
 _BELL = 16
 _NUM_WORDS = 32
@@ -34,6 +35,7 @@ FIRST_NUMBER = 2**32 - 100
 # than the wait. Spinning without offering it was slower on cores that other processes use too.
 _YIELD_S = 1e-3
 LOOK_INTERVAL_S = 0.2
+_BLIND_SLEEP_S = 1e-3  # where a wake may be missed
 
 
 @final
@@ -105,10 +107,6 @@ class _Peer:
         futex.fence()
         return bytes(self.segment.buffer[_REASON]).rstrip(b"\0").decode(errors="replace")
 
-    def signature(self, number: int) -> bytes:
-        start = _signature_start(number)
-        return bytes(self.segment.buffer[start : start + SIGNATURE_BYTES])
-
     def close(self) -> None:
         os.close(self.pidfd)
         self.segment.close()
@@ -134,11 +132,14 @@ class Rendezvous:
         self.rank = rank
         self.size = len(addresses)
         self.peers: dict[int, _Peer] = {}
+        self._others: tuple[memoryview, ...] = ()  # their words
+        self._pages: tuple[memoryview, ...] = ()
         self._control = control
         self._words = control.buffer[: 4 * _NUM_WORDS].cast("I")
         self._events_address = control.tensor.data_ptr() + 4 * _EVENTS
         self._bell_address = control.tensor.data_ptr() + 4 * _BELL
         self._num_rings = 0
+        self._always_wakes = not futex.may_skip_wakes()
         # With more ranks than cores, others can use the core of a rank that waits: it sleeps at once.
         self._yield_s = _YIELD_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
         self.deadline_s = deadline_s
@@ -154,6 +155,8 @@ class Rendezvous:
             self.close()
             raise
         others = {other: peer.words for other, peer in self.peers.items()}
+        self._others = tuple(others.values())
+        self._pages = tuple(peer.segment.buffer for peer in self.peers.values())
         self.arrived = Counter(_ARRIVED, self._words, others)
         self.done = Counter(_DONE, self._words, others)
 
@@ -166,8 +169,7 @@ class Rendezvous:
 
     def arrive(self, number: int, signature: Signature) -> None:
         """Publish that this rank's input of step `number` is in place."""
-        start = _signature_start(number)
-        self._control.buffer[start : start + SIGNATURE_BYTES] = signature.raw
+        self._control.buffer[_signature_place(number)] = signature.raw
         self.arrived.set(number)
         self._signal()
 
@@ -182,9 +184,10 @@ class Rendezvous:
         Raises:
             TensorMismatch: on every rank, naming the first two ranks that differ and what each asked for.
         """
-        theirs = [peer.signature(number) for peer in self.peers.values()]
-        if all(raw == signature.raw for raw in theirs):
+        place = _signature_place(number)
+        if all(page[place] == signature.raw for page in self._pages):
             return
+        theirs = [bytes(page[place]) for page in self._pages]
         theirs.insert(self.rank, signature.raw)
         first = theirs[0]
         other, raw = next((rank, raw) for rank, raw in enumerate(theirs) if raw != first)
@@ -271,7 +274,11 @@ class Rendezvous:
             if words[index] != seen:
                 return
             os.sched_yield()
+        self._words[_SLEEPS] = 1
+        if not futex.flush_others():
+            interval_s = min(interval_s, _BLIND_SLEEP_S)
         futex.wait(address, seen, interval_s)
+        self._words[_SLEEPS] = 0
 
     def ring(self, rank: int) -> None:
         """Wake a rank that may sleep on its bell."""
@@ -296,7 +303,8 @@ class Rendezvous:
             futex.fence()
             self._words[_DEPARTED] = 1
             # The main thread may signal meanwhile: of two increments one can be lost, and a sleeper looks around late.
-            self._signal()
+            self._words[_EVENTS] = (self._words[_EVENTS] + 1) & _MASK
+            futex.wake(self._events_address)
             for peer in self.peers.values():
                 futex.wake(peer.events_address)  # where the main thread of this process may sleep
                 futex.wake(peer.bell_address)
@@ -308,14 +316,15 @@ class Rendezvous:
         with self._lock:
             for peer in self.peers.values():
                 peer.close()
-            self.peers = {}
+            self.peers, self._others, self._pages = {}, (), ()
             self._control.close()
             self._words = memoryview(b"")
             self.arrived = self.done = Counter(_ARRIVED, self._words, {})
 
     def _signal(self) -> None:
         self._words[_EVENTS] = (self._words[_EVENTS] + 1) & _MASK
-        futex.wake(self._events_address)
+        if self._always_wakes or any(words[_SLEEPS] for words in self._others):
+            futex.wake(self._events_address)
 
     def _lose(self, counter: Counter, number: int, signature: Signature, rank: int) -> None:
         # The peer may have published its part just before it went: only a rank that is still missing is lost.
@@ -340,5 +349,6 @@ class Rendezvous:
         )
 
 
-def _signature_start(number: int) -> int:
-    return _SIGNATURES_START + number % NUM_SIGNATURES * _SIGNATURE_STRIDE
+def _signature_place(number: int) -> slice:
+    start = _SIGNATURES_START + number % NUM_SIGNATURES * _SIGNATURE_STRIDE
+    return slice(start, start + SIGNATURE_BYTES)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
 import torch
 from torch import Tensor
 
+from paceline.comm.allocations import Allocations
 from paceline.comm.arguments import pieces
 from paceline.comm.base import ReduceOp, Timing, Work
-from paceline.comm.reduction import Reduction, divide
+from paceline.comm.reduction import Reduction
 from paceline.comm.segment import Segment, SegmentAddress
 from paceline.comm.shared_memory_pipeline import Pipeline, Step
 from paceline.comm.shared_memory_rendezvous import PAGE_BYTES, Rendezvous
 from paceline.comm.signature import Signature
 from paceline.comm.world_ranks import NamedWork, naming
+from paceline.division import divide
 
 _CACHE_LINE_BYTES = 64
 _BLOCK_ELEMENTS = 32768  # as in shared_memory_steps: small enough for the L2 cache, and for torch to start no threads
@@ -106,7 +107,7 @@ class Shares:
         self._ranks = ranks
         self._gather = gather
         self._meet = meet
-        self._allocations: list[_Allocation] = []
+        self._allocations = Allocations(rank)
         self._reduction = functools.cache(Reduction)
         self._divided = functools.lru_cache(_NUM_CACHED)(self._divide)
         rendezvous: list[Rendezvous] = []
@@ -128,13 +129,14 @@ class Shares:
         """A zeroed uint8 tensor of shape (num_bytes,) that all ranks map. Collective call; sizes must agree."""
         self._divided.cache_clear()  # it also remembers which addresses were in no allocated memory
         mine = Segment.create(num_bytes)
-        segments = tuple(
-            mine if address == mine.address else Segment.open(address) for address in self._addresses(mine)
-        )
-        self._meet()
-        mine.close_descriptor()
-        offset = sum(allocation.num_bytes for allocation in self._allocations)
-        self._allocations.append(_Allocation(segments, mine.tensor.data_ptr(), num_bytes, offset))
+        try:
+            segments = tuple(
+                mine if address == mine.address else Segment.open(address) for address in self._addresses(mine)
+            )
+            self._meet()
+        finally:
+            mine.close_descriptor()
+        self._allocations.add(segments)
         return mine.tensor
 
     def divide(self, flat: Tensor, op: ReduceOp, *, is_led: bool) -> Division | None:
@@ -166,9 +168,7 @@ class Shares:
         ):
             rendezvous.close()
             pipeline.close()
-        for segment in (segment for allocation in self._allocations for segment in allocation.segments):
-            segment.close()
-        self._allocations = []
+        self._allocations.close()
         self._divided.cache_clear()
 
     def _submit(self, pipeline: Pipeline, step: Step) -> Work:
@@ -180,29 +180,14 @@ class Shares:
         rows = self._gather(torch.tensor([address.pid, address.fd, address.num_bytes]))
         return [SegmentAddress(*row.tolist()) for row in rows]
 
-    def _divide(self, place: int, num_elements: int, dtype: torch.dtype, op: ReduceOp, is_led: bool) -> Division | None:
-        for allocation in self._allocations:
-            start = place - allocation.place
-            if 0 <= start < allocation.num_bytes:
-                stop = start + num_elements * dtype.itemsize
-                parts = [segment.tensor[start:stop].view(dtype) for segment in allocation.segments]
-                offset = allocation.offset_bytes + start
-                signature = Signature("all_reduce", dtype, num_elements, op, offset_bytes=offset)
-                return Division(parts, self._rank, signature, is_led=is_led)
-        return None
-
-
-@dataclass(frozen=True)
-class _Allocation:
-    """Memory that all ranks allocated in one call."""
-
-    segments: tuple[Segment, ...]
-    """One a rank."""
-    place: int
-    """Address of this rank's memory in this process."""
-    num_bytes: int
-    offset_bytes: int
-    """Bytes in the allocations before this one: the same on every rank, unlike the address."""
+    def _divide(
+        self, address: int, num_elements: int, dtype: torch.dtype, op: ReduceOp, is_led: bool
+    ) -> Division | None:
+        found = self._allocations.place(address, num_elements, dtype)
+        if found is None:
+            return None
+        signature = Signature("all_reduce", dtype, num_elements, op, offset_bytes=found.offset_bytes)
+        return Division(found.parts, self._rank, signature, is_led=is_led)
 
 
 @final

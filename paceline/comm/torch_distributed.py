@@ -118,6 +118,9 @@ class TorchCollective(Collective):
             must_agree=True,
         )
 
+    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
+        return functools.partial(self.all_reduce, tensor, op=op)
+
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         require_root(root, size=self.size)
         self._require_agreement(f"broadcast from rank {root}", [tensor])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.base import ReduceOp
-from paceline.comm.reduction import divide
+from paceline.division import divide
 
 # float16 and bfloat16 travel as what they are accumulated in, and dtypes that gloo has no arithmetic for as one it has.
 _WIRE_DTYPES = {

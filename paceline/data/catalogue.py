@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -41,7 +43,8 @@ def load(name: str, *, directory: str | os.PathLike[str] | None = None) -> Datas
 
     The files are looked for in `directory`, or else in the folder that the environment variable PACELINE_DATA names:
     there or in the subfolder `mnist`, `fashion-mnist` or `cifar-10-batches-bin`, raw or gzip'd. Without `directory`,
-    what is not found is downloaded once into the user's cache.
+    what is not found is downloaded once into the user's cache. Who loads a data set twice in a process gets the same
+    tensors twice: they are not to be changed in place.
 
     Raises:
         UsageError: there is no such data set, or `directory` was given for an embedded one.
@@ -60,7 +63,19 @@ def load(name: str, *, directory: str | os.PathLike[str] | None = None) -> Datas
     return Dataset(name, _split(entry, train), _split(entry, test), entry.num_classes, entry.shape)
 
 
+_in_use: WeakValueDictionary[Any, Split] = WeakValueDictionary()
+"""Splits by their files: the virtual engine's workers, which share a process, so share one copy of the images."""
+
+
 def _split(entry: Entry, paths: list[Path]) -> Split:
+    key = tuple((path, path.stat().st_mtime_ns) for path in paths)
+    split = _in_use.get(key)
+    if split is None:
+        split = _in_use[key] = _read_split(entry, paths)
+    return split
+
+
+def _read_split(entry: Entry, paths: list[Path]) -> Split:
     images, labels = entry.read(paths)
     where = " and ".join(map(str, paths))
     if len(images) != len(labels):

@@ -13,6 +13,7 @@ from paceline.comm.torch_distributed import connect_nccl
 from paceline.config import RunConfig
 from paceline.engines.threads import share_cores
 from paceline.engines.world import World
+from paceline.memory import keep_freed_memory
 from paceline.records import NullReporter
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Context
@@ -29,6 +30,7 @@ def join(*, seed: int) -> World:
     has_own_device = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
     device = torch.device("cuda", local_rank) if has_own_device else torch.device("cpu")
     share_cores(local_size)
+    keep_freed_memory()
     store, _, _ = next(rendezvous("env://", rank, size))
     store = PrefixStore("paceline", store)
     if has_own_device:

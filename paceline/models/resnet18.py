@@ -10,24 +10,27 @@ from torch.nn import functional as F
 from paceline.models.shape import ImageShape
 
 
-def resnet18(*, num_classes: int = 10, shape: ImageShape = (3, 32, 32)) -> nn.Module:
+def resnet18(*, num_classes: int = 10, shape: ImageShape = (3, 32, 32), width: int = 64) -> nn.Module:
     """Four stages of two residual blocks, of 64, 128, 256 and 512 channels: 11,173,962 parameters on CIFAR-10.
 
     He et al., "Deep Residual Learning for Image Recognition", 2016, table 1, column "18-layer", with projection
     shortcuts where the size changes (option B). As in its section 4.2, on CIFAR-10, the first layer is a 3x3
     convolution of stride 1, without max pooling. Any image size does.
+
+    Args:
+        width: channels of the first stage, 64 in the paper; each further stage doubles them.
     """
     num_channels, _, _ = shape
     return nn.Sequential(
-        _convolution(num_channels, 64, kernel_size=3),
+        _convolution(num_channels, width, kernel_size=3),
         nn.ReLU(),
-        *_stage(64, 64, stride=1),
-        *_stage(64, 128, stride=2),
-        *_stage(128, 256, stride=2),
-        *_stage(256, 512, stride=2),
+        *_stage(width, width, stride=1),
+        *_stage(width, 2 * width, stride=2),
+        *_stage(2 * width, 4 * width, stride=2),
+        *_stage(4 * width, 8 * width, stride=2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(512, num_classes),
+        nn.Linear(8 * width, num_classes),
     )
 
 

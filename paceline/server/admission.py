@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import final
 
 from paceline.errors import PacelineError
@@ -96,6 +97,7 @@ class BulkSynchronous(AdmissionRule):
         self._backup_workers = backup_workers
         self._clock = 0
         self._held: set[int] = set()
+        self._num_missing = num_workers  # active workers that are not held
         self._contributors: tuple[int, ...] = ()
 
     def for_another_shard(self) -> AdmissionRule:
@@ -114,6 +116,7 @@ class BulkSynchronous(AdmissionRule):
         if clock < self._clock or self.is_over:
             return ()
         self._held.add(worker)
+        self._num_missing -= 1
         return self._close_if_full()
 
     def is_held(self, worker: int) -> bool:
@@ -129,6 +132,7 @@ class BulkSynchronous(AdmissionRule):
         if worker not in self.active:
             return ()
         self.active.discard(worker)
+        self._num_missing -= worker not in self._held
         contributors = self._close_if_full()
         if self._backup_workers:
             self.is_over = True
@@ -137,11 +141,11 @@ class BulkSynchronous(AdmissionRule):
 
     def _close_if_full(self) -> tuple[int, ...]:
         # A worker that left after its push still counts: its gradient is here.
-        missing = self.active - self._held
-        if not self._held or len(missing) > self._backup_workers:
+        if not self._held or self._num_missing > self._backup_workers:
             return ()
         self._contributors = tuple(sorted(self._held))
         self._held.clear()
+        self._num_missing = len(self.active)
         self._clock += 1
         return self._contributors
 
@@ -241,6 +245,8 @@ class StaleSynchronous(AdmissionRule):
         self._staleness = staleness
         self.torn_reads = torn_reads
         self._clocks = [0] * num_workers
+        self._num_at = Counter({0: num_workers})  # active workers, by their clocks
+        self._slowest = 0
 
     def for_another_shard(self) -> AdmissionRule:
         return StaleSynchronous(num_workers=self.num_workers, staleness=self._staleness, torn_reads=self.torn_reads)
@@ -256,18 +262,28 @@ class StaleSynchronous(AdmissionRule):
         if not self.is_admitted(worker):
             raise ProtocolError(f"worker {worker} pushed for clock {clock} without having been admitted to it")
         self._clocks[worker] += 1
+        self._num_at[clock + 1] += 1
+        self._take_from(clock)
         return (worker,)
 
     def is_held(self, worker: int) -> bool:
         return False
 
     def is_admitted(self, worker: int) -> bool:
-        slowest = min((self._clocks[other] for other in self.active), default=self._clocks[worker])
-        return self._clocks[worker] - slowest <= self._staleness
+        return not self.active or self._clocks[worker] - self._slowest <= self._staleness
 
     def clock_of(self, worker: int) -> int:
         return self._clocks[worker]
 
     def leave(self, worker: int) -> tuple[int, ...]:
-        self.active.discard(worker)
+        if worker in self.active:
+            self.active.discard(worker)
+            self._take_from(self._clocks[worker])
         return ()
+
+    def _take_from(self, clock: int) -> None:
+        """A worker is no longer at this clock; the slowest may be further on."""
+        self._num_at[clock] -= 1
+        while self.active and not self._num_at[self._slowest]:
+            del self._num_at[self._slowest]
+            self._slowest += 1

@@ -10,11 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from paceline.division import divide
 from paceline.server.admission import AdmissionRule, Following, ProtocolError
 
 Groups = Sequence[Mapping[str, Any]]
@@ -24,8 +25,7 @@ _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adag
 _IMPLEMENTATION = frozenset({"foreach", "fused"})  # settings of a group that choose a kernel, not a result
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A worker's exchange is complete: it is to be sent the current parameters."""
 
     worker: int
@@ -40,8 +40,7 @@ class Answer:
     """What the worker must tell the other shards (`Shard.follow`): whose gradients formed the clock before `clock`."""
 
 
-@dataclass(frozen=True)
-class Applied:
+class Applied(NamedTuple):
     """One gradient that became (part of) an update."""
 
     iteration: int
@@ -226,7 +225,8 @@ class Shard:
             torch.add(gradients[0][index].to(mean.dtype), gradients[1][index], out=mean)
             for more in gradients[2:]:
                 mean.add_(more[index])
-            parameter.grad = mean.div_(len(gradients)).to(parameter.dtype)
+            divide(mean, len(gradients))
+            parameter.grad = mean.to(parameter.dtype)
 
     def _answers(self) -> Iterator[Answer]:
         for worker, push in list(self._pending.items()):

@@ -32,6 +32,10 @@ from paceline.strategies.overlap import Overlap
 from paceline.strategies.replica import is_skipped_by_scaler, require_no_closure, require_same_parameters
 
 Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all"]
+FIRST_BUCKET_BYTES = 1_000_000
+"""At most, so that gradients begin to move early in backward."""
+WHOLE_BYTES = 1 << 30
+"""A bucket that holds all gradients of most models."""
 
 
 @final
@@ -70,6 +74,9 @@ class AllReduce(Strategy):
     def is_lock_step(self) -> bool:
         return True
 
+    def is_synchronous(self) -> bool:
+        return True
+
     def num_servers(self) -> int:
         return 0
 
@@ -96,9 +103,9 @@ class _AllReduceSynchronizer(Synchronizer):
         self._replica = replica
         self._collective = context.collective
         self._iteration = 0
-        self._exchange = _exchange_for(strategy.algorithm, context)
-        layout, buffer, self.facts = _laid_out(strategy, context, replica, self._exchange)
-        self._overlap = Overlap(context.collective.timing)
+        prepare = _exchange_for(strategy.algorithm, context)
+        layout, buffer, self.facts = _laid_out(strategy, context, replica, lambda flat: prepare(flat)())
+        self._overlap = Overlap(context.collective.timing, now_s=context.now_s)
         self._buckets = GradientBuckets(
             replica.parameters,
             layout,
@@ -106,6 +113,8 @@ class _AllReduceSynchronizer(Synchronizer):
             on_bucket=self.on_bucket,
             on_backward_end=self.finish_backward,
         )
+        self._exchanges = [prepare(flat) for flat in self._buckets.flats]
+        self._last_bucket = len(self._exchanges) - 1
         self._works: list[Work] = []
         self._culprit: str | None = None
         self._is_nonfinite = False
@@ -136,7 +145,7 @@ class _AllReduceSynchronizer(Synchronizer):
         if bucket == 0:
             self._culprit = None
         buckets = self._buckets
-        stop = bucket == len(buckets.flats) - 1 and self.stop_vote()
+        stop = bucket == self._last_bucket and self.stop_vote()
         buckets.fill_tail(bucket, stop=stop, nonfinite=False)
         culprit = None if self._strategy.nonfinite == "allow" else buckets.find_nonfinite(bucket)
         if culprit is not None:
@@ -144,9 +153,11 @@ class _AllReduceSynchronizer(Synchronizer):
             buckets.fill_tail(bucket, stop=stop, nonfinite=True)
         if self._weight != 1.0:
             buckets.bodies[bucket].mul_(self._weight)
+        self._works.append(self._exchanges[bucket]())
+        if bucket == self._last_bucket:  # nothing is left to hide it
+            return
         if self._strategy.algorithm == "auto":  # the others run when they are waited for, behind nothing
             self._overlap.begin()
-        self._works.append(self._exchange(buckets.flats[bucket]))
         self._works = [work for work in self._works if not work.poll()]
         if not self._works:
             self._overlap.end()
@@ -169,6 +180,7 @@ class _AllReduceSynchronizer(Synchronizer):
             self._buckets.flush()
             self.finish_backward()
         self._is_exchanged = False
+        before = self._iteration
         if is_skipped_by_scaler(self._replica.optimizer):
             update()
         elif self._is_nonfinite and self._strategy.nonfinite == "raise":
@@ -177,7 +189,7 @@ class _AllReduceSynchronizer(Synchronizer):
             update()
             self._iteration += 1
         stop, self._stop = self._stop, False
-        return StepOutcome(self._iteration, stop=stop)
+        return StepOutcome(self._iteration, stop=stop, staleness=0 if self._iteration > before else -1)
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         return StepOutcome(self._iteration)
@@ -203,13 +215,17 @@ def _laid_out(
     strategy: AllReduce, context: Context, replica: Replica, exchange: Callable[[Tensor], Work]
 ) -> tuple[Layout, Tensor, dict[str, float]]:
     """The buckets, their memory on the model's device, and what was measured to choose their size. Collective call."""
+    if strategy.bucket_mb == "auto" and strategy.algorithm != "auto":
+        # These run behind nothing: more buckets would only be more rounds.
+        layout = in_buckets(replica.specs, bucket_bytes=WHOLE_BYTES, first_bucket_bytes=WHOLE_BYTES)
+        return layout, _allocate(context, layout.num_bytes), {}
     largest_bytes = bucket_size.MIN_BYTES if strategy.bucket_mb == "auto" else int(strategy.bucket_mb * 1e6)
     layout = _in_buckets(replica, largest_bytes)
     buffer = _allocate(context, layout.num_bytes)  # larger buckets are fewer, and need less room for their flags
     is_small = layout.num_bytes < bucket_size.MIN_BYTES or len(layout.segments) == 1
     if strategy.bucket_mb != "auto" or is_small or context.size == 1:
         return layout, buffer, {}
-    found = bucket_size.measured(context.collective, exchange, buffer)
+    found = bucket_size.measured(context.collective, exchange, buffer, now_s=context.now_s)
     layout = _in_buckets(replica, found.num_bytes)
     facts = {
         "bucket_mb": found.num_bytes / 1e6,
@@ -221,7 +237,8 @@ def _laid_out(
 
 
 def _in_buckets(replica: Replica, largest_bytes: int) -> Layout:
-    return in_buckets(replica.specs, bucket_bytes=largest_bytes, first_bucket_bytes=min(largest_bytes, 1_000_000))
+    first_bytes = min(largest_bytes, FIRST_BUCKET_BYTES)
+    return in_buckets(replica.specs, bucket_bytes=largest_bytes, first_bucket_bytes=first_bytes)
 
 
 def _allocate(context: Context, num_bytes: int) -> Tensor:
@@ -230,10 +247,10 @@ def _allocate(context: Context, num_bytes: int) -> Tensor:
     return memory if memory.device == context.device else torch.zeros_like(memory, device=context.device)
 
 
-def _exchange_for(algorithm: Algorithm, context: Context) -> Callable[[Tensor], Work]:
-    """How one bucket is averaged."""
+def _exchange_for(algorithm: Algorithm, context: Context) -> Callable[[Tensor], Callable[[], Work]]:
+    """What prepares a bucket, and gives what averages it in every step."""
     collective: Collective = context.collective
     if algorithm == "auto":
-        return lambda flat: collective.all_reduce(flat, op="mean")
+        return lambda flat: collective.persistent_all_reduce(flat, op="mean")
     reduce = ALGORITHMS[algorithm]
-    return lambda flat: AlgorithmWork(collective, reduce, flat, op="mean")
+    return lambda flat: lambda: AlgorithmWork(collective, reduce, flat, op="mean")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,10 @@ class Context:
     collective: Collective
     store: Store | None = None
     """Only for strategies that have servers."""
+    now_s: Callable[[], float] = time.perf_counter
+    """The clock that this worker's run is timed with, real or virtual."""
+    watch: Callable[[Replica], None] = staticmethod(lambda replica: None)
+    """Told of the model that the script prepares, before the strategy is; for engines that simulate computing."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,14 @@ class Replica:
     optimizer_spec: OptimizerSpec
 
 
-@dataclass(frozen=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """Where the run is after one worker's step."""
 
     iteration: int
     stop: bool = False
     """Every worker ends after this step."""
     staleness: int = 0
+    """Of the gradient; -1 where it was not applied."""
     admitted: bool = True
     """False: call `Synchronizer.wait_for_admission` before the next step."""
 
@@ -144,6 +149,10 @@ class Strategy(ABC):
     @abstractmethod
     def is_lock_step(self) -> bool:
         """Whether no worker ends a step without every other, so that all are always at the same step."""
+
+    @abstractmethod
+    def is_synchronous(self) -> bool:
+        """Whether an iteration is one update with the mean of many workers' gradients, rather than one gradient's."""
 
     @abstractmethod
     def num_servers(self) -> int:

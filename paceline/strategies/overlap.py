@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import final
 
 from paceline.comm.base import Timing
@@ -15,9 +16,10 @@ class Overlap:
     What the worker itself spends on the exchange meanwhile, moving or reducing data, is communication and not hidden.
     """
 
-    def __init__(self, spent: Timing) -> None:
-        """`spent`: the running totals of the exchange that is measured."""
+    def __init__(self, spent: Timing, *, now_s: Callable[[], float] = time.perf_counter) -> None:
+        """`spent`: the running totals of the exchange that is measured, with the clock `now_s`."""
         self.timing = Timing()
+        self._now_s = now_s
         self._spent = spent
         self._since_s: float | None = None
         self._spent_before_s = 0.0
@@ -25,14 +27,14 @@ class Overlap:
     def begin(self) -> None:
         """A bucket is under way; with others under way already, nothing new."""
         if self._since_s is None:
-            self._since_s = time.perf_counter()
+            self._since_s = self._now_s()
             self._spent_before_s = self._spent_s()
 
     def end(self) -> None:
         """No bucket is under way any more, or backward has ended and what is left is waited for."""
         if self._since_s is not None:
             spent_s = self._spent_s() - self._spent_before_s
-            self.timing.hidden_s += max(0.0, time.perf_counter() - self._since_s - spent_s)
+            self.timing.hidden_s += max(0.0, self._now_s() - self._since_s - spent_s)
             self._since_s = None
 
     def _spent_s(self) -> float:

@@ -100,6 +100,9 @@ class ParameterServer(Strategy):
     def is_lock_step(self) -> bool:
         return self.consistency == "bsp" and self.backup_workers == 0
 
+    def is_synchronous(self) -> bool:
+        return self.consistency == "bsp"
+
     def num_servers(self) -> int:
         return self.servers
 
@@ -250,14 +253,14 @@ class _ParameterServerSynchronizer(Synchronizer):
         changed = self._versions_seen is not None and (
             is_scaled or self._versions_seen != self._versions() or self._sums_seen != self._sums()
         )
-        votes = self._collective.all_gather_object(changed)
         self._is_undecided = False
-        if any(votes) and self._strategy.backup_workers:
+        if not self._strategy.backup_workers:
+            self._combines = any(self._collective.all_gather_object(changed))
+        elif changed:  # alone, since workers need not be at the same step
             raise UsageError(
                 "the script changes gradients between backward() and step(), and under ps-bsp with backup_workers "
                 "there is no mean gradient to change; use --option combine=never to change each worker's own"
             )
-        self._combines = any(votes)
 
     def _require_gradients(self) -> None:
         for index, spec in enumerate(self._replica.specs):

@@ -39,6 +39,9 @@ class Single(Strategy):
     def is_lock_step(self) -> bool:
         return True
 
+    def is_synchronous(self) -> bool:
+        return True
+
     def num_servers(self) -> int:
         return 0
 
@@ -73,9 +76,10 @@ class _SingleSynchronizer(Synchronizer):
         if culprit is not None and self._strategy.nonfinite == "raise":
             raise non_finite(rank=self._rank, step=self._iteration + 1, parameter=culprit)
         if culprit is None:
-            update()
-            self._iteration += not is_skipped
-        return StepOutcome(self._iteration, stop=self.stop_vote())
+            update()  # which a scaler skips by itself
+        is_applied = culprit is None and not is_skipped
+        self._iteration += is_applied
+        return StepOutcome(self._iteration, stop=self.stop_vote(), staleness=0 if is_applied else -1)
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         return StepOutcome(self._iteration)

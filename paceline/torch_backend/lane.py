@@ -6,9 +6,9 @@ import os
 import threading
 import time
 from collections import deque
-from queue import SimpleQueue
 from typing import final
 
+from paceline.torch_backend.helper import Helper
 from paceline.torch_backend.works import GroupWork
 
 # An asynchronous all-reduce of 12 KB between two ranks takes 85 us so, and 124 us when the thread takes it at once;
@@ -31,13 +31,11 @@ class Lane:
 
     def __init__(self, name: str, *, inline_s: float) -> None:
         """`inline_s`: how long an asynchronous operation is tried in its caller's thread."""
-        self._name = name
         self._inline_s = inline_s
         self._queue: deque[GroupWork] = deque()
         self._driving = threading.Lock()
         self._driver: int | None = None  # the thread that holds the lock
-        self._signals: SimpleQueue[bool] = SimpleQueue()  # true: there may be work; false: end
-        self._thread: threading.Thread | None = None
+        self._helper = Helper(name, self._serve)
 
     def submit(self, work: GroupWork, *, is_async: bool, never_blocks: bool) -> None:
         """Append an operation. `never_blocks`: its `start` returns at once, and what it returns can be polled."""
@@ -46,7 +44,7 @@ class Lane:
             self._run_first()
             return
         self._queue.append(work)
-        if not is_async:
+        if not is_async or self._helper.is_closed:  # a closed group's operations fail as they begin
             self.help(work, None)
             return
         if never_blocks and self._begin_driving():
@@ -56,7 +54,7 @@ class Lane:
             finally:
                 self._end_driving()
         if not work.is_over:
-            self._wake()
+            self._helper.wake()
 
     def help(self, work: GroupWork, timeout_s: float | None) -> None:
         """Return once `work` is over, or the time is."""
@@ -69,15 +67,12 @@ class Lane:
             finally:
                 self._end_driving()
         if not work.is_over:
-            self._wake()
+            self._helper.wake()
             work.wait_until_over(timeout_s)
 
     def close(self) -> None:
         """Join the thread; the collective must have been aborted, so that nothing in it blocks."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._signals.put(False)
-            self._thread.join()
-            self._thread = None
+        self._helper.close()
 
     def _is_driving(self) -> bool:
         return self._driver == threading.get_ident()
@@ -129,18 +124,11 @@ class Lane:
             self._queue.popleft()
             work.succeed()
 
-    def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-        self._signals.put(True)
-
     def _serve(self) -> None:
-        while self._signals.get():
-            with self._driving:
-                self._driver = threading.get_ident()
-                try:
-                    while self._queue:
-                        self._run_first()
-                finally:
-                    self._driver = None
+        with self._driving:
+            self._driver = threading.get_ident()
+            try:
+                while self._queue:
+                    self._run_first()
+            finally:
+                self._driver = None

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import final
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from paceline.comm import base
 from paceline.comm.arguments import flatten
 from paceline.errors import DeadlineExceeded, TensorMismatch
+from paceline.torch_backend.helper import Helper
 from paceline.torch_backend.works import GroupWork
 
 # A waiting thread first offers its core (where there is one a rank), then sleeps longer and longer.
@@ -39,7 +39,6 @@ class Messages:
         """`collective` carries nothing else. `yields`: waiting threads may offer their core instead of sleeping."""
         self.deadline_s = deadline_s
         self._collective = collective
-        self._name = name
         self._yield_s = _YIELD_S if yields else 0.0
         self._lock = threading.Lock()
         self._outgoing: list[_Outgoing] = []
@@ -47,8 +46,7 @@ class Messages:
         self._wanted: list[_Wanted] = []
         self._failure: BaseException | None = None
         self._num_helpers = 0
-        self._signals: SimpleQueue[bool] = SimpleQueue()  # true: there may be work; false: end
-        self._thread: threading.Thread | None = None
+        self._helper = Helper(name, self._serve)
         self._is_closing = False
 
     def send(self, tensor: Tensor, *, destination: int, tag: int) -> GroupWork:
@@ -76,10 +74,7 @@ class Messages:
     def close(self) -> None:
         """Join the thread; the collective must have been aborted, so that all that is under way fails."""
         self._is_closing = True
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._signals.put(False)
-            self._thread.join()
-            self._thread = None
+        self._helper.close()
         self._advance()
 
     def _post(self, work: GroupWork, post: Callable[[], None]) -> GroupWork:
@@ -89,7 +84,7 @@ class Messages:
             post()
         self._advance()
         if not work.is_over:
-            self._wake()
+            self._helper.wake()
         return work
 
     def _help(self, work: GroupWork, timeout_s: float | None) -> None:
@@ -165,18 +160,11 @@ class Messages:
     def _is_idle(self) -> bool:
         return not self._outgoing and not self._wanted and all(inbox.target is None for inbox in self._inboxes)
 
-    def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-        self._signals.put(True)
-
     def _serve(self) -> None:
-        while self._signals.get():
-            while not self._is_idle() and not self._is_closing:
-                # Most callers wait at once: then they are faster without this thread.
-                if self._num_helpers or not self._advance():
-                    time.sleep(_LONGEST_SLEEP_S)
+        while not self._is_idle() and not self._is_closing:
+            # Most callers wait at once: then they are faster without this thread.
+            if self._num_helpers or not self._advance():
+                time.sleep(_LONGEST_SLEEP_S)
 
 
 @dataclass(eq=False)

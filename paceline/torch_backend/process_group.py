@@ -18,6 +18,7 @@ from paceline.comm import base
 from paceline.comm.base import Collective
 from paceline.comm.connecting import connect
 from paceline.errors import TensorMismatch, UsageError
+from paceline.memory import keep_freed_memory
 from paceline.torch_backend.lane import INLINE_S, Lane
 from paceline.torch_backend.messages import Messages
 from paceline.torch_backend.reductions import all_reduce, is_bitwise, reduce_scatter
@@ -33,6 +34,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 def create(options: Any, _: Any) -> PacelineProcessGroup:
     """What torch.distributed calls for a new group, on each of its ranks."""
+    keep_freed_memory()
     deadline_s = options.timeout.total_seconds()
     rank, size = options.group_rank, options.group_size
 
@@ -272,12 +274,17 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         batch, self._batch = self._batch or [], None
 
-        def wait(work: GroupWork, timeout_s: float | None) -> None:
+        def wait(_: GroupWork, timeout_s: float | None) -> None:
             for one in batch:
                 one.wait(timedelta(seconds=timeout_s or 0))
-            work.succeed()
 
-        return GroupWork("coalesced operations", base.Finished, [], wait)
+        def end(_: object) -> None:
+            error = next((one.exception() for one in batch if one.exception() is not None), None)
+            whole.succeed() if error is None else whole.fail(error)
+
+        whole = GroupWork("coalesced operations", base.Finished, [], wait)
+        torch.futures.collect_all([one.get_future() for one in batch]).add_done_callback(end)
+        return whole
 
     # What C++ still calls, and earlier versions of torch, by their old names.
     _allgather_base = all_gather_single

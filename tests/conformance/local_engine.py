@@ -25,8 +25,8 @@ from paceline.comm.segment import SegmentAddress
 from paceline.comm.server_group import ServerAddress, ServerGroup
 from paceline.comm.shared_memory import SharedMemoryCollective
 from paceline.comm.wire import Keys
-from paceline.config import RunConfig, Target
-from paceline.engines.ray.scripting import run_program
+from paceline.config import RunConfig
+from paceline.engines.scripting import run_program
 from paceline.engines.world import World, enter
 from paceline.errors import RunFailed
 from paceline.layout import Layout
@@ -35,6 +35,7 @@ from paceline.result import Result
 from paceline.server.ranges import KeyRange
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
+from tests.conformance.settings import config_of
 from tests.forks import FORKS
 
 EPOCH = 1
@@ -50,15 +51,9 @@ def run(
     workers: int,
     out: Path,
     options: Mapping[str, Any] | None = None,
-    max_steps: int | None = None,
-    max_time_s: float | None = None,
-    eval_every: int | None = None,
-    checkpoint_every: int | None = None,
-    target: str | None = None,
-    seed: int = 0,
-    deadline_s: float = 60.0,
     resume: Path | None = None,
     servers_are_local: bool = True,
+    **settings: Any,
 ) -> Result:
     """As `paceline.run`, for functions that can be pickled.
 
@@ -70,15 +65,7 @@ def run(
     """
     plan = build(strategy, options) if isinstance(strategy, str) else strategy
     plan.check(num_workers=workers)
-    config = RunConfig(
-        max_steps=max_steps,
-        max_time_s=max_time_s,
-        eval_every=eval_every,
-        checkpoint_every=checkpoint_every,
-        target=Target.parse(target) if target is not None else None,
-        seed=seed,
-        deadline_s=deadline_s,
-    )
+    config = config_of(**settings)
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = (resume / FILE_NAME).read_bytes() if resume is not None else None
     with _servers(plan) as (keys, services, records):

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.records import StepRecord
 from paceline.result import Result
 from paceline.worker import Worker
 from tests.conformance import local_engine
@@ -134,3 +135,23 @@ def keep(out: Path, name: str, value: Any) -> None:
 
 def kept(out: Path, name: str) -> Any:
     return torch.load(out / f"{name}.kept", weights_only=True)
+
+
+def train(worker: Worker, out: Path, *, num_epochs: int = 4) -> None:
+    """The plain script."""
+    model, optimizer, loader = prepared(worker)
+    for _ in range(num_epochs):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+
+
+def steps_of(result: Result, worker: int) -> list[StepRecord]:
+    return [record for record in result.steps if record.worker == worker]
+
+
+def require_through(row: Row, num_steps: list[int], steps_a_worker: int) -> None:
+    """Every worker is through its data; where late gradients are dropped, the first to be so ends it for all."""
+    if row.drops_gradients:
+        assert max(num_steps) == steps_a_worker
+    else:
+        assert num_steps == [steps_a_worker] * row.workers

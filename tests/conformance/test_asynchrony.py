@@ -72,7 +72,7 @@ def test_gradients_see_all_updates_that_the_bound_promises(checkpoint_every: int
 def test_nobody_waits_without_a_bound(tmp_path: Path) -> None:
     result = Row("ps-asp", "ps-asp", 3).run(train, tmp_path, max_time_s=1.0)
     steps = [len([record for record in result.steps if record.worker == worker]) for worker in range(3)]
-    assert min(steps[:2]) > 3 * steps[2] > 0
+    assert min(steps[:2]) > 2 * steps[2] > 0
     assert largest_lead(result, 0, 3) > 10
     fast = [record for record in result.steps if record.worker < 2]
     assert sum(record.waiting_s for record in fast) < 0.1 * result.training_time_s

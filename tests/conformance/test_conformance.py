@@ -1,30 +1,24 @@
-"""What every strategy promises to every script."""
+"""What every strategy promises to every script: prepare, steps, gradients that are not finite, records."""
 
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.errors import RunFailed
-from paceline.records import StepRecord
-from paceline.result import Result
 from paceline.worker import Worker
-from tests.conformance.local_engine import STOP_FILE
 from tests.conformance.rows import (
     BATCH_SIZE,
     NUM_SAMPLES,
     Row,
-    checksum,
     every_row,
     flat,
     keep,
@@ -33,23 +27,13 @@ from tests.conformance.rows import (
     network,
     prepared,
     problem,
+    require_through,
     step,
+    steps_of,
+    train,
 )
 
-
-def train(worker: Worker, out: Path, *, num_epochs: int = 4) -> None:
-    """The plain script."""
-    model, optimizer, loader = prepared(worker)
-    for _ in range(num_epochs):
-        for x, y, _ in loader:
-            step(worker, model, optimizer, x, y)
-
-
-def steps_of(result: Result, worker: int) -> list[StepRecord]:
-    return [record for record in result.steps if record.worker == worker]
-
-
-# --- prepare --------------------------------------------------------------------------------------------------
+# --- prepare -------------------------------------------------------------------------------------------------------
 
 
 def prepare_unlike(worker: Worker, out: Path) -> None:
@@ -80,7 +64,7 @@ def test_prepare_starts_all_from_rank_0_and_divides_the_data(row: Row, tmp_path:
     assert sorted(indices.tolist()) == list(range(NUM_SAMPLES))
 
 
-# --- steps ----------------------------------------------------------------------------------------------------
+# --- steps ---------------------------------------------------------------------------------------------------------
 
 
 @every_row
@@ -95,14 +79,6 @@ def test_loss_falls_and_every_number_is_logged(row: Row, tmp_path: Path) -> None
     early = [record.value for record in result.logged if record.step <= 4]
     late = [record.value for record in result.logged if record.step > steps_a_worker - 4]
     assert sum(late) / len(late) < 0.8 * sum(early) / len(early)
-
-
-def require_through(row: Row, num_steps: list[int], steps_a_worker: int) -> None:
-    """Every worker is through its data; where late gradients are dropped, the first to be so ends it for all."""
-    if row.drops_gradients:
-        assert max(num_steps) == steps_a_worker
-    else:
-        assert num_steps == [steps_a_worker] * row.workers
 
 
 def clip(worker: Worker, out: Path) -> None:
@@ -186,202 +162,7 @@ def test_groups_keep_their_settings(row: Row, tmp_path: Path) -> None:
     assert not torch.allclose(after["0.weight"], before["0.weight"])
 
 
-# --- evaluation -----------------------------------------------------------------------------------------------
-
-EVALUATION_S = 0.2
-
-
-def evaluate(worker: Worker, out: Path, *, registers_on_all: bool = True) -> None:
-    model = nn.Sequential(network(), nn.BatchNorm1d(4), nn.Dropout(0.3))
-    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.05), loader_of(problem()))
-    if registers_on_all or worker.rank == 0:
-        worker.evaluation(lambda given: look_at(worker, given, model))
-    for _ in range(20):
-        for x, y, _ in loader:
-            assert model.training
-            step(worker, model, optimizer, x, y)
-    keep(out, f"metrics-{worker.rank}", worker.metrics)
-    keep(out, f"mean-{worker.rank}", model.get_buffer("1.running_mean"))
-
-
-def look_at(worker: Worker, given: nn.Module, model: nn.Module) -> dict[str, float]:
-    assert worker.rank == 0
-    assert given is model
-    assert not any(module.training for module in given.modules())
-    assert not torch.is_grad_enabled()
-    torch.rand(7)
-    time.sleep(EVALUATION_S)
-    return {"checksum": checksum(given.state_dict()), "mean": float(given.get_buffer("1.running_mean").sum())}
-
-
-@every_row
-@pytest.mark.parametrize("registers_on_all", [True, False])
-def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, registers_on_all: bool, tmp_path: Path) -> None:
-    script = partial(evaluate, registers_on_all=registers_on_all)
-    result = row.run(script, tmp_path / "with", max_steps=20, eval_every=5)
-    iterations = [evaluation.iteration for evaluation in result.evaluations]
-    assert [iteration // 5 for iteration in iterations] == [0, 1, 2, 3, 4]
-    if row.updates_are_joint:
-        assert iterations == [0, 5, 10, 15, 20]
-    state = result.model_state()
-    assert result.metrics["checksum"] == checksum(state)
-    assert result.metrics["mean"] == pytest.approx(float(state["1.running_mean"].sum()), abs=1e-7)
-    means = [kept(tmp_path / "with", f"mean-{rank}") for rank in range(row.workers)]
-    torch.testing.assert_close(state["1.running_mean"], torch.stack(means).mean(dim=0))
-    for rank in range(row.workers):
-        assert kept(tmp_path / "with", f"metrics-{rank}") == result.evaluations[-2].metrics  # the last one comes later
-    assert all(evaluation.duration_s >= EVALUATION_S for evaluation in result.evaluations)
-    assert result.training_time_s < 4 * EVALUATION_S  # four of the five would be on the clock if any were
-    if row.is_deterministic and registers_on_all:
-        without = row.run(script, tmp_path / "without", max_steps=20)
-        assert checksum(without.model_state()) == checksum(state)
-
-
-class Tally(nn.Module):
-    """Every gradient is -1, so with a learning rate of 1 the parameters say how many updates they have had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.zeros(100))
-
-    def forward(self) -> Tensor:
-        return -self.values.sum()
-
-
-def tally(worker: Worker, out: Path) -> None:
-    model = Tally()
-    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1.0), loader_of(problem()))
-    worker.evaluation(lambda model: {"least": float(model.values.min()), "most": float(model.values.max())})  # type: ignore[operator]
-    for _ in range(20):
-        for _ in loader:
-            optimizer.zero_grad()
-            model().backward()
-            if worker.rank:
-                time.sleep(0.002)
-            optimizer.step()
-
-
-@every_row
-def test_evaluated_and_saved_model_is_the_one_of_its_iteration(row: Row, tmp_path: Path) -> None:
-    result = row.run(tally, tmp_path, max_steps=30, eval_every=4)
-    assert len(result.evaluations) == 9
-    for evaluation in result.evaluations:
-        assert evaluation.metrics == {"least": evaluation.iteration, "most": evaluation.iteration}
-    assert result.model_state()["values"].tolist() == [30.0] * 100
-
-
-# --- when a run ends ------------------------------------------------------------------------------------------
-
-
-def train_for_long(worker: Worker, out: Path, *, slow_rank: int | None = None, max_epochs: int = 200) -> None:
-    model, optimizer, loader = prepared(worker)
-    calls = [0]
-
-    @worker.evaluation
-    def score(model: nn.Module) -> dict[str, float]:
-        calls[0] += 1
-        return {"score": float(calls[0])}
-
-    for _ in range(max_epochs):
-        for x, y, _ in loader:
-            step(worker, model, optimizer, x, y)
-            if worker.rank == slow_rank:
-                time.sleep(0.01)
-    keep(out, f"ended-{worker.rank}", worker.iteration)
-
-
-@every_row
-def test_target_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
-    result = row.run(train_for_long, tmp_path, target="score=3", eval_every=4)
-    assert [evaluation.metrics["score"] for evaluation in result.evaluations] == [1, 2, 3]
-    assert 8 <= result.iteration < 12
-    assert result.time_to_target_s == result.evaluations[-1].time_s
-    assert [kept(tmp_path, f"ended-{rank}") for rank in range(row.workers)] == [result.iteration] * row.workers
-
-
-@every_row
-def test_max_steps_counts_as_the_literature_does(row: Row, tmp_path: Path) -> None:
-    """One a global update; where every gradient is an update, one a gradient."""
-    result = row.run(train_for_long, tmp_path, max_steps=10)
-    assert result.iteration == 10
-    num_steps = [len(steps_of(result, worker)) for worker in range(row.workers)]
-    if row.is_deterministic:
-        assert num_steps == [10] * row.workers
-    for server in range(row.num_servers):
-        updates = [update for update in result.updates if update.server == server]
-        gradients = {(update.worker, update.clock) for update in updates}
-        assert len(gradients) == len(updates)
-        assert {update.iteration for update in updates} == set(range(1, 11))
-        contributors = 1 if not row.updates_are_joint else row.workers - int(row.drops_gradients)
-        assert len(updates) == 10 * contributors
-        assert all(update.staleness >= 0 for update in updates)
-    if row.num_servers < 2 or row.updates_are_joint:  # else the last gradient may be another one at every server
-        applied = [record.staleness for record in result.steps if record.staleness >= 0]
-        assert len(applied) == 10 * (row.workers - int(row.drops_gradients) if row.updates_are_joint else 1)
-
-
-@every_row
-def test_max_time_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
-    result = row.run(train_for_long, tmp_path, max_time_s=0.25)
-    assert 0.25 <= result.training_time_s < 5
-    if row.is_deterministic:
-        assert len({len(steps_of(result, worker)) for worker in range(row.workers)}) == 1
-
-
-def stop_at_step_7(worker: Worker, out: Path) -> None:
-    model, optimizer, loader = prepared(worker)
-    worker.evaluation(lambda model: {"loss": 1.0})
-    for _ in range(200):
-        for number, (x, y, _) in enumerate(loader, 1):
-            step(worker, model, optimizer, x, y)
-            if number == 7 and worker.rank == 0:
-                (out / STOP_FILE).touch()
-
-
-@every_row
-def test_word_to_stop_ends_the_run_and_saves(row: Row, tmp_path: Path) -> None:
-    result = row.run(stop_at_step_7, tmp_path, checkpoint_every=5)
-    num_steps = {len(steps_of(result, worker)) for worker in range(row.workers)}
-    assert max(num_steps) < 40
-    if row.is_deterministic:
-        assert num_steps == {8}
-    checkpoint = Checkpoint.decode((tmp_path / FILE_NAME).read_bytes(), where="")
-    assert checkpoint.iteration == result.iteration
-    assert not result.evaluations
-
-
-@every_row
-def test_a_worker_that_is_done_early_takes_part_in_the_others_pauses(row: Row, tmp_path: Path) -> None:
-    """Where workers do not wait for each other, the last one pauses alone many times."""
-    script = _slow_last
-    result = row.run(script, tmp_path, eval_every=3, checkpoint_every=4)
-    assert all(kept(tmp_path, f"ended-{rank}") for rank in range(row.workers))
-    assert len(result.evaluations) >= result.iteration // 3
-
-
-def _slow_last(worker: Worker, out: Path) -> None:
-    train_for_long(worker, out, slow_rank=worker.size - 1, max_epochs=2)
-
-
-def step_after_the_end(worker: Worker, out: Path) -> None:
-    """One batch over and over: the loader cannot end this loop."""
-    model, optimizer, loader = prepared(worker)
-    x, y, _ = next(iter(loader))
-    for _ in range(100):
-        step(worker, model, optimizer, x, y)
-    keep(out, f"never-{worker.rank}", True)
-
-
-@every_row
-def test_script_that_goes_on_stepping_is_ended(row: Row, tmp_path: Path) -> None:
-    result = row.run(step_after_the_end, tmp_path, max_steps=10, checkpoint_every=3)
-    assert result.iteration == 10
-    assert not list(tmp_path.glob("never-*"))
-    saved_at = [event.iteration for event in result.events if event.name == "checkpoint"]
-    assert saved_at == [3, 6, 9, 10] or (not row.updates_are_joint and [at // 3 for at in saved_at[:3]] == [1, 2, 3])
-
-
-# --- gradients that are not finite ----------------------------------------------------------------------------
+# --- gradients that are not finite ---------------------------------------------------------------------------------
 
 
 def overflow(worker: Worker, out: Path) -> None:
@@ -407,6 +188,10 @@ def test_non_finite_gradient_raises(row: Row, tmp_path: Path) -> None:
 def test_non_finite_gradient_is_skipped(row: Row, tmp_path: Path) -> None:
     result = row.run(overflow, tmp_path, options={"nonfinite": "skip"})
     assert all(tensor.isfinite().all() for tensor in result.model_state().values())
+    applied = [record.staleness >= 0 for record in result.steps]
+    if not row.drops_gradients:  # one worker's gradient is enough to void an update that is made of all
+        num_void = row.workers if row.updates_are_joint else 1
+        assert applied.count(False) == num_void, "what was not applied has no staleness"
     num_steps = NUM_SAMPLES // BATCH_SIZE // row.workers
     if row.is_deterministic:
         assert result.iteration == num_steps - 1
@@ -422,7 +207,7 @@ def test_non_finite_gradient_is_allowed(row: Row, tmp_path: Path) -> None:
     assert result.model_state()["2.bias"].isnan().all()
 
 
-# --- records --------------------------------------------------------------------------------------------------
+# --- records -------------------------------------------------------------------------------------------------------
 
 
 def train_with_pauses(worker: Worker, out: Path) -> None:

@@ -14,10 +14,10 @@ from paceline.records import UpdateRecord
 from paceline.result import Result
 from tests.conformance.reference import train_alone
 from tests.conformance.rows import ROWS, Row, launched, prepared, step
+from tests.conformance.scripts import EXACT, SCRIPTS, assert_close, train
+from tests.conformance.scripts import launched as launched_reference
 from tests.conformance.test_asynchrony import largest_lead
 from tests.conformance.test_asynchrony import train as train_with_a_slow_worker
-from tests.conformance.test_equivalence import EXACT, SCRIPTS, assert_close, train
-from tests.conformance.test_equivalence import launched as launched_reference
 from tests.conformance.test_resume import assert_same, train_everything
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

@@ -16,8 +16,9 @@ from paceline.comm import server_group
 from paceline.errors import UsageError
 from paceline.strategies.parameter_server import ParameterServer
 from tests.conformance import local_engine
+from tests.conformance.reference import train_alone
 from tests.conformance.rows import NUM_SAMPLES, loader_of, prepared, problem, step
-from tests.conformance.test_equivalence import EXACT, SCRIPTS, assert_close, train_alone
+from tests.conformance.scripts import EXACT, SCRIPTS, assert_close
 
 PIECE_BYTES = 256
 

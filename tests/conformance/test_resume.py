@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,24 @@ def test_resume_of_a_finished_run_only_saves_the_model(row: Row, tmp_path: Path)
     script = partial(train_everything, num_epochs=2)
     first = row.run(script, tmp_path / "begun")
     second = row.run(script, tmp_path / "resumed", resume=tmp_path / "begun")
+    assert not second.steps
+    for name, tensor in first.model_state().items():
+        assert torch.equal(second.model_state()[name], tensor), name
+
+
+def train_slowly_on_rank_1(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    for x, y, _ in loader:
+        time.sleep(0.05 * (worker.rank == 1))
+        step(worker, model, optimizer, x, y)
+
+
+def test_resume_of_a_finished_run_that_left_a_slow_worker_behind(tmp_path: Path) -> None:
+    """The first worker through its data ended the run: what the slow one had left is not for another run to do."""
+    row = ROW["ps-bsp-backup"]
+    first = row.run(train_slowly_on_rank_1, tmp_path / "begun")
+    assert len({worker.steps for worker in checkpoint_in(tmp_path / "begun").workers}) > 1
+    second = row.run(train_slowly_on_rank_1, tmp_path / "resumed", resume=tmp_path / "begun")
     assert not second.steps
     for name, tensor in first.model_state().items():
         assert torch.equal(second.model_state()[name], tensor), name

@@ -21,6 +21,8 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train.py"
 PACELINE = str(Path(sys.executable).parent / "paceline")
 GRACE_S = 5.0
+AGENTS_GRACE_S = 90.0
+"""Ray's own agents, if they were just starting when all was killed, look for a Ray that is gone for a minute."""
 _TAG = "PACELINE_TEST_TAG"
 
 
@@ -44,6 +46,8 @@ class Command:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # Tests that run in the background of a shell ignore interrupts, and the command would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait(self, *, timeout_s: float = 90.0) -> str:

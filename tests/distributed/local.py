@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,25 @@ import ray
 
 import paceline
 from paceline import Result
-from paceline.engines.ray.controller import Progress
+from paceline.engines.progress import Progress
+from paceline.records import Record
 
 
 class Listener:
-    """Keeps what scripts print."""
+    """Keeps what scripts print and what is recorded."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
+        self.records: list[Record] = []
 
     def on_progress(self, progress: Progress) -> None:
         pass
 
     def on_output(self, who: str, line: str) -> None:
         self.lines.append((who, line))
+
+    def on_records(self, records: Sequence[Record]) -> None:
+        self.records += records
 
     def of(self, who: str) -> list[str]:
         return [line for speaker, line in self.lines if speaker == who]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+
+from paceline import Study
 
 pytestmark = pytest.mark.ray
 
@@ -31,16 +34,20 @@ def test_doctor_of_a_cluster_that_is_not_there(start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_demo(start) -> None:
-    command = start("demo", COLUMNS="80")
-    output = command.wait(timeout_s=280)
+def test_demo(start, tmp_path: Path) -> None:
+    command = start("demo", "--out", tmp_path / "demo", COLUMNS="80")
+    output = command.wait(timeout_s=240)
     assert command.status == 0, output
-    reached = re.findall(r"^(\S+) x (\d): accuracy (\d+\.\d)% after (\d+) steps$", output, re.MULTILINE)
-    assert [(name, workers) for name, workers, _, _ in reached] == [
-        (name, workers) for name in ("all-reduce", "ps-bsp", "ps-async") for workers in "12"
+    ended = re.findall(r"^\d+/12 (\S+) x (\d) seed (\d): accuracy (\d\.\d+) after \S+ s$", output, re.MULTILINE)
+    assert [(name, workers, seed) for name, workers, seed, _ in ended] == [
+        (name, workers, seed) for seed in "01" for name in ("all-reduce", "ps-bsp", "ps-asp") for workers in "12"
     ]
-    assert all(float(accuracy) >= 95 for _, _, accuracy, _ in reached)
-    table = output[output.index("Digits to 95") :]
-    assert len([line for line in table.splitlines() if line.strip().startswith(("all-reduce", "ps-"))]) == 6
-    assert all(len(line) <= 80 for line in table.splitlines())
+    assert all(float(accuracy) >= 0.95 for *_, accuracy in ended)
+    table = output[output.index("strategy") :]
+    assert len(re.findall(r"^ ?(?:all-reduce|ps-\w+) +[12] +2/2 ", table, re.MULTILINE)) == 6
+    assert all(len(line) <= 80 for line in table.splitlines() if "Report:" not in line)
+    fastest = Study.open(tmp_path / "demo").frames.summary.sort_values("time_to_target_s").iloc[0]
+    said = " ".join(table.split())
+    assert f"Reach accuracy 0.95 fastest with {fastest['strategy']} on {fastest['workers']} worker" in said
+    assert f"Report: {tmp_path / 'demo' / 'report.html'}" in said
     command.assert_nothing_left()

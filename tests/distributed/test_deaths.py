@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import TRAIN, is_training, pids, wait_until
+from tests.distributed.harness import AGENTS_GRACE_S, TRAIN, is_training, pids, wait_until
 
 pytestmark = pytest.mark.ray
 LIMIT_S = 10.0
@@ -52,6 +52,7 @@ def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, vic
     command.assert_nothing_left(within_s=1.0)
 
 
+@pytest.mark.timeout(240)
 def test_killed_launcher(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = start(
@@ -63,7 +64,7 @@ def test_killed_launcher(start, tmp_path: Path) -> None:
     command.process.kill()
     began_s = time.monotonic()
     command.process.wait()
-    command.assert_nothing_left(within_s=15.0)
+    command.assert_nothing_left(within_s=AGENTS_GRACE_S)
     print(f"{time.monotonic() - began_s:.1f} s from the launcher's death until nothing was left")
 
 

@@ -81,7 +81,8 @@ def test_commands_run(page: Path, cluster: str, tmp_path: Path) -> None:
     commands = [c for c in commands_of(page) if c.startswith(RUN_HERE) and not c.startswith(NOT_HERE)]
     if not commands:
         pytest.skip(f"{page.name} shows no command to run")
-    if any("cifar10" in command for command in commands) and not os.environ.get("PACELINE_DATA"):
+    trains_on_cifar10 = any("cifar10" in command or "ray_parameter_server" in command for command in commands)
+    if trains_on_cifar10 and not os.environ.get("PACELINE_DATA"):
         pytest.skip("PACELINE_DATA is not set: a command of this page trains on CIFAR-10")
     for folder in ("paceline", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -14,6 +14,7 @@ import torch
 import paceline
 from paceline import ParameterServer, Result, RunFailed
 from paceline.checkpoint import Checkpoint
+from paceline.records import EvaluationRecord, EventRecord, StepRecord, UpdateRecord
 from tests.distributed.harness import TRAIN
 from tests.distributed.local import Listener, local_ray, run_text
 
@@ -36,9 +37,10 @@ def test_result_directory_is_complete(tmp_path: Path) -> None:
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     out = tmp_path / "out"
+    listener = Listener()
     paceline.run(
         script, strategy=ParameterServer(consistency="asp", servers=2), workers=2, seed=11, max_steps=40, eval_every=10,
-        checkpoint_every=20, out=out, arguments=["--steps", "500"], watcher=Listener(),
+        checkpoint_every=20, out=out, arguments=["--steps", "500"], watcher=listener,
     )  # fmt: skip
 
     assert {path.name for path in out.iterdir()} == {
@@ -58,6 +60,15 @@ def test_result_directory_is_complete(tmp_path: Path) -> None:
     assert manifest["git_commit"] == head
     assert manifest["machine"]["num_cores"] == len(os.sched_getaffinity(0))
     assert manifest["command"]
+
+    # Who watches the run hears of every record that is written, in the same order.
+    for record_type, written in (
+        (StepRecord, result.steps), (UpdateRecord, result.updates), (EvaluationRecord, result.evaluations),
+        (EventRecord, result.events),
+    ):  # fmt: skip
+        heard = [record for record in listener.records if isinstance(record, record_type)]
+        assert [record.iteration for record in heard] == [record.iteration for record in written]
+        assert len(heard) > 0
 
     assert result.iteration == 40
     for rank in range(2):

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import io
-import json
 import re
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from paceline import Result, cli, launch
+from paceline import cli, demo_script, launch
 from paceline.checkpoint import Checkpoint, WorkerState
-from paceline.cli import tables, watching
-from paceline.config import RunConfig
-from paceline.engines.ray.controller import Progress
-from paceline.records import EvaluationRecord, EventRecord, RecordWriter, StepRecord
+from paceline.cli import compare, report, tables, watching
+from paceline.engines.progress import Progress
+from paceline.engines.virtual import cluster_file
+from paceline.errors import RunFailed
+from paceline.lab import runner
+from paceline.lab.outcome import Outcome
+from paceline.lab.runner import Position, StudyInterrupted
+from paceline.lab.spec import StudySpec
+from paceline.lab.tracking import Tracking
+from paceline.lab.virtual_cluster import VirtualCluster
+from tests.lab.made import reaching, spec, study, write_trial
 
 USAGE = 2
 
@@ -31,6 +37,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("Ray was about to be started")
 
     monkeypatch.setattr(launch, "connected", started)
+    monkeypatch.setattr(runner, "connected", started)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import paceline\n")
 
@@ -175,7 +182,7 @@ def test_help_names_every_setting(monkeypatch, capsys) -> None:
     shown = capsys.readouterr().out
     for name in ("strategy", "workers", "option", "address", "max-steps", "target", "deadline", "out", "resume"):
         assert f"--{name}" in shown
-    assert shown.count("[default: ") == 7
+    assert shown.count("[default: ") == 8
     assert "paceline run train.py --strategy ps-async" in " ".join(shown.split())
 
 
@@ -199,68 +206,201 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     assert any(line.split()[:1] == ["staleness"] for line in lines)
 
 
-@pytest.mark.parametrize("max_steps", [None, 1_000_000])
-@pytest.mark.parametrize("width", [80, 200])
-def test_progress_line_does_not_wrap(width: int, max_steps: int | None) -> None:
-    console = Console(force_terminal=True, width=width, file=io.StringIO())
-    line = watching.ProgressLine(console, "all-reduce x 128", RunConfig(max_steps=max_steps))
-    busy = Progress(
-        iteration=87_654, time_s=12_345.6, samples=10**10, compute_s=1.0, communication_s=98.0, waiting_s=1.0,
-        metrics={"accuracy": 0.123456, "validation_loss_of_the_mean": 1234567.0}, phase="training",
-    )  # fmt: skip
-    with line:
-        time.sleep(2 * watching._REFRESH_S)
-        line.on_progress(busy)
-        lines = console.render_lines(line._bar.get_renderable())
-    texts = ["".join(segment.text for segment in segments) for segments in lines]
-    assert len(texts) == 1
-    assert len(texts[0]) == width
-    assert "all-reduce x 128" in texts[0]
-    assert "step 87654  810,005 samples/s" in texts[0]
-    assert "0:00:00" in texts[0]
-    assert "…" not in texts[0]
-    assert ("waiting 1%" in texts[0]) == (width == 200)
-
-
-def test_without_a_terminal_progress_is_plain_lines(monkeypatch) -> None:
-    monkeypatch.setattr(watching, "_PLAIN_INTERVAL_S", 0.0)
-    stream = io.StringIO()
-    with watching.ProgressLine(Console(file=stream), "ps-bsp x 2", RunConfig()) as line:
-        line.on_progress(Progress())
-        line.on_progress(Progress(iteration=7, time_s=2.0, samples=600, metrics={"loss": 0.5}, phase="training"))
-        line.on_output("worker-1", "hello [bold]you[/bold] " + "x" * 200)
-        print("(raylet) a notice of Ray's")
-    assert stream.getvalue().splitlines() == [
-        "ps-bsp x 2: starting",
-        "ps-bsp x 2: step 7  300 samples/s  loss 0.5",
-        "[worker-1] hello [bold]you[/bold] " + "x" * 200,
+def test_the_table_of_a_study_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    trials = {
+        ("all-reduce", 1, 0): reaching(424.0),
+        ("all-reduce", 1, 1): reaching(474.0),
+        ("all-reduce", 16, 0): reaching(41.0, samples_per_step=123_456),
+        ("all-reduce", 16, 1): reaching(43.0, samples_per_step=123_456),
+        ("ps-bsp:servers=2", 1, 0): reaching(1.0, value=0.2),
+        ("ps-bsp:servers=2", 16, 0): reaching(1.0, failure="no"),
+    }
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(tables.of_study(study(tmp_path / "s", trials).frames))
+    lines = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == [
+        "strategy",
+        "workers",
+        "seeds",
+        "to",
+        "target,",
+        "s",
+        "speed-up",
+        "samples/s",
+        "worker-s",
+    ]
+    rows = [" ".join(line.split()) for line in lines[2:]]
+    assert rows == [
+        "all-reduce 1 2/2 449 (424-474) 1.0 1 449",
+        "all-reduce 16 2/2 42 (41-43) 10.7 (10.3-11.0) 470,575 672",
+        "ps-bsp servers=2 1 0/1 never - 320 -",
+        "ps-bsp servers=2 16 0 failed - - -",
     ]
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "validation_accuracy_top_5"])
-def test_comparison_fits_a_terminal_of_80_columns(tmp_path: Path, metric: str) -> None:
-    results = []
-    for name, workers, time_s in (("all-reduce", 1, 1234.5), ("all-reduce", 16, 100.25)):
-        directory = tmp_path / f"{name}-{workers}"
-        directory.mkdir()
-        manifest = {"strategy": {"name": name}, "num_workers": workers}
-        (directory / "manifest.json").write_text(json.dumps(manifest))
-        writer = RecordWriter(directory)
-        writer.write(
-            [
-                StepRecord(0, 1, 1, time_s, 10**8, 0.5 * time_s, 0.3 * time_s, 0.2 * time_s, 0, 0, 0.0),
-                EvaluationRecord(1, time_s, 10**8, {metric: 0.953}, 0.1),
-                EventRecord("target_reached", "run", 1, time_s, {}),
-            ]
-        )
-        writer.close()
-        results.append(Result.open(directory))
+def test_short_virtual_times_leave_strategies_room_for_their_names(tmp_path: Path) -> None:
+    trials = {
+        ("all-reduce", 1, 0): reaching(0.05108),
+        ("all-reduce", 1, 1): reaching(0.05704),
+        ("all-reduce", 2, 0): reaching(0.08161, samples_per_step=12_345),
+        ("all-reduce", 2, 1): reaching(0.08394, samples_per_step=12_345),
+    }
+    virtual = {"engine": "virtual", "cluster": VirtualCluster.read("lab-1gbe")}
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(tables.comparison(results, metric=metric, title="A comparison"))
+    console.print(tables.of_study(study(tmp_path / "s", trials, **virtual).frames))
     lines = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
-    assert len(lines) == 5
     assert max(map(len, lines)) <= 80
-    for heading in ("strategy", "workers", "to target", "samples/s", "speed-up", "compute", "comm.", "waiting"):
-        assert heading in lines[1]
-    assert lines[3].split() == ["all-reduce", "1", "95.3%", "1234.50", "s", "81,004", "1.00", "50%", "30%", "20%"]
-    assert lines[4].split() == ["all-reduce", "16", "95.3%", "100.25", "s", "997,506", "12.31", "50%", "30%", "20%"]
+    assert [line.split()[:5] for line in lines[-2:]] == [
+        ["all-reduce", "1", "2/2", "0.054", "(0.051-0.057)"],
+        ["all-reduce", "2", "2/2", "0.083", "(0.082-0.084)"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--strategies all-reduc", "unknown strategy 'all-reduc'; did you mean 'all-reduce'?"),
+        ("--strategies ps-bsp:servers=0", "servers must be at least 1, not 0"),
+        ("--strategies single --workers 2", "strategy single runs on 1 worker, not 2; use all-reduce or ps-bsp"),
+        ("--strategies ,", "strategies: give at least one"),
+        ("--strategies ps-asp,ps-async", "strategies: ps-asp is given twice"),
+        ("--workers one", "workers 'one': give numbers, as 1,2,4"),
+        ("--workers 1,1", "workers: 1 is given twice"),
+        ("--seeds few", "seeds 'few': give how many, as 3, or which, as 0,1,2"),
+        ("--seeds 0", "seeds: give at least one"),
+        ("--target accuracy", "target 'accuracy' is not of the form metric=value, such as accuracy=0.95"),
+        (
+            "--engine virtual",
+            f"--engine virtual needs --cluster: a TOML file, or one of {', '.join(cluster_file.shipped())}",
+        ),
+        (
+            "--cluster lab-1gbe",
+            "a cluster's file has no effect on real machines; add --engine virtual to simulate them",
+        ),
+        ("--max-steps 0", "max-steps must be positive, not 0"),
+    ],
+)
+def test_refused_studies(refusal, tmp_path: Path, arguments: str, said: str) -> None:
+    assert refusal("compare", "train.py", *arguments.split()) == f"error: {said}\n"
+    assert not (tmp_path / "studies").exists(), "a refused study leaves no directory"
+
+
+def test_help_of_compare(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert paceline(monkeypatch, "compare", "--help") == 0
+    shown = capsys.readouterr().out
+    for name in (
+        "strategies",
+        "workers",
+        "target",
+        "seeds",
+        "engine",
+        "max-steps",
+        "eval-every",
+        "out",
+        "retry-failed",
+    ):
+        assert f"--{name}" in shown
+
+
+def test_a_studys_progress_says_which_run_and_how_long_the_rest_takes(monkeypatch) -> None:
+    monkeypatch.setattr(watching, "_PLAIN_INTERVAL_S", 0.0)
+    stream = io.StringIO()
+    made = spec(strategies=("ps-bsp",), workers=(1, 2), seeds=(0, 1))
+    shown = compare.StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=False)
+    busy = Progress(iteration=7, time_s=2.0, samples=600, metrics={"accuracy": 0.5}, phase="training")
+    with shown.trial(made.trials[0], Position(1, 4, None)) as line:
+        line.on_progress(busy)
+    with shown.trial(made.trials[1], Position(2, 4, 200.0)) as line:
+        line.on_progress(busy)
+    shown.on_outcome(made.trials[1], Position(2, 4, 200.0), Outcome("failed", "no\nmore", 1.0), Path("nowhere"))
+    assert stream.getvalue().splitlines() == [
+        "1/4 ps-bsp x 1 seed 0: step 7  300 samples/s  accuracy 0.5",
+        "2/4 ps-bsp x 2 seed 0: step 7  3 min 20 s left  300 samples/s  accuracy 0.5",
+        "2/4 ps-bsp x 2 seed 0: failed: no",
+        "more",
+    ]
+
+
+def test_a_studys_runs_are_told_apart_from_another_studys_at_a_service(tmp_path: Path) -> None:
+    made = spec(strategies=("ps-bsp",), workers=(1,))
+    tracking = Tracking(tensorboard=tmp_path / "events")
+    shown = compare.StudyProgress(Console(file=io.StringIO()), made, "digits", tracking=tracking, timelines=False)
+    with shown.trial(made.trials[0], Position(1, 1, None)):
+        pass
+    (events,) = (tmp_path / "events").rglob("events.out.tfevents.*")
+    assert events.parent == tmp_path / "events" / "digits" / "ps-bsp-n1-s0"
+    written = events.read_bytes()
+    assert b"/somewhere/train.py" in written
+    assert b"accuracy=0.5" in written
+
+
+def test_what_cannot_be_shown_of_a_trial_does_not_end_the_study(tmp_path: Path) -> None:
+    directory = study(tmp_path / "s", {("ps-bsp", 1, 0): reaching(1.0)}).directory / "trials" / "ps-bsp-n1-s0"
+    (directory / "manifest.json").write_text("{}")  # lacks what a timeline begins with
+    stream = io.StringIO()
+    made = spec(strategies=("ps-bsp",), workers=(1,))
+    shown = compare.StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=True)
+    shown.on_outcome(made.trials[0], Position(1, 1, None), Outcome("finished", "", 1.0), directory)
+    assert stream.getvalue().splitlines() == [
+        "1/1 ps-bsp x 1 seed 0: accuracy 0.5 after 1.0 s",
+        "1/1 ps-bsp x 1 seed 0: KeyError: 'strategy'",
+    ]
+
+
+@pytest.mark.parametrize(("failure", "status"), [(None, 0), ("worker 1 died", 1)])
+def test_a_trial_that_failed_shows_in_the_exit_code(
+    failure: str | None, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    def run_trials(spec: StudySpec, out: Path, watcher: object, *, retry_failed: bool) -> None:
+        for seed, trial in enumerate(spec.trials):
+            write_trial(runner.directory_of(out, trial), reaching(1.0, failure=failure if seed else None), workers=1)
+
+    monkeypatch.setattr(runner, "run_trials", run_trials)
+    monkeypatch.setattr(report, "write", lambda directories: directories[0] / "report.html")
+    assert (
+        paceline(monkeypatch, "compare", "train.py", "--workers", 1, "--strategies", "single", "--seeds", 2) == status
+    )
+    assert "Report: studies/train/report.html" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_has_a_timeline_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    def fail(*_: object, out: Path, **__: object) -> None:
+        out.mkdir(parents=True)
+        (out / "manifest.json").write_text('{"strategy": {"name": "all-reduce"}}')
+        raise RunFailed("worker 1 died")
+
+    monkeypatch.setattr(launch, "run", fail)
+    assert paceline(monkeypatch, "run", "train.py", "--timeline") == 1
+    (path,) = tmp_path.glob("runs/*-all-reduce-1/timeline.json.gz")
+    assert capsys.readouterr().err.splitlines() == [f"Timeline: {path.relative_to(tmp_path)}", "failed: worker 1 died"]
+
+
+def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:
+    code = "import sys, paceline.cli.app; sys.exit(any(name.startswith('plotly') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_interrupted_study_says_how_to_go_on(monkeypatch, capsys) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise StudyInterrupted("interrupted; the same command goes on from there")
+
+    monkeypatch.setattr(runner, "run_trials", interrupted)
+    assert paceline(monkeypatch, "compare", "train.py") == watching.EXIT_INTERRUPTED
+    assert capsys.readouterr().err.endswith("interrupted; the same command goes on from there\n")
+
+
+def test_a_script_that_trains_nothing_is_told_what_it_lacks(monkeypatch, capsys) -> None:
+    simulated = ("--engine", "virtual", "--cluster", "lab-1gbe")
+    assert paceline(monkeypatch, "run", "train.py", *simulated) == 0
+    assert "Nothing was trained under Paceline: the script made no step" in capsys.readouterr().err
+
+
+def test_a_target_that_was_not_reached_is_said(monkeypatch, capsys) -> None:
+    script = Path(demo_script.__file__)
+    limits = ("--max-steps", 2, "--eval-every", 2, "--target", "accuracy=0.999")
+    assert paceline(monkeypatch, "run", script, "--engine", "virtual", "--cluster", "lab-1gbe", *limits) == 0
+    said = capsys.readouterr()
+    assert "never: wanted accuracy>=0.999" in said.out
+    assert "Nothing was trained" not in said.err

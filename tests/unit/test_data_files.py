@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import gc
 import gzip
 import hashlib
 import io
+import os
 import struct
 import tarfile
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -204,6 +207,22 @@ def test_mapped_files_are_not_written_to(tmp_path: Path) -> None:
 def test_unknown_name_suggests_the_near_miss() -> None:
     with pytest.raises(UsageError, match="unknown data set 'cifar-10'; did you mean 'cifar10'"):
         load("cifar-10")
+
+
+def test_images_are_held_once_and_only_while_in_use(tmp_path: Path) -> None:
+    """As many workers as there may be in one process; files that have changed are other files."""
+    write_cifar10(tmp_path)
+    first, second = load("cifar10", directory=tmp_path), load("cifar10", directory=tmp_path)
+    assert (second.train, second.test) == (first.train, first.test)
+    stat = (tmp_path / CIFAR10_NAMES[0]).stat()
+    os.utime(tmp_path / CIFAR10_NAMES[0], ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    third = load("cifar10", directory=tmp_path)
+    assert third.train is not first.train
+    assert third.test is first.test
+    images = weakref.ref(first.test)
+    del first, second, third
+    gc.collect()
+    assert images() is None
 
 
 def test_missing_in_the_given_directory(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from paceline.comm.hierarchical import HierarchicalCollective, connect_hierarchi
 from paceline.comm.world_ranks import in_world
 from paceline.errors import UsageError
 from tests.unit.collective_harness import MEETING_S, World, caught, later
+from tests.unit.many_works import run_many, sums_of_many
 
 Hosts = tuple[tuple[int, ...], ...]
 LAYOUTS: tuple[Hosts, ...] = (((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1, 2), (3, 4)))
@@ -221,29 +222,7 @@ def run_barrier(collective: Collective) -> float:
 
 @pytest.mark.parametrize("order", ["wait", "backwards", "poll", "barrier"])
 def test_many_works_under_way(hierarchy: Hierarchy, order: str) -> None:
-    forms = [(40_000, True), (3, True), (100_000, False), (50, False), (30_000, True)] * 14
-    expected = [float(sum(number + rank for rank in range(hierarchy.size))) for number in range(len(forms))]
-    assert hierarchy.run(run_many, forms, order) == [expected] * hierarchy.size
-
-
-def run_many(collective: Collective, forms: Sequence[tuple[int, bool]], order: str) -> list[float]:
-    rows = collective.allocate(4 * 40_000 * len(forms)).view(torch.float32).view(len(forms), 40_000)
-    tensors = [
-        (row[:length] if allocated else torch.empty(length)).fill_(number + collective.rank)
-        for number, (row, (length, allocated)) in enumerate(zip(rows, forms, strict=True))
-    ]
-    works = [collective.all_reduce(tensor) for tensor in tensors]
-    if order == "backwards":
-        works.reverse()
-    if order == "poll":
-        while unfinished := [work for work in works if not work.poll()]:
-            time.sleep(1e-4 * len(unfinished))
-    if order == "barrier":
-        collective.barrier()
-    for work in works:
-        work.wait()
-    assert all(tensor.eq(tensor[0]).all() for tensor in tensors)
-    return [float(tensor[0]) for tensor in tensors]
+    assert hierarchy.run(run_many, order) == [sums_of_many(hierarchy.size)] * hierarchy.size
 
 
 def test_more_small_works_than_slots(hierarchy: Hierarchy) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ from torch.nn import functional as F
 
 from paceline.errors import UsageError
 from paceline.models import NAMES, build
+from paceline.models.resnet18 import resnet18
+from paceline.models.vgg16 import vgg16
 
 MNIST, CIFAR10, DIGITS = (1, 28, 28), (3, 32, 32), (1, 8, 8)
 NUM_PARAMETERS = {
@@ -45,6 +49,17 @@ def test_other_shapes_and_classes(name: str, shape: tuple[int, int, int]) -> Non
             build(name, shape=shape)
         return
     assert build(name, num_classes=7, shape=shape)(torch.randn(2, *shape)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("model", [resnet18, vgg16])
+def test_width_scales_every_layer(model: Callable[..., nn.Module]) -> None:
+    """Every tensor keeps its place; each dimension that was 64, 128, 256 or 512 channels is an eighth of that."""
+    full, narrow = model().state_dict(), model(width=8).state_dict()
+    assert list(narrow) == list(full)
+    for name, tensor in full.items():
+        expected = [size // 8 if size >= 64 else size for size in tensor.shape]
+        assert list(narrow[name].shape) == expected, name
+    assert model(width=8)(torch.randn(2, *CIFAR10)).shape == (2, 10)
 
 
 @pytest.mark.parametrize(("name", "pixels"), [("convnet", 5), ("digitsnet", 2), ("fedavg-cnn", 4), ("vgg16", 32)])

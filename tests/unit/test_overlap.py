@@ -19,17 +19,16 @@ from paceline.strategies.overlap import Overlap
 class _Clock:
     """Seconds that pass when the test says so."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
 
     def passes(self, seconds: float) -> None:
         self.now_s += seconds
 
 
-def test_time_under_way_counts_once_and_without_what_the_worker_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, spent = _Clock(monkeypatch), Timing()
-    overlap = Overlap(spent)
+def test_time_under_way_counts_once_and_without_what_the_worker_spent() -> None:
+    clock, spent = _Clock(), Timing()
+    overlap = Overlap(spent, now_s=lambda: clock.now_s)
     clock.passes(1.0)
     overlap.begin()
     clock.passes(2.0)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import (
@@ -142,6 +142,25 @@ def test_the_order_is_that_of_seed_and_epoch_alone(case: dict[str, Any]) -> None
     assert orders(case["seed"], case["epoch"]) == first
     assert orders(case["seed"], case["epoch"] + 1) != first
     assert orders(case["seed"] + 1, case["epoch"]) != first
+
+
+class OwnBatches(BatchSampler):
+    """Torch's, but not known to be."""
+
+
+@given(case=CASES)
+def test_torchs_own_samplers_are_read_as_any_others_are(case: dict[str, Any]) -> None:
+    n, drop_last = case["num_samples"], case["drop_last"]
+    assume(n >= (case["size"] * case["batch_size"] if drop_last else case["size"]))
+
+    def batches_of(batch_sampler: type[BatchSampler]) -> list[RankBatch]:
+        samples = range(n)
+        sampler: Sampler[int] = RandomSampler(samples) if case["shuffle"] else SequentialSampler(samples)
+        loader = DataLoader(Numbers(n), batch_sampler=batch_sampler(sampler, case["batch_size"], drop_last))
+        watched = Watched(loader, rank=0, size=case["size"], seed=case["seed"])
+        return watched.loader.batches(case["epoch"])
+
+    assert batches_of(BatchSampler) == batches_of(OwnBatches)
 
 
 def test_divide_deals_batches_out_in_turn() -> None:

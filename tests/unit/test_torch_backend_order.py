@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from paceline.errors import DeadlineExceeded, TensorMismatch, UsageError
-from tests.unit.torch_backend_world import RankFailed, TorchWorld
+from tests.ranks import RankFailed
+from tests.unit.torch_backend_world import TorchWorld
 
 LARGE = 2**20  # float32 elements: several pieces of every channel
 PATIENCE_S = 10.0

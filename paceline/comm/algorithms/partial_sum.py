@@ -7,7 +7,8 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction import divide, require_reducible
+from paceline.comm.reduction import require_reducible
+from paceline.division import divide
 
 SumOrMean = Literal["sum", "mean"]
 

@@ -62,10 +62,23 @@ class _Place:
     children: tuple[int, ...]
 
 
+def edges(size: int) -> list[list[tuple[int, int]]]:
+    """Parent and child, as ranks, of every edge; of each of the two trees."""
+    found = []
+    for offset, direction in ((0, 1), _second(size)):
+        ranks = [direction * (position - offset) % size for position in range(size)]
+        parents = [_parent(position, size) for position in range(size)]
+        found.append([(ranks[above], ranks[place]) for place, above in enumerate(parents) if above is not None])
+    return found
+
+
 def _places(rank: int, size: int) -> tuple[_Place, _Place]:
+    return _place(rank, size, 0, 1), _place(rank, size, *_second(size))
+
+
+def _second(size: int) -> tuple[int, int]:
     """In the second tree the ranks are numbered so that odd ones, the leaves of the first, have even positions."""
-    offset, direction = (size - 1, -1) if size % 2 == 0 else (-1, 1)
-    return _place(rank, size, 0, 1), _place(rank, size, offset, direction)
+    return (size - 1, -1) if size % 2 == 0 else (-1, 1)
 
 
 def _place(rank: int, size: int, offset: int, direction: int) -> _Place:

@@ -30,10 +30,11 @@ from paceline.engines.ray.cluster import own_address, own_node_id
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
 from paceline.engines.ray.output import captured
-from paceline.engines.ray.scripting import Outcome, Program, outcome_of, run_program
+from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.threads import share_cores
 from paceline.engines.world import World, enter
 from paceline.layout import Layout
+from paceline.memory import keep_freed_memory
 from paceline.server.ranges import KeyRange
 from paceline.strategies.base import Context, Strategy
 
@@ -169,6 +170,7 @@ class WorkerActor:
         local_ranks = spec.ranks_on(me.node_id)
         # Servers are not counted: under bsp they compute while workers wait, else they take what their updates need.
         share_cores(len(local_ranks))
+        keep_freed_memory()
         device = _device_of(me, local_ranks.index(rank)) if spec.uses_cuda else torch.device("cpu")
         collective = self._connect(spec, rank, device)
         ends.append(collective)

@@ -182,11 +182,14 @@ class Place:
 
 
 def place(
-    hosts: Sequence[Node], *, num_workers: int, num_servers: int, wants_gpus: bool
+    hosts: Sequence[Node], *, num_workers: int, num_servers: int, wants_gpus: bool, is_spread: bool = False
 ) -> tuple[list[Place], list[Place]]:
     """Spread workers, then servers, over the hosts in proportion to their cores (or GPUs, for workers that want them).
 
     More processes than cores is allowed: each then asks for its share of a core. Workers' ranks run host by host.
+
+    Args:
+        is_spread: workers go to all hosts alike instead.
 
     Raises:
         UsageError: no host has the resources at all.
@@ -194,7 +197,7 @@ def place(
     capacity = [host.num_gpus if wants_gpus else host.num_cpus for host in hosts]
     if sum(capacity) <= 0:
         raise UsageError(f"no node of the cluster has a {'GPU' if wants_gpus else 'core'} to run on")
-    worker_counts = _apportion(num_workers, capacity)
+    worker_counts = _apportion(num_workers, [1.0] * len(hosts) if is_spread else capacity)
     server_counts = _apportion(num_servers, [host.num_cpus for host in hosts])
     workers: list[Place] = []
     servers: list[Place] = []

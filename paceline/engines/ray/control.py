@@ -13,9 +13,12 @@ import zmq
 
 from paceline.comm.wire import Caller, Keys, Kind, Message, cut_into_frames, raw_bytes
 from paceline.errors import Aborted, RunFailed
-from paceline.records import Record, Reporter, to_plain
+from paceline.records import EvaluationRecord, EventRecord, Record, Reporter, StepRecord, pack_steps, to_plain
 
 _PULSE_S = 0.1
+# Records of steps wait for more of them: a launcher that takes many at a time keeps the cores from training for less
+# time. Evaluations and events do not wait, nor does anything that was recorded before them.
+_PULSES_PER_BATCH = 5
 _LAST_WORDS_S = 2.0
 
 
@@ -52,6 +55,8 @@ class ControlLine(Reporter):
         self._launcher, self._identity = launcher, identity
         self._progress, self._on_abort = progress, on_abort
         self._records: collections.deque[Record] = collections.deque()
+        self._is_urgent = False
+        self._num_pulses = 0
         self._output: collections.deque[str] = collections.deque()
         self._outbox: collections.deque[Message] = collections.deque()
         self._stop = False
@@ -66,6 +71,8 @@ class ControlLine(Reporter):
 
     def emit(self, record: Record) -> None:
         self._records.append(record)
+        if isinstance(record, (EvaluationRecord, EventRecord)):
+            self._is_urgent = True
 
     def say(self, text: str) -> None:
         """Show a line of the script's output where the run was started."""
@@ -115,15 +122,23 @@ class ControlLine(Reporter):
 
     def _send_all(self, caller: Caller) -> None:
         epoch = self._launcher.epoch
-        records = [to_plain(self._records.popleft()) for _ in range(len(self._records))]
-        if records:
-            caller.send(Message(Kind.RECORDS, epoch, body={"records": records}))
+        self._num_pulses += 1
+        if self._is_urgent or self._outbox or self._is_closing.is_set() or self._num_pulses % _PULSES_PER_BATCH == 0:
+            self._send_records(caller)
         lines = [self._output.popleft() for _ in range(len(self._output))]
         if lines:
             caller.send(Message(Kind.OUTPUT, epoch, body={"lines": lines}))
         while self._outbox:
             caller.send(self._outbox.popleft())
         caller.send(Message(Kind.PULSE, epoch, iteration=self._progress(), body={"pid": os.getpid()}))
+
+    def _send_records(self, caller: Caller) -> None:
+        self._is_urgent = False  # before they are taken: one that comes meanwhile makes it so again
+        records = [self._records.popleft() for _ in range(len(self._records))]
+        if records:
+            steps = pack_steps(record for record in records if isinstance(record, StepRecord))
+            others = [to_plain(record) for record in records if not isinstance(record, StepRecord)]
+            caller.send(Message(Kind.RECORDS, self._launcher.epoch, body={"records": others}, payload=[steps]))
 
     def _hear(self, message: Message) -> None:
         if message.kind is Kind.FILE_WRITTEN:

@@ -7,38 +7,20 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 import zmq
 
-from paceline.comm.wire import Keys, Kind, Listener, Message, WireError, cut_into_frames
+from paceline.comm.wire import Keys, Kind, Listener, Message, WireError, cut_into_frames, raw_bytes
+from paceline.engines.progress import Progress
 from paceline.engines.ray.control import LauncherAddress
 from paceline.errors import RunFailed
-from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, StepRecord, from_plain
+from paceline.records import EventRecord, Record, RecordWriter, from_plain, unpack_steps
 
 _TURN_S = 0.2
 # The names a member may write, so that nobody writes outside the result directory.
 _FILES = frozenset({"checkpoint.pt", "model.safetensors"})
-
-
-@dataclass
-class Progress:
-    """The run so far, for those who watch."""
-
-    iteration: int = 0
-    time_s: float = 0.0
-    began_s: float = 0.0
-    """Of the training clock when this run began; above zero where it was resumed."""
-    samples: int = 0
-    compute_s: float = 0.0
-    communication_s: float = 0.0
-    waiting_s: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    phase: str = "starting"
-    saved_iteration: int | None = None
-    """Of the last checkpoint that this run wrote."""
 
 
 @final
@@ -50,6 +32,7 @@ class Controller:
         host: the address to listen on.
         epoch: membership epoch.
         on_output: gets each line of the scripts' output, with who printed it.
+        on_records: gets records once they are written, the launcher's own among them.
         checkpoint: given to members that ask what to go on from.
     """
 
@@ -60,6 +43,7 @@ class Controller:
         host: str,
         epoch: int,
         on_output: Callable[[str, str], None],
+        on_records: Callable[[Sequence[Record]], None] = lambda records: None,
         checkpoint: bytes = b"",
     ) -> None:
         self._directory = directory
@@ -68,7 +52,7 @@ class Controller:
         self._listener = Listener(self._keys, host=host)
         self._epoch = epoch
         self.run = uuid.uuid4().hex
-        self._on_output = on_output
+        self._on_output, self._on_records = on_output, on_records
         self._writer = RecordWriter(directory)
         self.num_steps: dict[str, int] = {}
         """Of every member heard so far: its steps (of a server: updates) when it was last heard."""
@@ -100,6 +84,7 @@ class Controller:
     def record(self, *records: Record) -> None:
         """Write records of the launcher's own."""
         self._guarded(lambda: self._writer.write(records))
+        self._on_records(records)
 
     def event(self, name: str, who: str = "run", **details: Any) -> None:
         """Write down that something happened, at the run's present iteration."""
@@ -123,7 +108,8 @@ class Controller:
             if message.kind is Kind.PULSE:
                 self.num_steps[identity] = message.iteration
             elif message.kind is Kind.RECORDS:
-                self._keep([from_plain(record) for record in message.body["records"]])
+                steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
+                self._keep([*steps, *(from_plain(record) for record in message.body["records"])])
             elif message.kind is Kind.OUTPUT:
                 for line in message.body["lines"]:
                     self._on_output(identity, str(line))
@@ -138,23 +124,8 @@ class Controller:
             self.event("refused", identity, error=str(error))
 
     def _keep(self, records: Sequence[Record]) -> None:
-        self._guarded(lambda: self._writer.write(records))
-        progress = self.progress
-        for record in records:
-            if isinstance(record, StepRecord):
-                progress.iteration = max(progress.iteration, record.iteration)
-                progress.time_s = max(progress.time_s, record.time_s)
-                progress.samples += record.samples
-                progress.compute_s += record.compute_s
-                progress.communication_s += record.communication_s
-                progress.waiting_s += record.waiting_s
-            elif isinstance(record, EvaluationRecord):
-                progress.metrics = record.metrics
-            elif isinstance(record, EventRecord) and record.name == "training":
-                progress.phase = "training"
-                progress.began_s = record.time_s
-            elif isinstance(record, EventRecord) and record.name == "checkpoint":
-                progress.saved_iteration = record.iteration
+        self.record(*records)
+        self.progress.take(records)
 
     def _write_file(self, identity: str, message: Message) -> None:
         """Whole or not at all: a full disk leaves the file that was there before."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast, final
+from typing import Any, cast, final
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -15,13 +15,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.comm.wire import Kind
 from paceline.config import RunConfig
+from paceline.engines.progress import Watcher
 from paceline.engines.ray.actors import ServerActor, WorkerActor, WorldSpec
 from paceline.engines.ray.cluster import Place, nodes, own_address, own_node_id, place
-from paceline.engines.ray.controller import Controller, Progress
+from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.liveness import Watch, end_processes_of
-from paceline.engines.ray.scripting import Outcome, Program
-from paceline.engines.ray.verdict import Statement, judge
+from paceline.engines.scripting import Outcome, Program
+from paceline.engines.verdict import Statement, judge
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.strategies.base import Strategy
 
@@ -32,14 +33,6 @@ _GATHER_S = 1.5  # how long others may take to tell their side once one member h
 _GRACE_S = 2.0  # how long members have to end by themselves once the run is aborted
 _SWEEP_S = 3.0  # how long other hosts may take to end what a dead member left
 _SAVE_S = 7.0  # how long an interrupted run has to save
-
-
-class Watcher(Protocol):
-    """Who looks on: a progress bar, or nobody."""
-
-    def on_progress(self, progress: Progress) -> None: ...
-
-    def on_output(self, who: str, line: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,8 @@ class Job:
     checkpoint: bytes | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher has and a cluster's processes may not."""
+    is_spread: bool = False
+    """Hosts get the same number of workers each, whatever they are."""
 
 
 @dataclass
@@ -102,6 +97,7 @@ class Supervisor:
             host=own_address(),
             epoch=FIRST_EPOCH,
             on_output=watcher.on_output,
+            on_records=watcher.on_records,
             checkpoint=job.checkpoint or b"",
         )
         self._is_urgent = False
@@ -133,7 +129,11 @@ class Supervisor:
         hosts = nodes()
         uses_cuda = _uses_cuda(job.config.device, sum(host.num_gpus for host in hosts))
         workers, servers = place(
-            hosts, num_workers=job.num_workers, num_servers=job.strategy.num_servers(), wants_gpus=uses_cuda
+            hosts,
+            num_workers=job.num_workers,
+            num_servers=job.strategy.num_servers(),
+            wants_gpus=uses_cuda,
+            is_spread=job.is_spread,
         )
         has_own_gpus = uses_cuda and all(where.num_gpus >= 1 for where in workers)
         if uses_cuda and not has_own_gpus and len({where.node.node_id for where in workers}) > 1:

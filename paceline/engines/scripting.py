@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.errors import Aborted, BudgetReached, DeadlineExceeded, PacelineError, PeerLost, UsageError
 
-_OWN_DIRECTORY = os.fspath(Path(__file__).resolve().parents[2]) + os.sep
+_OWN_DIRECTORY = os.fspath(Path(__file__).resolve().parents[1]) + os.sep
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.engines.ray.scripting import Outcome
+from paceline.engines.scripting import Outcome
 from paceline.errors import PacelineError, RunFailed, UsageError
 
 

@@ -1,0 +1,137 @@
+"""What simulating costs: virtual workers of the conv net against the pure computing of their gradients.
+
+    python benchmarks/virtual.py --workers 20 --strategies all-reduce,ps-bsp,ps-asp
+
+Both sides compute the same gradients with the same threads: batches of 100 of CIFAR-10's shape, forward and backward.
+The virtual run also takes batches, updates, exchanges and writes records. "batches" is the pure side with a DataLoader
+that shuffles and takes each batch. The sides take turns, and the least of all turns counts: what else the machine does
+only adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+import paceline
+from paceline.data import collate
+from paceline.data.dataset import Split
+from paceline.engines.progress import Progress
+from paceline.models import build
+
+BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 100, 20, 8
+
+
+def images(count: int) -> Split:
+    """Noise in CIFAR-10's shape."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, 10, (count,), generator=generator)
+    return Split(pixels, labels, torch.full((3, 1, 1), 128.0), torch.full((3, 1, 1), 64.0))
+
+
+def script(model_name: str, split: Split) -> None:
+    worker = paceline.init()
+    model = build(model_name)
+    loader = DataLoader(split, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.05), loader)
+    while True:
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def pure_s(model_name: str, split: Split, num_gradients: int, *, takes_batches: bool) -> float:
+    """Seconds that so many gradients take, one after the other; of one batch, or of a loader's."""
+    model = build(model_name)
+    batch = split[torch.arange(BATCH_SIZE)]
+    loader = DataLoader(split, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader)) if takes_batches else itertools.repeat(batch)
+    began_s = time.perf_counter()
+    for x, y in itertools.islice(batches, num_gradients):
+        for parameter in model.parameters():
+            parameter.grad = None
+        F.cross_entropy(model(x), y).backward()
+    return time.perf_counter() - began_s
+
+
+def virtual_s(model_name: str, split: Split, strategy: str, workers: int, cluster: str, *, num_gradients: int) -> float:
+    """Seconds from the first step to the last of a virtual run of so many gradients."""
+    is_asynchronous = strategy in ("ps-asp", "ps-ssp")
+    max_steps = num_gradients if is_asynchronous else num_gradients // workers
+    stamps: list[float] = []
+    with tempfile.TemporaryDirectory() as directory:
+        result = paceline.run(
+            lambda: script(model_name, split),
+            strategy=strategy,
+            workers=workers,
+            engine="virtual",
+            cluster=cluster,
+            max_steps=max_steps,
+            device="cpu",
+            out=Path(directory) / "run",
+            watcher=_Stopwatch(stamps),
+        )
+        assert len(result.steps) >= num_gradients
+    return stamps[-1] - stamps[0]
+
+
+class _Stopwatch:
+    """Notes when training begins, and the time of every step."""
+
+    def __init__(self, stamps: list[float]) -> None:
+        self._stamps = stamps
+        self._num_samples = 0
+
+    def on_records(self, records: object) -> None:
+        pass
+
+    def on_progress(self, progress: object) -> None:
+        assert isinstance(progress, Progress)
+        if progress.phase == "training" and (not self._stamps or progress.samples > self._num_samples):
+            self._num_samples = progress.samples
+            self._stamps.append(time.perf_counter())
+
+    def on_output(self, who: str, line: str) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="convnet")
+    parser.add_argument("--workers", type=int, default=20)
+    parser.add_argument("--strategies", default="all-reduce,ps-bsp,ps-asp")
+    parser.add_argument("--cluster", default="commodity-10gbe")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each worker")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    given = parser.parse_args()
+    split = images(BATCH_SIZE * given.workers * 5)
+    num_gradients = given.workers * given.steps
+    print(f"{given.model}, {given.workers} virtual workers, {torch.get_num_threads()} thread(s): least ms a gradient")
+    print("strategy       pure  batches  virtual  virtual/pure  virtual/batches")
+    for strategy in given.strategies.split(","):
+        turns: list[tuple[float, float, float]] = []
+        for _ in range(given.rounds):
+            pure, batches = (
+                pure_s(given.model, split, num_gradients, takes_batches=takes_batches)
+                for takes_batches in (False, True)
+            )
+            virtual = virtual_s(given.model, split, strategy, given.workers, given.cluster, num_gradients=num_gradients)
+            turns.append((pure, batches, virtual))
+        pure, batches, virtual = (1e3 * min(times) / num_gradients for times in zip(*turns, strict=True))
+        ratios = f"{virtual / pure:12.2f}  {virtual / batches:15.2f}"
+        print(f"{strategy:<12} {pure:6.2f}  {batches:7.2f}  {virtual:7.2f}  {ratios}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Options that mean the same under several commands, with their help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Script = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(help="The script's own arguments, after --.", show_default=False)
+]
+Engine = Annotated[str, typer.Option(help="ray: real processes; virtual: real gradients on a simulated cluster.")]
+SimulatedCluster = Annotated[
+    str | None,
+    typer.Option(help="What --engine virtual simulates: a TOML file or a shipped name.", metavar="FILE|NAME"),
+]
+EvalEvery = Annotated[int | None, typer.Option(help="Iterations between evaluations.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Deadline = Annotated[float, typer.Option(help="Seconds that any wait for a peer may take.")]
+Track = Annotated[
+    list[str] | None, typer.Option(help="Send numbers to mlflow or wandb; may be repeated.", metavar="SERVICE")
+]

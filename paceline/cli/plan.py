@@ -1,0 +1,153 @@
+"""`paceline plan`: what every strategy would do on a cluster, predicted."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from paceline import launch
+from paceline.cli import common_options
+from paceline.engines.virtual import cluster_file
+from paceline.errors import UsageError
+from paceline.lab import words
+from paceline.planner import observing, wording
+from paceline.planner.noise import NoiseScale
+from paceline.planner.search import Plan, Point, require_in_range
+from paceline.planner.search import plan as search
+
+_MEASURE = "measure"
+PAGE_NAME, TABLE_NAME = "plan.html", "plan.csv"
+
+
+def plan(
+    script: common_options.Script,
+    cluster: Annotated[str, typer.Option(help="A TOML file or a shipped name.", metavar="FILE|NAME")],
+    target_batch: Annotated[
+        int | None,
+        typer.Option(help="Samples of one step of all workers, divided among them.", show_default="the script's each"),
+    ] = None,
+    max_workers: Annotated[
+        int | None, typer.Option(help="The most to look at.", show_default="what the cluster holds")
+    ] = None,
+    noise_scale: Annotated[
+        str | None,
+        typer.Option(
+            help="Gradient noise scale in samples, or measure: then time to target decides, not samples per second.",
+            metavar="N|measure",
+        ),
+    ] = None,
+    steps: Annotated[
+        float | None, typer.Option(help="To the target with one worker: makes times to target absolute.")
+    ] = None,
+    staleness_penalty: Annotated[
+        float, typer.Option(help="What an update of staleness costs at the target; 0: it does no harm.")
+    ] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="Where plan.html and plan.csv go.", show_default="nowhere")] = None,
+    arguments: common_options.Arguments = None,
+) -> None:
+    """Predict what a step of SCRIPT takes under every strategy, for every number of workers and servers of a cluster.
+
+    The script runs for two steps (or some more, for its noise scale) on the virtual engine; all else is computed.
+
+    Example: paceline plan train.py --cluster commodity-10gbe --noise-scale measure --out plan
+    """
+    described = cluster_file.load(cluster)
+    noise = _noise(noise_scale)
+    require_in_range(
+        described,
+        max_workers=max_workers,
+        target_batch=target_batch,
+        has_noise=noise_scale is not None,
+        single_steps=steps,
+        staleness_penalty=staleness_penalty,
+    )
+    program = launch.read_script(script, arguments or ())
+    Console(stderr=True).print(f"Running the first steps of {script} ...", markup=False, highlight=False)
+    seen = observing.observe(program, measures_noise=noise_scale == _MEASURE)
+    began_s = time.perf_counter()
+    found = search(
+        described,
+        seen.work,
+        max_workers=max_workers,
+        target_batch=target_batch,
+        noise=seen.noise or noise,
+        single_steps=steps,
+        staleness_penalty=staleness_penalty,
+    )
+    took_s = time.perf_counter() - began_s
+    console = Console(soft_wrap=True)
+    console.print(table(found))
+    for number, line in enumerate(wording.answer(found)):
+        console.print(line, style="bold" if number == 0 else None, markup=False, highlight=False)
+    work = seen.work
+    console.print(
+        f"{words.quantity(work.parameter_bytes / 1e6)} MB of parameters, {work.samples} samples a worker and step; "
+        f"{len(found.points)} combinations in {took_s:.1f} s.",
+        highlight=False,
+    )
+    if out is not None:
+        console.print(str(write(found, out, script=script.name, cluster=cluster)), markup=False, highlight=False)
+
+
+def _noise(text: str | None) -> NoiseScale | None:
+    """
+    Raises:
+        UsageError: it is neither `measure` nor a number of samples.
+    """
+    if text is None or text == _MEASURE:
+        return None
+    try:
+        samples = float(text)
+    except ValueError:
+        samples = math.nan
+    if not 0 <= samples < math.inf:
+        raise UsageError(f"--noise-scale {text!r} is neither {_MEASURE} nor a number of samples, such as 2000")
+    return NoiseScale(samples)
+
+
+def table(found: Plan) -> Table:
+    """The best of each strategy."""
+    has_target = found.noise is not None
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    headings = ("strategy", "workers", "step, ms", "samples/s", "efficiency", "binds")
+    for heading in (*headings[:4], *(("sooner",) if has_target else ()), *headings[4:]):
+        is_text = heading in ("strategy", "binds")
+        shown.add_column(
+            heading, justify="left" if is_text else "right", no_wrap=heading == "strategy", overflow="fold"
+        )
+    for point in found.best_of_each:
+        shown.add_row(*_cells(point, has_target=has_target))
+    return shown
+
+
+def _cells(point: Point, *, has_target: bool) -> list[str]:
+    found = point.prediction
+    cells = [point.label, str(found.workers), words.quantity(found.step_s * 1e3), words.quantity(found.samples_per_s)]
+    if has_target:
+        cells.append(f"{words.ratio(point.merit)} x")
+    return [*cells, words.percent(found.efficiency), found.binding]
+
+
+def write(found: Plan, directory: Path, *, script: str, cluster: str) -> Path:
+    """The page and the table; returns where the page is.
+
+    Raises:
+        UsageError: they cannot be written.
+    """
+    from paceline.planner import page  # here, because plotly takes a while to load
+
+    path = directory / PAGE_NAME
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        found.frame.to_csv(directory / TABLE_NAME, index=False)
+        path.write_text(page.render(found, script=script, cluster=cluster), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the plan to {directory}: {error.strerror}; give another --out") from None
+    return path

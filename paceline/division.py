@@ -1,0 +1,23 @@
+"""Dividing a sum by the number of its terms."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def divide(total: Tensor, divisor: int) -> None:
+    """`total` becomes total / divisor, truncated towards zero where it holds integers."""
+    if total.is_floating_point() or total.is_complex():
+        # By a tensor: right after a training step, whose code is in no cache, a number takes 20 us more.
+        total.div_(_scalar(divisor, total.dtype, total.device))
+    else:
+        total.div_(divisor, rounding_mode="trunc")
+
+
+@functools.cache
+def _scalar(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    wide = torch.float32 if dtype.itemsize < 4 else dtype  # half precision cannot hold every number of ranks
+    return torch.tensor(number, dtype=wide, device=device)

@@ -1,0 +1,55 @@
+"""A run so far, for those who watch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.records import EvaluationRecord, EventRecord, Record, StepRecord
+
+
+@dataclass
+class Progress:
+    """The run so far, for those who watch."""
+
+    iteration: int = 0
+    time_s: float = 0.0
+    began_s: float = 0.0
+    """Of the training clock when this run began; above zero where it was resumed."""
+    samples: int = 0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    waiting_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    phase: str = "starting"
+    saved_iteration: int | None = None
+    """Of the last checkpoint that this run wrote."""
+
+    def take(self, records: Iterable[Record]) -> None:
+        """Go on with what these say."""
+        for record in records:
+            if isinstance(record, StepRecord):
+                self.iteration = max(self.iteration, record.iteration)
+                self.time_s = max(self.time_s, record.time_s)
+                self.samples += record.samples
+                self.compute_s += record.compute_s
+                self.communication_s += record.communication_s
+                self.waiting_s += record.waiting_s
+            elif isinstance(record, EvaluationRecord):
+                self.metrics = record.metrics
+            elif isinstance(record, EventRecord) and record.name == "training":
+                self.phase = "training"
+                self.began_s = record.time_s
+            elif isinstance(record, EventRecord) and record.name == "checkpoint":
+                self.saved_iteration = record.iteration
+
+
+class Watcher(Protocol):
+    """Who looks on: a progress bar, or nobody."""
+
+    def on_progress(self, progress: Progress) -> None: ...
+
+    def on_output(self, who: str, line: str) -> None: ...
+
+    def on_records(self, records: Sequence[Record]) -> None: ...

@@ -1,0 +1,62 @@
+"""Callbacks at the end of a backward pass, called where a worker can be left: after torch's engine has returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+
+from paceline.errors import UsageError
+
+
+@final
+class BackwardEnds:
+    """Stands before torch's engine, which would call `queue_callback`'s callbacks from inside itself.
+
+    A worker that waits for its gradients there would leave the engine's own state, which is the thread's, to the
+    next worker.
+    """
+
+    def __init__(self) -> None:
+        self._engine: Any = torch.autograd.Variable._execution_engine
+        self._queued: list[list[Callable[[], None]]] = []  # of each backward pass under way, the innermost last
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Torch calls this one instead of its engine. Python's own calls only: nothing else begins a backward pass."""
+        torch.autograd.Variable._execution_engine = self  # type: ignore[assignment]
+        try:
+            # Else a device has one thread for all workers' gradients, in which hooks would run.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            torch.autograd.Variable._execution_engine = self._engine
+
+    def require_outside(self) -> None:
+        """
+        Raises:
+            UsageError: a backward pass is under way.
+        """
+        if self._queued:
+            raise UsageError(
+                "on the virtual engine nothing can be waited for in the middle of a backward pass; wait for what a "
+                "hook has started when backward() has returned"
+            )
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        self._queued[-1].append(callback)
+
+    def run_backward(self, *arguments: Any, **settings: Any) -> Any:
+        self._queued.append([])
+        try:
+            result = self._engine.run_backward(*arguments, **settings)
+        finally:
+            callbacks = self._queued.pop()
+        for callback in callbacks:
+            callback()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

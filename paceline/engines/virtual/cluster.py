@@ -1,0 +1,203 @@
+"""A cluster as the simulation sees it: hosts, links, how long computing takes, and where servers go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+from paceline.errors import UsageError
+
+Distribution = Literal["constant", "log-normal", "exponential", "trace"]
+Placement = Literal["separate", "with workers"]
+_SHARE_TOLERANCE = 1e-3
+
+
+def setting(
+    doc: str,
+    default: Any = MISSING,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    compare: bool = True,
+) -> Any:
+    """A key of a cluster's file, with its own line of documentation and the numbers that it may be.
+
+    Args:
+        compare: whether clusters that differ in it are different ones.
+    """
+    return field(default=default, compare=compare, metadata={"doc": doc, "least": least, "above": above})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """Hosts that are all alike: one `[[hosts]]` table."""
+
+    name: str = setting("what they are called; a number is added", "host")
+    count: int = setting("how many there are", 1, least=1)
+    cores: int = setting("of one host", 1, least=1)
+    devices: int = setting("accelerators of one host", 0, least=0)
+    gflop_per_s: float | None = setting(
+        "what one core, or one device where there are some, does of this kind of work: for counted step times",
+        None,
+        above=0,
+    )
+    speed: float = setting("how fast they compute, relative to what [compute] says", 1.0, above=0)
+    workers: int | None = setting(
+        "workers that one host takes; 0: servers only; by default one, or as many as it has devices", None, least=0
+    )
+    bandwidth_gbit_per_s: float = setting("of the network card, each way", above=0)
+    up_gbit_per_s: float | None = setting("of the network card, sending, where that differs", None, above=0)
+    latency_us: float = setting("from one of these hosts to another of the same rack, one way", 50.0, least=0)
+    memory_gbyte_per_s: float = setting("at which a server updates, and workers of one host exchange", 20.0, above=0)
+    site: str = setting("which of the [[sites]] they are at", "")
+
+    @property
+    def slots(self) -> int:
+        """Workers that one host takes."""
+        return max(1, self.devices) if self.workers is None else self.workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Racks:
+    """How hosts are cabled: `[racks]`. Without it, every host hangs on one switch that is never the bottleneck."""
+
+    hosts: int = setting("in one rack", least=1)
+    bandwidth_gbit_per_s: float = setting("between a rack and the core, each way", above=0)
+    latency_us: float = setting("from one rack to another, one way, besides that of the hosts", 5.0, least=0)
+    core_gbit_per_s: float | None = setting(
+        "through the core, all racks together; none: it is never the bottleneck", None, above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place far from the others: one `[[sites]]` table."""
+
+    name: str = setting("as hosts name it")
+    bandwidth_gbit_per_s: float = setting("between the site and the others, each way", above=0)
+    latency_ms: float = setting("one way, half of it; the other site's half is added", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How long a worker that has a host of speed 1 to itself computes: `[compute]`.
+
+    With neither `step_s` nor `sample_s` the model's floating-point operations are counted, and hosts must say
+    `gflop_per_s`.
+    """
+
+    step_s: float | None = setting("one step, with as many samples as the first one has", None, above=0)
+    sample_s: float | None = setting("one sample, forward and backward", None, above=0)
+    backward_share: float = setting("of a step; the rest is the forward pass", 2 / 3, least=0)
+    distribution: Distribution = setting("constant, log-normal, exponential or trace, around that time", "constant")
+    variation: float | None = setting("standard deviation over mean, of log-normal", None, above=0)
+    trace_s: tuple[float, ...] = setting("measured step times, which workers go through from places of their own", ())
+    gradient_shares: tuple[float, ...] = setting(
+        "of backward, what each parameter's gradient takes, in the optimizer's order; none: operations are counted", ()
+    )
+    pauses_per_hour: float = setting("of computing, on each worker: collected garbage, other users", 0.0, least=0)
+    pause_s: float = setting("how long one takes", 0.0, least=0)
+    failures_per_hour: float = setting("of each host; one ends the run, naming who was on it", 0.0, least=0)
+
+    def __post_init__(self) -> None:
+        if self.step_s is not None and self.sample_s is not None:
+            raise UsageError("step_s and sample_s say the same; give one of them")
+        if self.backward_share >= 1:
+            raise UsageError(f"backward_share is a part of a step, below 1, not {self.backward_share}")
+        if (self.variation is not None) != (self.distribution == "log-normal"):
+            raise UsageError('variation goes with distribution = "log-normal", which needs it')
+        if bool(self.trace_s) != (self.distribution == "trace"):
+            raise UsageError('trace_s goes with distribution = "trace", which needs it')
+        if any(not time_s > 0 for time_s in self.trace_s):
+            raise UsageError("trace_s must be times above 0")
+        if any(not share >= 0 for share in self.gradient_shares) or (self.gradient_shares and not self._is_whole()):
+            raise UsageError("gradient_shares must be parts of backward, none below 0, that add up to 1")
+        if bool(self.pauses_per_hour) != bool(self.pause_s):
+            raise UsageError("pauses_per_hour and pause_s go together; give both")
+
+    def _is_whole(self) -> bool:
+        return abs(math.fsum(self.gradient_shares) - 1) < _SHARE_TOLERANCE
+
+    @property
+    def reference_s(self) -> float | None:
+        """Of a whole step, where that is given; a trace's mean where nothing else is."""
+        if self.step_s is None and self.sample_s is None and self.trace_s:
+            return math.fsum(self.trace_s) / len(self.trace_s)
+        return self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """Where parameter servers go: `[servers]`."""
+
+    placement: Placement = setting(
+        '"separate": on hosts without workers; "with workers": one on each worker\'s host in turn', "separate"
+    )
+    request_us: float = setting("a server is at each request, besides the update", 0.0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """What exchanges cost besides what passes the links: `[communication]`. Nothing, unless it says so."""
+
+    operation_us: float = setting("a worker is at a collective operation, besides its messages", 0.0, least=0)
+    message_us: float = setting("a worker is at sending another one a message", 0.0, least=0)
+    request_us: float = setting("a worker is at asking its servers and taking what they answer", 0.0, least=0)
+    packing_gbyte_per_s: float | None = setting(
+        "at which a core encrypts and copies what goes to or comes from a server elsewhere; none: at once",
+        None,
+        above=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A whole file."""
+
+    about: str = setting("what it is, for people", "", compare=False)
+    hosts: tuple[Hosts, ...] = setting("the [[hosts]] tables")
+    racks: Racks | None = setting("the [racks] table", None)
+    sites: tuple[Site, ...] = setting("the [[sites]] tables", ())
+    compute: Compute = setting("the [compute] table", Compute())
+    servers: Servers = setting("the [servers] table", Servers())
+    communication: Communication = setting("the [communication] table", Communication())
+    shared_cores: int | None = setting(
+        "that all hosts have together, where they are parts of one machine, with a core each; none: hosts share none",
+        None,
+        least=1,
+    )
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise UsageError("a cluster needs at least one [[hosts]] table")
+        known = {site.name for site in self.sites}
+        if len(known) < len(self.sites):
+            raise UsageError("two [[sites]] have the same name")
+        for hosts in self.hosts:
+            if (hosts.site or known) and hosts.site not in known:
+                raise UsageError(
+                    f"hosts {hosts.name!r} are at site {hosts.site!r}, which is none of the [[sites]]: "
+                    f"{', '.join(sorted(known)) or 'there are none'}"
+                )
+        is_counted = self.compute.reference_s is None and self.compute.sample_s is None
+        if is_counted and any(hosts.gflop_per_s is None and hosts.slots for hosts in self.hosts):
+            raise UsageError(
+                "give step_s or sample_s in [compute], or gflop_per_s in every [[hosts]] that takes workers"
+            )
+
+    @property
+    def num_hosts(self) -> int:
+        return sum(hosts.count for hosts in self.hosts)
+
+    @property
+    def num_slots(self) -> int:
+        """Workers that it has room for."""
+        return sum(hosts.count * hosts.slots for hosts in self.hosts)
+
+    def each_host(self) -> list[Hosts]:
+        """What every host is, by its number."""
+        return [hosts for hosts in self.hosts for _ in range(hosts.count)]
+
+    def names(self) -> list[str]:
+        return [f"{hosts.name}-{number}" for hosts in self.hosts for number in range(hosts.count)]

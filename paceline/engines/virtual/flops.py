@@ -1,0 +1,105 @@
+"""Counting a model's floating-point operations, layer by layer, during one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_PER_OUTPUT = 4
+"""What a layer is taken to do for an element of its output besides the operations that torch has formulas for."""
+
+
+@final
+class FlopCount(TorchDispatchMode):
+    """Counts while it is entered: matrix products, convolutions and attention, by torch's own formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flop = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            # In inference mode a layer's operation arrives whole: what it consists of is what there are formulas for.
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            return parts if parts is not NotImplemented else func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.flop += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+@final
+class ForwardCount:
+    """Counts one forward pass of `model`, from construction to `end`.
+
+    Args:
+        parameters: whose layers' parts are to be told apart.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self._model, self._mode = model, FlopCount()
+        self._flop_of: dict[int, float] = {}
+        self._parameters = list(parameters)
+        self._layers = _layers_of(model, parameters)
+        self._hooks: list[Any] = []
+        self._under_way: list[list[float]] = []  # of each layer: what was counted before it, and inside its own layers
+        self._before(model, ())
+        for layer in {id(layer): layer for layer in self._layers if layer is not None and layer is not model}.values():
+            self._hooks += [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, output: object) -> None:
+        """The model has returned `output`."""
+        self._after(self._model, (), output)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def flop(self) -> float:
+        """Of the whole pass."""
+        return self._mode.flop
+
+    def shares(self) -> list[float]:
+        """What part of the backward pass each parameter's gradient is taken to be: its layer's part of the forward
+        pass, divided among the layer's parameters by their sizes. They add up to 1."""
+        sizes: dict[int, int] = {}
+        for parameter, layer in zip(self._parameters, self._layers, strict=True):
+            sizes[id(layer)] = sizes.get(id(layer), 0) + parameter.numel()
+        weights = [
+            self._flop_of.get(id(layer), 0.0) * parameter.numel() / max(1, sizes[id(layer)])
+            for parameter, layer in zip(self._parameters, self._layers, strict=True)
+        ]
+        total = sum(weights)
+        return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
+
+    def _before(self, layer: nn.Module, inputs: object) -> None:
+        self._under_way.append([self._mode.flop, 0.0])
+
+    def _after(self, layer: nn.Module, inputs: object, output: object) -> None:
+        before, inner = self._under_way.pop()
+        whole = self._mode.flop - before
+        own = whole - inner + _PER_OUTPUT * _num_elements(output)
+        self._flop_of[id(layer)] = self._flop_of.get(id(layer), 0.0) + own
+        if self._under_way:
+            self._under_way[-1][1] += whole
+
+
+def _layers_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Module | None]:
+    """The module that holds each parameter; of a shared one, the first."""
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), module)
+    return [owners.get(id(parameter)) for parameter in parameters]
+
+
+def _num_elements(output: object) -> int:
+    return output.numel() if isinstance(output, Tensor) else 0

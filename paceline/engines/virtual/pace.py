@@ -1,0 +1,128 @@
+"""A worker's clock moves on as its model computes: forward when it is called, backward gradient by gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.engines.virtual.compute import ComputeTimes, StepCost
+from paceline.engines.virtual.flops import ForwardCount
+from paceline.engines.virtual.process import Process
+from paceline.errors import UsageError
+from paceline.strategies.base import Replica
+
+
+@final
+class Pace:
+    """Takes virtual time for what a prepared model computes.
+
+    The backward pass takes its time in parts, one when each parameter's gradient is ready, so that a bucket is full
+    when the layers whose gradients it holds would be done.
+
+    Args:
+        backward_share: of a step.
+        gradient_shares: of backward, each parameter's; none: those of the counted operations.
+        before_step: called when a step's computing begins; may raise to end the worker.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        times: ComputeTimes,
+        cost: StepCost,
+        *,
+        backward_share: float,
+        gradient_shares: Sequence[float] = (),
+        before_step: Callable[[], None],
+    ) -> None:
+        self._process, self._times, self._cost = process, times, cost
+        self._backward_share, self._before_step = backward_share, before_step
+        self._replica: Replica | None = None
+        self._count: ForwardCount | None = None
+        self._given_shares = list(gradient_shares)
+        self._shares: list[float] = []
+        self._flop_per_sample = 0.0
+        self._backward_s: float | None = None  # of a backward pass through what was computed last
+        self._left_s = 0.0  # of the backward pass under way
+        self._in_backward = False
+
+    def watch(self, replica: Replica) -> None:
+        """Be told of what this model computes; before anyone else is, so that the clock is right when they are.
+
+        Raises:
+            UsageError: the cluster was measured with another model.
+        """
+        if self._given_shares and len(self._given_shares) != len(replica.parameters):
+            raise UsageError(
+                f"the cluster's gradient_shares are of a model with {len(self._given_shares)} parameters, and this one "
+                f"has {len(replica.parameters)}; probe with this script, or take gradient_shares out of its file"
+            )
+        self._replica = replica
+        replica.model.register_forward_pre_hook(self._begin_forward)
+        replica.model.register_forward_hook(self._end_forward, with_kwargs=True)
+        for index, parameter in enumerate(replica.parameters):
+            parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
+
+    def _begin_forward(self, model: nn.Module, inputs: Sequence[Any]) -> None:
+        self._before_step()
+        if not self._shares and self._replica is not None:
+            self._count = ForwardCount(model, self._replica.parameters)
+
+    def _end_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], output: object) -> None:
+        num_samples = _num_samples((*inputs, *named.values()))
+        if self._count is not None:
+            self._count.end(output)
+            self._shares = self._given_shares or self._count.shares()
+            self._flop_per_sample = self._count.flop / num_samples
+            self._count = None
+        mean_s = self._cost.seconds(num_samples=num_samples, forward_flop=self._flop_per_sample * num_samples)
+        if not torch.is_grad_enabled():
+            self._process.advance(mean_s * (1 - self._backward_share))
+            return
+        step_s = self._times.draw(mean_s)
+        self._backward_s = step_s * self._backward_share
+        self._process.advance(step_s - self._backward_s)
+
+    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            if not self._in_backward:
+                self._begin_backward()
+            part_s = min(self._left_s, self._backward_time_s() * self._shares[index])
+            self._left_s -= part_s
+            self._process.advance(part_s)
+
+        return on_gradient
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._left_s = self._backward_time_s()
+        # Called before those that are asked for after this: gradients are exchanged when all of them are computed.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._process.advance(self._left_s)
+        self._left_s = 0.0
+
+    def _backward_time_s(self) -> float:
+        """
+        Raises:
+            UsageError: the prepared model was never called itself.
+        """
+        if self._backward_s is None:
+            raise UsageError(
+                "the virtual engine takes time when the prepared model is called, and the script computes gradients "
+                "without calling it; call model(...) rather than its parts"
+            )
+        return self._backward_s
+
+
+def _num_samples(inputs: Sequence[Any]) -> int:
+    """Of a batch: the first dimension of the first tensor."""
+    for value in inputs:
+        if isinstance(value, Tensor) and value.dim():
+            return max(1, value.shape[0])
+    return 1

@@ -1,0 +1,137 @@
+"""Who sends how much to whom in a collective operation, round by round. Knows no tensors and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Round(NamedTuple):
+    """One rank's part of a round: what it sends at once, and whom it hears from before it goes on."""
+
+    sends: Sequence[tuple[int, float]]
+    """Rank and bytes."""
+    receives: Sequence[int]
+    is_blocking: bool = False
+    """Whether it also waits until what it sends has arrived."""
+
+
+class Pattern(Protocol):
+    """The rounds of one rank. A generator: how much it passes on of what it received is asked for only then."""
+
+    def __call__(self, rank: int) -> Iterator[Round]: ...
+
+
+def all_reduce(hosts: Sequence[Sequence[int]], num_bytes: float) -> Pattern:
+    """A ring among hosts; on each host, all hand their tensor to the first rank and get the result from it.
+
+    Args:
+        hosts: the ranks of each host.
+    """
+    leaders = [ranks[0] for ranks in hosts]
+    ring = ring_all_reduce(leaders, num_bytes)
+    host_of = {rank: ranks for ranks in hosts for rank in ranks}
+
+    def rounds(rank: int) -> Iterator[Round]:
+        leader, *others = host_of[rank]
+        if rank != leader:
+            yield Round(((leader, num_bytes),), (leader,))
+            return
+        if others:
+            yield Round((), others)
+        if len(leaders) > 1:
+            yield from ring(rank)
+        if others:
+            yield Round([(other, num_bytes) for other in others], ())
+
+    return rounds
+
+
+def ring_all_reduce(ranks: Sequence[int], num_bytes: float) -> Pattern:
+    """As `comm.algorithms.ring`: 2 (n - 1) rounds, in each of which a rank passes one n-th on to the next.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+    """
+    size = len(ranks)
+    place_of = {rank: place for place, rank in enumerate(ranks)}
+    part_bytes = num_bytes / size
+
+    def rounds(rank: int) -> Iterator[Round]:
+        place = place_of[rank]
+        one = Round(((ranks[(place + 1) % size], part_bytes),), (ranks[place - 1],))
+        for _ in range(2 * (size - 1)):
+            yield one
+
+    return rounds
+
+
+def all_gather(size: int, bytes_of: Mapping[int, float]) -> Pattern:
+    """Bruck's: in round j a rank sends all it has, up to 2**j tensors, to the rank 2**j before it.
+
+    Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS
+    8(11), 1997, section 4: ceil(log2 n) rounds, and no byte more than has to be sent.
+
+    Args:
+        bytes_of: what each rank gives; need be known of a rank once it takes part.
+    """
+
+    def rounds(rank: int) -> Iterator[Round]:
+        distance = 1
+        while distance < size:
+            held = [(rank + offset) % size for offset in range(min(distance, size - distance))]
+            yield Round(
+                (((rank - distance) % size, sum(bytes_of[other] for other in held)),), ((rank + distance) % size,)
+            )
+            distance *= 2
+
+    return rounds
+
+
+def broadcast(size: int, root: int, num_bytes: float) -> Pattern:
+    """A binomial tree: in round j the 2**j ranks that have it send it to as many others."""
+
+    def rounds(rank: int) -> Iterator[Round]:
+        place = (rank - root) % size
+        if place:
+            parent = place - (1 << (place.bit_length() - 1))
+            yield Round((), ((parent + root) % size,))
+        reach = 1 << place.bit_length() if place else 1
+        while place + reach < size:
+            yield Round((((place + reach + root) % size, num_bytes),), (), is_blocking=True)
+            reach *= 2
+
+    return rounds
+
+
+def gather(size: int, root: int, bytes_of: Mapping[int, float]) -> Pattern:
+    """Everyone sends to the root at once."""
+
+    def rounds(rank: int) -> Iterator[Round]:
+        if rank == root:
+            yield Round((), [other for other in range(size) if other != root])
+        else:
+            yield Round(((root, bytes_of[rank]),), ())
+
+    return rounds
+
+
+def scatter(size: int, root: int, bytes_for: Mapping[int, Sequence[float]]) -> Pattern:
+    """The root sends each its own at once. `bytes_for[root][i]` is for rank i."""
+
+    def rounds(rank: int) -> Iterator[Round]:
+        if rank == root:
+            yield Round([(other, bytes_for[root][other]) for other in range(size) if other != root], ())
+        else:
+            yield Round((), (root,))
+
+    return rounds
+
+
+def all_to_all(size: int, bytes_for: Mapping[int, Sequence[float]]) -> Pattern:
+    """Everyone sends to everyone at once. `bytes_for[s][d]` is what rank s sends to rank d."""
+
+    def rounds(rank: int) -> Iterator[Round]:
+        others = [(rank + distance) % size for distance in range(1, size)]
+        yield Round([(other, bytes_for[rank][other]) for other in others], others)
+
+    return rounds

@@ -1,0 +1,151 @@
+"""A cluster's hosts and links, and which of them workers and servers are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import final
+
+from paceline.engines.virtual.cluster import Cluster, Hosts
+from paceline.engines.virtual.network import Link
+from paceline.errors import UsageError
+
+BYTES_PER_GBIT = 1e9 / 8
+MEMORY_LATENCY_S = 1e-6
+
+
+@final
+class Topology:
+    """The links of a cluster: a host's network card, its rack's cable, the core, its site's line.
+
+    Where packing takes time, a host's core is a link as well, and so are the cores of a machine that hosts share.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        hosts, names = cluster.each_host(), cluster.names()
+        self._ups = [_card(host, name, "up") for host, name in zip(hosts, names, strict=True)]
+        self._downs = [_card(host, name, "down") for host, name in zip(hosts, names, strict=True)]
+        self._memories = [
+            Link(f"{name} memory", host.memory_gbyte_per_s * 1e9, MEMORY_LATENCY_S)
+            for host, name in zip(hosts, names, strict=True)
+        ]
+        racks = cluster.racks
+        self._rack_of = [number // racks.hosts if racks is not None else 0 for number in range(len(hosts))]
+        self._rack_links: list[tuple[Link, Link]] = []
+        self._core: tuple[Link, ...] = ()
+        if racks is not None:
+            half_s = racks.latency_us * 1e-6 / 2
+            self._rack_links = [
+                _both_ways(f"rack {rack}", racks.bandwidth_gbit_per_s, half_s) for rack in range(self._rack_of[-1] + 1)
+            ]
+            if racks.core_gbit_per_s is not None:
+                self._core = (Link("core", racks.core_gbit_per_s * BYTES_PER_GBIT),)
+        self._site_of = [host.site for host in hosts]
+        self._site_links = {
+            site.name: _both_ways(f"site {site.name}", site.bandwidth_gbit_per_s, site.latency_ms * 1e-3)
+            for site in cluster.sites
+        }
+
+        self._packers: list[Link] = []
+        self._machine: tuple[Link, ...] = ()
+        if (gbyte_per_s := cluster.communication.packing_gbyte_per_s) is not None:
+            self._packers = [Link(f"{name} core", gbyte_per_s * 1e9) for name in names]
+            if cluster.shared_cores is not None:
+                self._machine = (Link("shared cores", gbyte_per_s * 1e9 * cluster.shared_cores),)
+
+    def between_workers_and_servers(self, source: int, destination: int) -> Sequence[Link]:
+        """The links from one host to another for what is packed and unpacked on the way."""
+        path = self(source, destination)
+        if source == destination or not self._packers:
+            return path
+        return (
+            self._packers[source], *self._machine, *path, *self._machine, self._packers[destination]
+        )  # fmt: skip
+
+    def __call__(self, source: int, destination: int) -> Sequence[Link]:
+        """The links from one host to another, the sender's own first."""
+        if source == destination:
+            return (self._memories[source],)
+        up, down = self._ups[source], self._downs[destination]
+        here, there = self._rack_of[source], self._rack_of[destination]
+        if here == there and not self._site_links:
+            return (up, down)
+        path = [up]
+        if here != there:
+            path += (self._rack_links[here][0], *self._core)
+        if self._site_of[source] != self._site_of[destination]:
+            path += (self._site_links[self._site_of[source]][0], self._site_links[self._site_of[destination]][1])
+        if here != there:
+            path.append(self._rack_links[there][1])
+        return (*path, down)
+
+    @property
+    def links(self) -> list[Link]:
+        """All of them."""
+        shared = [link for pair in (*self._rack_links, *self._site_links.values()) for link in pair]
+        return [*self._ups, *self._downs, *self._memories, *shared, *self._core, *self._packers, *self._machine]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Hosts by their numbers."""
+
+    workers: tuple[int, ...]
+    """Of each rank; ranks run host by host."""
+    servers: tuple[int, ...]
+
+    @property
+    def ranks_by_host(self) -> list[list[int]]:
+        """The ranks of each host that has some, in the order of its first."""
+        ranks: dict[int, list[int]] = {}
+        for rank, host in enumerate(self.workers):
+            ranks.setdefault(host, []).append(rank)
+        return list(ranks.values())
+
+
+def place(cluster: Cluster, *, num_workers: int, num_servers: int) -> Places:
+    """Workers on the first hosts that take some; servers where the cluster says.
+
+    Raises:
+        UsageError: there is no room.
+    """
+    slots = _slots_of(cluster)
+    if num_workers > len(slots):
+        raise UsageError(
+            f"the cluster has room for {len(slots)} worker(s), not {num_workers}; "
+            "raise count or workers in its [[hosts]], or start fewer"
+        )
+    workers = slots[:num_workers]
+    if cluster.servers.placement == "with workers":
+        homes = list(dict.fromkeys(workers))
+        return Places(workers, tuple(homes[index % len(homes)] for index in range(num_servers)))
+    hosts = cluster.each_host()
+    taken = set(workers)
+    free = [number for number in range(len(hosts)) if number not in taken]
+    free.sort(key=lambda number: hosts[number].slots > 0)  # those for servers only come first
+    if num_servers > len(free):
+        raise UsageError(
+            f"{num_servers} server(s) need hosts of their own, and {num_workers} worker(s) leave {len(free)} of "
+            f'{len(hosts)}; add hosts, or say placement = "with workers" in [servers]'
+        )
+    return Places(workers, tuple(free[:num_servers]))
+
+
+@lru_cache(maxsize=4)
+def _slots_of(cluster: Cluster) -> tuple[int, ...]:
+    """The host of each worker that there is room for. Plans ask again and again."""
+    return tuple(number for number, host in enumerate(cluster.each_host()) for _ in range(host.slots))
+
+
+def _card(host: Hosts, name: str, direction: str) -> Link:
+    gbit_per_s = host.bandwidth_gbit_per_s
+    if direction == "up" and host.up_gbit_per_s is not None:
+        gbit_per_s = host.up_gbit_per_s
+    return Link(f"{name} {direction}", gbit_per_s * BYTES_PER_GBIT, host.latency_us * 1e-6 / 2)
+
+
+def _both_ways(name: str, gbit_per_s: float, latency_s: float) -> tuple[Link, Link]:
+    """Up and down."""
+    bytes_per_s = gbit_per_s * BYTES_PER_GBIT
+    return Link(f"{name} up", bytes_per_s, latency_s), Link(f"{name} down", bytes_per_s, latency_s)

@@ -1,0 +1,165 @@
+"""Speed-up: the time of one worker to the target over the time of n, with the ideal and Amdahl's fit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from paceline.lab import amdahl, words
+from paceline.lab.figures.chart import Chart, Subject, canvas, reached_in_part
+from paceline.lab.figures.style import FAINT, plain
+
+_HEIGHT_PX = 420
+_ROOM = 1.35  # how far above the best speed-up the plot goes; the ideal line may leave it
+_NUM_FIT_POINTS = 60
+_MAX_TICKS = 8
+_STRIP = 0.07  # height of a line below zero, in parts of the plot above it
+
+
+def speedup(subject: Subject) -> list[Chart]:
+    """One chart: all strategies, with the ideal line."""
+    summary = subject.frames.summary
+    if subject.target is None or not summary["speedup"].notna().any():
+        return []
+    plot = canvas(
+        x_title="Workers (number)",
+        y_title=f"Speed-up (times the base{', virtual time' if subject.is_virtual else ''})",
+        height_px=_HEIGHT_PX,
+    )
+    most = max(subject.counts)
+    top = max(_ROOM * float(summary["speedup_high"].max()), 1.2)
+    plot.add_trace(
+        go.Scatter(
+            x=[1, most], y=[1, most], mode="lines", name="ideal", line={"color": FAINT, "width": 1, "dash": "4px 4px"}
+        )
+    )
+    never = summary[(summary["reached"] == 0) & (summary["seeds"] > 0)]
+    notes = [f"Never reached the target: {row.strategy} at {row.workers} workers." for row in never.itertuples()]
+    notes += reached_in_part(summary)
+    for strategy in subject.strategies:
+        rows = summary[(summary["strategy"] == strategy) & summary["speedup"].notna()].sort_values("workers")
+        if len(rows):
+            _measured(plot, subject, strategy, rows)
+            _fit(plot, subject, strategy)
+    plot.update_xaxes(tickmode="array", tickvals=subject.counts, range=[min(subject.counts) - 0.5, most + 0.5])
+    _scale(plot, top, _draw_never(plot, subject, never, top))
+    reached = summary[summary["speedup"].notna()]
+    best = reached.loc[reached["speedup"].idxmax()]
+    words = (
+        f"Speed-up against workers. The largest is {best['speedup']:.2f} with {best['strategy']} at "
+        f"{best['workers']} workers. {' '.join(notes)}"
+    )
+    notes += [f"Base of the speed-up: {', '.join(dict.fromkeys(_bases(reached)))}.", *_fits_in_words(subject)]
+    return [Chart("", "", plot, words.strip(), _table(reached), tuple(notes))]
+
+
+def _measured(plot: go.Figure, subject: Subject, strategy: str, rows: pd.DataFrame) -> None:
+    style = subject.strategy_styles[strategy]
+    plot.add_trace(
+        go.Scatter(
+            x=rows["workers"].tolist(),
+            y=rows["speedup"].tolist(),
+            mode="lines+markers",
+            name=plain(strategy),
+            legendgroup=plain(strategy),
+            line={"color": style.colour, "dash": style.dash, "width": 2},
+            marker={"symbol": style.marker, "size": 9, "color": style.colour},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": (rows["speedup_high"] - rows["speedup"]).tolist(),
+                "arrayminus": (rows["speedup"] - rows["speedup_low"]).tolist(),
+                "color": style.colour,
+                "thickness": 1.2,
+                "width": 4,
+            },
+        )
+    )
+
+
+def _fit(plot: go.Figure, subject: Subject, strategy: str) -> None:
+    """As far as it goes: past the fastest number of workers the law says nothing."""
+    fits = subject.frames.amdahl
+    fits = fits[fits["strategy"] == strategy]
+    if fits.empty:
+        return
+    fraction = float(fits["serial_fraction"].iloc[0])
+    workers = np.linspace(1, int(fits["workers"].iloc[0]), _NUM_FIT_POINTS)
+    plot.add_trace(
+        go.Scatter(
+            x=workers.tolist(),
+            y=[amdahl.speedup(n, serial_fraction=fraction) for n in workers.tolist()],
+            mode="lines",
+            name=f"Amdahl's fit, {plain(strategy)}",
+            legendgroup=plain(strategy),
+            showlegend=False,
+            line={"color": subject.strategy_styles[strategy].colour, "width": 1, "dash": "1px 3px"},
+            hoverinfo="skip",
+        )
+    )
+
+
+def _draw_never(plot: go.Figure, subject: Subject, never: pd.DataFrame, top: float) -> float:
+    """Mark what never reached the target in a strip of its own below zero; returns the strip's height."""
+    strategies = list(dict.fromkeys(never["strategy"]))
+    for place, strategy in enumerate(strategies):
+        style = subject.strategy_styles[strategy]
+        counts = never.loc[never["strategy"] == strategy, "workers"].tolist()
+        plot.add_trace(
+            go.Scatter(
+                x=counts,
+                y=[-_STRIP * top * (place + 0.75)] * len(counts),
+                mode="markers+text",
+                text=[f"{plain(strategy)}: never"] * len(counts),
+                textposition="middle left",
+                textfont={"size": 11},
+                name=plain(strategy),
+                legendgroup=plain(strategy),
+                showlegend=False,
+                marker={"symbol": style.marker + "-open", "size": 9, "color": style.colour},
+                hoverinfo="skip",
+            )
+        )
+    return _STRIP * top * (len(strategies) + 0.5) if strategies else 0.0
+
+
+def _scale(plot: go.Figure, top: float, strip: float) -> None:
+    """Ticks from zero upward only: what lies below is no number."""
+    plot.update_yaxes(range=[-strip, top], tickvals=np.arange(0, top, _tick_step(top)).tolist(), tickmode="array")
+    if strip:
+        plot.add_hline(y=0, line={"color": FAINT, "width": 1})
+
+
+def _tick_step(top: float) -> float:
+    """The smallest of 1, 2 and 5 in any decade with which there are not too many ticks up to `top`."""
+    decade = 10.0 ** math.floor(math.log10(top / _MAX_TICKS))
+    return next(step for step in (decade, 2 * decade, 5 * decade, 10 * decade) if top / step <= _MAX_TICKS)
+
+
+def _fits_in_words(subject: Subject) -> list[str]:
+    fits = [
+        f"{fit.strategy} {fit.serial_fraction:.1%} ({fit.serial_fraction_low:.1%} to {fit.serial_fraction_high:.1%})"
+        for fit in subject.frames.amdahl.itertuples()
+    ]
+    return [f"Serial fraction by Amdahl's fit: {', '.join(fits)}."] if fits else []
+
+
+def _table(rows: pd.DataFrame) -> pd.DataFrame:
+    columns = {
+        "strategy": "strategy",
+        "workers": "workers",
+        "speedup": "speed-up, mean",
+        "speedup_low": "lowest",
+        "speedup_high": "highest",
+        "efficiency": "parallel efficiency",
+        "base": "base",
+    }
+    return rows.assign(base=_bases(rows))[list(columns)].rename(columns=columns)
+
+
+def _bases(rows: pd.DataFrame) -> list[str]:
+    """In words, row by row."""
+    return [words.combination(row.base_strategy, row.base_workers) for row in rows.itertuples()]

@@ -1,0 +1,174 @@
+"""A study's tidy tables: their columns, and the CSV files that hold them.
+
+All times are seconds on the training clock, which leaves evaluation out; on the engine `virtual` it is a simulated one.
+A target that was never reached is NaN in every `*_to_target` column, never 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from paceline.errors import UsageError
+
+Columns = Mapping[str, str]
+"""Names of columns, in order, with their pandas types."""
+
+QUANTITIES = (
+    "time_to_target_s",
+    "iterations_to_target",
+    "samples_to_target",
+    "worker_s_to_target",
+    "samples_per_s",
+    "iterations_per_s",
+    "speedup",
+    "efficiency",
+    "last_metric",
+)
+"""What `summary` holds as mean over seeds, with `_low` and `_high` (least and greatest) and `_std` beside it."""
+
+FINISHED, FAILED, MISSING = "finished", "failed", "missing"
+"""A trial's status."""
+
+_STRATEGY: Columns = {"study": "str", "script": "str", "strategy": "str"}
+_COMBINATION: Columns = {**_STRATEGY, "workers": "int64"}
+_TRIAL: Columns = {**_COMBINATION, "seed": "int64", "trial": "str"}
+
+COLUMNS: Mapping[str, Columns] = {
+    "trials": {
+        **_TRIAL,
+        "status": "str",
+        "reason": "str",
+        "engine": "str",  # of `virtual`, all seconds are of the simulated clock of `cluster`
+        "cluster": "str",
+        "synchronous": "bool",
+        "servers": "int64",
+        "iterations": "int64",
+        "training_time_s": "float64",
+        "samples": "int64",
+        "samples_per_s": "float64",
+        "iterations_per_s": "float64",
+        "target": "str",
+        "reached": "bool",
+        "time_to_target_s": "float64",
+        "resolution_s": "float64",  # since the evaluation before: the target was reached somewhere in between
+        "iterations_to_target": "float64",
+        "samples_to_target": "float64",
+        "worker_s_to_target": "float64",
+        "server_s_to_target": "float64",
+        "metric": "str",  # what the two that follow are of
+        "last_metric": "float64",
+        "best_metric": "float64",
+        "compute_share": "float64",
+        "communication_share": "float64",
+        "waiting_share": "float64",
+        "hidden_share": "float64",
+        "moved_bytes": "int64",
+        "mean_staleness": "float64",
+        "max_staleness": "int64",
+    },
+    "evaluations": {
+        **_TRIAL,
+        "iteration": "int64",
+        "time_s": "float64",
+        "samples": "int64",
+        "metric": "str",
+        "value": "float64",
+    },
+    "workers": {
+        **_TRIAL,
+        "worker": "int64",
+        "steps": "int64",
+        "compute_s": "float64",
+        "communication_s": "float64",
+        "waiting_s": "float64",
+        "hidden_s": "float64",
+        "moved_bytes": "int64",
+    },
+    "staleness": {**_TRIAL, "staleness": "int64", "count": "int64"},
+    "pace": {**_TRIAL, "time_s": "float64", "iteration": "int64"},
+    "summary": {
+        **_COMBINATION,
+        "synchronous": "bool",
+        "engine": "str",
+        "cluster": "str",
+        "seeds": "int64",
+        "failed": "int64",
+        "reached": "int64",
+        **{f"{quantity}{suffix}": "float64" for quantity in QUANTITIES for suffix in ("", "_low", "_high", "_std")},
+        "resolution_s": "float64",
+        "speedup_pairs": "int64",
+        "base_strategy": "str",  # what speed-ups are measured against
+        "base_workers": "int64",  # 0: there is none
+    },
+    "amdahl": {
+        **_STRATEGY,
+        "workers": "int64",  # as far as the fit goes: where the strategy was fastest
+        "serial_fraction": "float64",
+        "serial_fraction_low": "float64",
+        "serial_fraction_high": "float64",
+        "residual": "float64",
+    },
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Frames:
+    """The tables of one study."""
+
+    trials: pd.DataFrame
+    """One row a trial, failed and missing ones included."""
+    evaluations: pd.DataFrame
+    """One row an evaluation and metric."""
+    workers: pd.DataFrame
+    """One row a worker of a trial: where its time went."""
+    staleness: pd.DataFrame
+    """How many gradients of a trial had which staleness."""
+    pace: pd.DataFrame
+    """Iterations against time, thinned to a few hundred points a trial."""
+    summary: pd.DataFrame
+    """One row a strategy and number of workers: mean and spread over seeds."""
+    amdahl: pd.DataFrame
+    """One row a strategy that at least three numbers of workers brought to the target."""
+
+    def save(self, directory: Path) -> None:
+        """Write each table as `directory/NAME.csv`, each as a whole."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in COLUMNS:
+            partial = directory / f".{name}.csv.partial"
+            getattr(self, name).to_csv(partial, index=False, errors="backslashreplace")
+            os.replace(partial, directory / f"{name}.csv")
+
+    @classmethod
+    def load(cls, directory: Path) -> Frames:
+        """The tables in a directory that `save` wrote.
+
+        Raises:
+            UsageError: one is missing or has other columns; the message names it.
+        """
+        return cls(**{name: _load(directory / f"{name}.csv", columns) for name, columns in COLUMNS.items()})
+
+
+def table(name: str, rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:
+    """Rows as the table of that name: its columns in order, each of its type."""
+    columns = COLUMNS[name]
+    frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows), columns=list(columns))
+    return frame[list(columns)].astype(dict(columns)).reset_index(drop=True)
+
+
+def _load(path: Path, columns: Columns) -> pd.DataFrame:
+    absent = {name: [""] for name, kind in columns.items() if kind == "float64"}
+    try:
+        frame = pd.read_csv(path, dtype=dict(columns), keep_default_na=False, na_values=absent)
+    except OSError as error:
+        raise UsageError(f"cannot read the table {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is no table of this version of Paceline: {error}") from None
+    if list(frame.columns) != list(columns):
+        raise UsageError(f"{path} is no table of this version of Paceline: its columns are {', '.join(frame.columns)}")
+    return frame

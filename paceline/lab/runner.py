@@ -1,0 +1,253 @@
+"""Runs a study's trials one after another, so that any of them can be the last and the next start goes on there.
+
+A trial runs in a scratch directory. When it has ended, its outcome is written there, everything is brought to the disk,
+and the directory takes its final name by one rename: whatever happens, a trial is done as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import filelock
+import psutil
+
+from paceline import launch
+from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
+from paceline.config import DeviceChoice
+from paceline.engines.progress import Watcher
+from paceline.engines.ray.cluster import connected
+from paceline.engines.scripting import Script
+from paceline.errors import PacelineError, UsageError
+from paceline.lab import durable
+from paceline.lab.frames import FAILED, FINISHED
+from paceline.lab.outcome import Outcome
+from paceline.lab.spec import StudySpec, Trial
+from paceline.records import EventRecord, read_records, record_path
+
+TRIALS = "trials"
+_LOCK = ".lock"
+_GONE_S = 5.0
+_LEFT_BEHIND_GONE_S = 30.0  # workers whose launcher was killed find out by themselves
+_CREATION_S = 1.0  # the operating system tells when a process began to about a hundredth of a second
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a study is when one of its trials begins."""
+
+    number: int
+    """Of this trial, from 1."""
+    num_trials: int
+    left_s: float | None
+    """Estimated wall time from here to the study's end; none before the first trial has ended."""
+
+
+class StudyWatcher(Protocol):
+    """Who looks on."""
+
+    def trial(self, trial: Trial, position: Position) -> AbstractContextManager[Watcher]:
+        """Entered while the trial runs, and left by what it fails with; what it gives is told of its progress."""
+        ...
+
+    def on_outcome(self, trial: Trial, position: Position, outcome: Outcome, directory: Path) -> None:
+        """The trial has ended, and its results are in the directory."""
+        ...
+
+
+class StudyInterrupted(KeyboardInterrupt):
+    """A study was ended by the user; the message says how to go on."""
+
+
+def directory_of(study: Path, trial: Trial) -> Path:
+    """A trial's final directory."""
+    return study / TRIALS / trial.id
+
+
+def outcomes(study: Path, trials: Sequence[Trial]) -> dict[Trial, Outcome]:
+    """Of the trials that have ended."""
+    found = {trial: Outcome.read(directory_of(study, trial)) for trial in trials}
+    return {trial: outcome for trial, outcome in found.items() if outcome is not None}
+
+
+@contextmanager
+def locked(study: Path) -> Iterator[None]:
+    """Keep others from running the same study.
+
+    Raises:
+        UsageError: another process does.
+    """
+    try:
+        with filelock.FileLock(study / _LOCK, timeout=0):
+            yield
+    except filelock.Timeout:
+        raise UsageError(
+            f"another process is running the study in {study}; wait for it, or give another --out"
+        ) from None
+
+
+def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_failed: bool = False) -> None:
+    """Run all trials that have not ended. One Ray serves them all; after a failure the next trial gets a fresh one.
+    On the virtual engine they run in this process.
+
+    Args:
+        retry_failed: run those again that failed before.
+
+    Raises:
+        UsageError: the script has changed since the study was made, the cluster is not the one asked for, or the first
+            trial shows that what is asked for cannot be had: no trial is kept that every other would be like.
+        RunFailed: there is no cluster to be had.
+        StudyInterrupted: by Ctrl-C.
+        OSError: results cannot be written.
+    """
+    done = outcomes(study, spec.trials)
+    if retry_failed:
+        done = {trial: outcome for trial, outcome in done.items() if outcome.status != FAILED}
+    left = [trial for trial in spec.trials if trial not in done]
+    if not left:
+        return
+    # Read once: a script that is edited meanwhile does not change what the trials still to come are.
+    script = spec.read_script()
+    try:
+        _clear_left_behind(study)
+        while left:
+            with connected(spec.address) if spec.engine == "ray" else nullcontext():
+                _run_until_failure(spec, script, study, watcher, left, done)
+    except KeyboardInterrupt:
+        raise StudyInterrupted(
+            f"interrupted; {len(done)} of {len(spec.trials)} trials have ended and are kept in {study}: "
+            "the same command with that --out goes on from there"
+        ) from None
+
+
+def _run_until_failure(
+    spec: StudySpec, script: Script, study: Path, watcher: StudyWatcher, left: list[Trial], done: dict[Trial, Outcome]
+) -> None:
+    """Run trials off the front of `left` into `done` until one fails, whose Ray is not to be trusted."""
+    while left:
+        trial = left[0]
+        position = Position(len(done) + 1, len(spec.trials), estimate_left_s(left, done))
+        is_first = not any(outcome.status == FINISHED for outcome in done.values())
+        watched = watcher.trial(trial, position)
+        outcome = _run(spec, trial, script, study, watched, is_first=is_first)
+        done[left.pop(0)] = outcome
+        watcher.on_outcome(trial, position, outcome, directory_of(study, trial))
+        if outcome.status == FAILED:
+            return
+
+
+def _run(
+    spec: StudySpec,
+    trial: Trial,
+    script: Script,
+    study: Path,
+    watched: AbstractContextManager[Watcher],
+    *,
+    is_first: bool,
+) -> Outcome:
+    """
+    Args:
+        watched: entered while the trial runs, and left by what the trial fails with.
+        is_first: no trial has finished yet.
+
+    Raises:
+        UsageError: the first trial asks for something that cannot be had.
+    """
+    final = directory_of(study, trial)
+    scratch = _scratch_of(final)
+    for left in (scratch, final):
+        shutil.rmtree(left, ignore_errors=True)
+    began_s = time.monotonic()
+    status, reason = FINISHED, ""
+    try:
+        with watched as watcher:
+            _launch(spec, trial, script, scratch, watcher)
+        _wait_for_processes(scratch, limit_s=_GONE_S)
+    except UsageError as error:
+        if is_first:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        status, reason = FAILED, str(error)
+    except PacelineError as error:
+        status, reason = FAILED, str(error)
+    except Exception as error:  # whatever Ray or a full disk raises is this trial's end and not the study's
+        status, reason = FAILED, f"{type(error).__name__}: {error}"
+    outcome = Outcome(status, reason, time.monotonic() - began_s)
+    scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / CHECKPOINT_FILE).unlink(missing_ok=True)  # a trial that has ended is never gone on with
+    outcome.write(scratch)
+    durable.replace(scratch, final)
+    return outcome
+
+
+def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watcher: Watcher) -> None:
+    launch.run(
+        script,
+        strategy=trial.variant.strategy,
+        workers=trial.workers,
+        engine=cast(launch.EngineChoice, spec.engine),
+        cluster=spec.cluster.content if spec.cluster is not None else None,
+        address=spec.address,
+        max_steps=spec.max_steps,
+        max_time_s=spec.max_time_s,
+        eval_every=spec.eval_every,
+        target=spec.config(trial.seed).target,
+        seed=trial.seed,
+        device=cast(DeviceChoice, spec.device),
+        deadline_s=spec.deadline_s,
+        out=directory,
+        watcher=watcher,
+    )
+
+
+def _scratch_of(final: Path) -> Path:
+    return final.with_name(f".{final.name}.partial")
+
+
+def _clear_left_behind(study: Path) -> None:
+    """Wait for the workers of a trial whose launcher was killed, beside which nothing can be measured."""
+    for scratch in (study / TRIALS).glob(".*.partial"):
+        with contextlib.suppress(UsageError):  # what is half-written names nobody to wait for
+            _wait_for_processes(scratch, limit_s=_LEFT_BEHIND_GONE_S)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wait_for_processes(directory: Path, *, limit_s: float) -> None:
+    """Until the trial's own are gone, as far as they are on this machine."""
+    started = [event for event in read_records(directory, EventRecord) if event.name == "started"]
+    pids: Mapping[str, int] = started[-1].details.get("pids", {}) if started else {}
+    written_s = record_path(directory, EventRecord).stat().st_mtime if pids else 0.0
+    until_s = time.monotonic() + limit_s
+    while any(_is_running(pid, since_s=written_s) for pid in pids.values()) and time.monotonic() < until_s:
+        time.sleep(0.01)
+
+
+def _is_running(pid: int, *, since_s: float) -> bool:
+    """Whether a process runs that existed at that time; a later one only has its number."""
+    try:
+        process = psutil.Process(pid)
+        began_s = float(process.create_time())
+        return began_s <= since_s + _CREATION_S and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def estimate_left_s(left: Sequence[Trial], done: Mapping[Trial, Outcome]) -> float | None:
+    """Wall seconds of the trials in `left`: each as those of its strategy and workers, else as the mean of all."""
+    finished = {trial: outcome.wall_s for trial, outcome in done.items() if outcome.status == FINISHED}
+    if not finished:
+        return None
+    mean_s = statistics.fmean(finished.values())
+
+    def expected_s(trial: Trial) -> float:
+        alike = [s for t, s in finished.items() if (t.variant, t.workers) == (trial.variant, trial.workers)]
+        return statistics.fmean(alike) if alike else mean_s
+
+    return sum(map(expected_s, left))

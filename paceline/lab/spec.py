@@ -1,0 +1,314 @@
+"""What a study is asked to do: fixed and checked before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from paceline import launch
+from paceline.config import RunConfig, Target
+from paceline.engines.ray.cluster import chosen_address
+from paceline.engines.scripting import Script
+from paceline.engines.virtual.topology import place
+from paceline.errors import UsageError
+from paceline.lab.variant import Variant
+from paceline.lab.virtual_cluster import VirtualCluster
+from paceline.strategies.base import Strategy
+
+_EXTENSIBLE = ("strategies", "workers", "seeds")
+_INCIDENTAL = ("script", "address", "deadline_s")
+"""May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
+trial may hang, which no trial that has finished did."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a study."""
+
+    variant: Variant
+    workers: int
+    seed: int
+
+    @property
+    def id(self) -> str:
+        """Unique within the study, and the name of the trial's directory."""
+        return f"{self.variant.file_name}-n{self.workers}-s{self.seed}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.variant.label} x {self.workers} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A strategy that cannot run with so many workers, which is no error."""
+
+    variant: Variant
+    workers: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySpec:
+    """One script under every combination of strategy, number of workers and seed.
+
+    Raises:
+        UsageError: a value is out of range, comes twice, or no strategy can run with any of the numbers of workers.
+    """
+
+    script: str
+    script_sha256: str
+    """Of the script's text: results of two versions of a script are no one study's."""
+    arguments: tuple[str, ...]
+    strategies: tuple[Variant, ...]
+    workers: tuple[int, ...]
+    seeds: tuple[int, ...]
+    target: str | None = None
+    max_steps: int | None = None
+    max_time_s: float | None = None
+    eval_every: int | None = None
+    device: str = "auto"
+    engine: str = "ray"
+    cluster: VirtualCluster | None = None
+    """What the virtual engine simulates."""
+    deadline_s: float = RunConfig.deadline_s
+    """How long any wait for a peer may take."""
+    address: str | None = None
+    """Of a Ray cluster; none: one is started on this machine. A study may go on at another address."""
+
+    def __post_init__(self) -> None:
+        for name in _EXTENSIBLE:
+            values = [value.label if isinstance(value, Variant) else value for value in getattr(self, name)]
+            if not values:
+                raise UsageError(f"{name}: give at least one")
+            for value in values:
+                if values.count(value) > 1:
+                    raise UsageError(f"{name}: {value} is given twice")
+        if min(self.workers) < 1:
+            raise UsageError(f"workers must be at least 1, not {min(self.workers)}")
+        launch.check_engine(self.engine, cluster=self.cluster, address=self.address)
+        for seed in self.seeds:
+            self.config(seed)
+        if not self.trials:
+            raise UsageError("; ".join(out.reason for out in self.left_out))
+
+    @classmethod
+    def create(
+        cls,
+        script: str | Path,
+        *,
+        strategies: Sequence[str | Strategy],
+        workers: Sequence[int],
+        seeds: Sequence[int],
+        arguments: Sequence[str] = (),
+        engine: str = "ray",
+        cluster: str | Path | None = None,
+        address: str | None = None,
+        **settings: Any,
+    ) -> StudySpec:
+        """The spec for a script, and for a cluster's file, as they lie there now; `settings` are the other fields.
+
+        Raises:
+            UsageError: as the class; or the script cannot be read, is not Python, or never returns the target's metric;
+                or the cluster's file is wrong; or something of another kind is given, such as a number for a list.
+        """
+        if not isinstance(script, str | Path):
+            raise UsageError(f"a study takes the path of a script, not {script!r}; functions are for paceline.run")
+        program = launch.read_script(script, arguments)
+        spec = cls(
+            script=program.path,
+            script_sha256=_digest(program),
+            arguments=tuple(arguments),
+            strategies=tuple(map(Variant.of, _several("strategies", strategies, "['all-reduce', 'ps-bsp']"))),
+            workers=_numbers("workers", workers),
+            seeds=_numbers("seeds", seeds),
+            engine=engine,
+            cluster=VirtualCluster.read(cluster) if cluster is not None else None,
+            address=chosen_address(address) if engine == "ray" else address,
+            **settings,
+        )
+        launch.check_metric(program, spec.config(spec.seeds[0]).target)
+        return spec
+
+    def read_script(self) -> Script:
+        """The script, for all trials to run.
+
+        Raises:
+            UsageError: it cannot be read, or is another text than the study's.
+        """
+        script = launch.read_script(self.script, self.arguments)
+        if _digest(script) != self.script_sha256:
+            raise UsageError(f"the script {self.script} has changed since this study was made; give another --out")
+        return script
+
+    def config(self, seed: int) -> RunConfig:
+        return RunConfig(
+            max_steps=self.max_steps,
+            max_time_s=self.max_time_s,
+            eval_every=self.eval_every,
+            target=None if self.target is None else Target.parse(self.target),
+            seed=seed,
+            device=self.device,  # type: ignore[arg-type]  # RunConfig checks it
+            deadline_s=self.deadline_s,
+        )
+
+    @property
+    def title(self) -> str:
+        """The script's name with its arguments."""
+        return " ".join([Path(self.script).name, shlex.join(self.arguments)]).strip()
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All that can run, a seed after the other, so that early tables hold every combination."""
+        left_out = {(out.variant.text, out.workers) for out in self.left_out}
+        return tuple(
+            Trial(variant, workers, seed)
+            for seed in self.seeds
+            for variant in self.strategies
+            for workers in self.workers
+            if (variant.text, workers) not in left_out
+        )
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        found = []
+        for variant in self.strategies:
+            for workers in self.workers:
+                try:
+                    variant.strategy.check(num_workers=workers)
+                    if self.cluster is not None:
+                        num_servers = variant.strategy.num_servers()
+                        place(self.cluster.content, num_workers=workers, num_servers=num_servers)
+                except UsageError as error:
+                    found.append(LeftOut(variant, workers, str(error)))
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        cluster = self.cluster.to_json() if self.cluster is not None else None
+        return plain | {"strategies": [variant.text for variant in self.strategies], "cluster": cluster}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> StudySpec:
+        """The inverse of `to_json`. The script itself need not be there.
+
+        Raises:
+            UsageError: it is no spec of this version.
+        """
+        try:
+            lists = {"arguments": tuple(plain["arguments"]), **{name: tuple(plain[name]) for name in _EXTENSIBLE}}
+            lists["strategies"] = tuple(Variant.parse(text) for text in plain["strategies"])
+            cluster = VirtualCluster.from_json(plain["cluster"]) if plain.get("cluster") is not None else None
+            return cls(**{**plain, **lists, "cluster": cluster})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"not a study of this version of Paceline: {error}") from None
+
+    def command(self, *, out: str | Path) -> list[str]:
+        """The command line that runs, or goes on with, this study."""
+        options = {
+            "--strategies": ",".join(variant.text for variant in self.strategies),
+            "--workers": ",".join(map(str, self.workers)),
+            "--seeds": _seeds_option(self.seeds),
+            "--target": self.target,
+            "--max-steps": self.max_steps,
+            "--max-time": self.max_time_s,
+            "--eval-every": self.eval_every,
+            "--device": None if self.device == "auto" else self.device,
+            "--deadline": None if self.deadline_s == RunConfig.deadline_s else f"{self.deadline_s:g}",
+            "--engine": None if self.engine == "ray" else self.engine,
+            "--cluster": self.cluster.source if self.cluster is not None else None,
+            "--address": self.address,
+            "--out": out,
+        }
+        given = [str(part) for option, value in options.items() if value is not None for part in (option, value)]
+        return ["paceline", "compare", self.script, *given, *(["--", *self.arguments] if self.arguments else [])]
+
+    def is_part_of(self, other: StudySpec) -> bool:
+        """Whether no strategy, number of workers or seed is asked for that the other does not have."""
+        return all(set(getattr(self, name)) <= set(getattr(other, name)) for name in _EXTENSIBLE)
+
+    def require_same_study(self, earlier: StudySpec) -> None:
+        """
+        Raises:
+            UsageError: this is another study than the earlier one, rather than the same one, more of it or a part of
+                it; the message names every difference.
+        """
+        differences = []
+        is_part = self.is_part_of(earlier)
+        for field in fields(self):
+            before, now = getattr(earlier, field.name), getattr(self, field.name)
+            if field.name in _EXTENSIBLE:
+                if is_part:
+                    continue
+                missing = [getattr(value, "text", str(value)) for value in before if value not in now]
+                if missing:
+                    differences.append(f"{field.name} had {', '.join(missing)} as well")
+            elif field.name == "script_sha256":
+                if before != now:
+                    differences.append("the script's text has changed")
+            elif field.name == "cluster" and before is not None and now is not None:
+                if before != now:
+                    differences.append(f"the simulated cluster was {before.source}, now {_other(now, before)}")
+            elif field.name not in _INCIDENTAL and before != now:
+                differences.append(f"{field.name} was {_shown(before)}, now {_shown(now)}")
+        if differences:
+            raise UsageError("; ".join(differences))
+
+
+def _digest(script: Script) -> str:
+    return hashlib.sha256(script.source.encode()).hexdigest()
+
+
+def _several(name: str, values: Any, example: str) -> tuple[Any, ...]:
+    """
+    Raises:
+        UsageError: it is one value rather than several.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise UsageError(f"{name} are given as a list, such as {example}, not as {values!r}")
+    return tuple(values)
+
+
+def _numbers(name: str, values: Any) -> tuple[int, ...]:
+    found = _several(name, values, "[1, 2]")
+    for value in found:
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise UsageError(f"{name} are whole numbers, not {value!r}")
+    return tuple(map(int, found))
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """`3` is three seeds: 0, 1, 2. `3,7` are those two, and `3,` is that one.
+
+    Raises:
+        UsageError: the text has another form.
+    """
+    try:
+        if "," in text:
+            return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(range(int(text)))
+    except ValueError:
+        raise UsageError(f"seeds {text!r}: give how many, as 3, or which, as 0,1,2") from None
+
+
+def _seeds_option(seeds: tuple[int, ...]) -> str:
+    if seeds == tuple(range(len(seeds))):
+        return str(len(seeds))
+    return ",".join(map(str, seeds)) + ("," if len(seeds) == 1 else "")
+
+
+def _other(now: VirtualCluster, before: VirtualCluster) -> str:
+    return f"{now.source} with other settings" if now.source == before.source else now.source
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, VirtualCluster):
+        return value.source
+    if isinstance(value, tuple):
+        return shlex.join(value) or "empty"
+    return "not given" if value is None else str(value)

@@ -1,0 +1,203 @@
+"""A study: one script under several strategies, numbers of workers and seeds, in a directory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import final
+
+from paceline.engines.progress import Watcher
+from paceline.errors import UsageError
+from paceline.lab import durable, runner, tables, verdict
+from paceline.lab.frames import Frames
+from paceline.lab.outcome import FILE_NAME as OUTCOME_FILE
+from paceline.lab.outcome import Outcome
+from paceline.lab.runner import Position, StudyWatcher
+from paceline.lab.spec import StudySpec, Trial
+from paceline.launch import Quiet
+from paceline.strategies.base import Strategy
+
+SPEC_FILE = "study.json"
+TABLES = "tables"
+
+
+@final
+class _QuietStudy:
+    """Shows nothing but what the scripts print."""
+
+    def trial(self, trial: Trial, position: Position) -> AbstractContextManager[Watcher]:
+        return nullcontext(Quiet())
+
+    def on_outcome(self, trial: Trial, position: Position, outcome: Outcome, directory: Path) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study's directory and what it says.
+
+    >>> study = Study.run("train.py", strategies=["all-reduce", "ps-bsp:servers=2"], workers=[1, 2],
+    ...                   target="accuracy=0.9", eval_every=20, out="study")  # doctest: +SKIP
+    >>> study.frames.summary  # doctest: +SKIP
+    >>> print(study.verdict)  # doctest: +SKIP
+    """
+
+    directory: Path
+    spec: StudySpec
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @classmethod
+    def run(
+        cls,
+        script: str | Path,
+        *,
+        strategies: Sequence[str | Strategy],
+        workers: Sequence[int],
+        out: str | Path,
+        seeds: int | Sequence[int] = 3,
+        target: str | None = None,
+        max_steps: int | None = None,
+        max_time_s: float | None = None,
+        eval_every: int | None = None,
+        device: str = "auto",
+        deadline_s: float = 300.0,
+        engine: str = "ray",
+        cluster: str | Path | None = None,
+        address: str | None = None,
+        arguments: Sequence[str] = (),
+        retry_failed: bool = False,
+        watcher: StudyWatcher | None = None,
+    ) -> Study:
+        """Run a study, or go on with the one in `out`: trials that have ended are not run again.
+
+        Of a study in `out` that has more strategies, workers or seeds than are asked for, only those asked for are run;
+        what it has besides stays.
+
+        Args:
+            script: the training script's path.
+            strategies: names, with options as in `ps-bsp:servers=2`, or objects such as `ParameterServer(servers=2)`.
+            workers: numbers of workers. A strategy that cannot run with one of them is left out there.
+            seeds: how many, or which.
+            target, max_steps, max_time_s, eval_every, device, deadline_s, address, arguments: as for `paceline.run`.
+            engine: `ray`, or `virtual`: on a simulated cluster, in this process.
+            cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
+            retry_failed: run those trials again that failed.
+
+        Raises:
+            UsageError: something asked for cannot be had, or `out` holds something else. Nothing was started, unless
+                only the first trial could tell.
+            RunFailed: there is no cluster to be had. A trial that fails raises nothing: its status says so.
+            StudyInterrupted: by Ctrl-C (a KeyboardInterrupt); the same call goes on.
+        """
+        spec = StudySpec.create(
+            script,
+            strategies=strategies,
+            workers=workers,
+            seeds=range(seeds) if isinstance(seeds, int) else seeds,
+            arguments=arguments,
+            target=target,
+            max_steps=max_steps,
+            max_time_s=max_time_s,
+            eval_every=eval_every,
+            device=device,
+            deadline_s=deadline_s,
+            engine=engine,
+            cluster=cluster,
+            address=address,
+        )
+        return cls.conduct(spec, Path(out), watcher=watcher, retry_failed=retry_failed)
+
+    @classmethod
+    def conduct(
+        cls, spec: StudySpec, out: Path, *, watcher: StudyWatcher | None = None, retry_failed: bool = False
+    ) -> Study:
+        """As `run`, for a spec that is made already."""
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            with runner.locked(out):
+                study = cls(out, _taken(out, spec))
+                try:
+                    runner.run_trials(spec, out, watcher or _QuietStudy(), retry_failed=retry_failed)
+                finally:
+                    if _has_trials(out):
+                        study.save_tables()
+        except OSError as error:
+            raise UsageError(f"cannot write results to {out}: {error.strerror or error}; give another --out") from None
+        return study
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Study:
+        """The study in a directory, ended or not.
+
+        Raises:
+            UsageError: there is none.
+        """
+        path = Path(directory) / SPEC_FILE
+        try:
+            plain = json.loads(path.read_text(encoding="utf-8"))
+            return cls(Path(directory), StudySpec.from_json(plain["spec"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{directory} holds no study: {error}") from None
+
+    @cached_property
+    def frames(self) -> Frames:
+        """The tables, from the trials' own records; where only the tables were kept, as they were saved."""
+        if not (self.directory / runner.TRIALS).is_dir() and (self.directory / TABLES).is_dir():
+            return Frames.load(self.directory / TABLES)
+        return tables.build(self.spec, self.directory, name=self.name)
+
+    @cached_property
+    def verdict(self) -> verdict.Verdict:
+        """What the tables say, in words."""
+        return verdict.judge(self.frames)
+
+    def save_tables(self) -> None:
+        """Write the tables as CSV files; not where this study may only be read.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if os.access(self.directory, os.W_OK):
+            self.frames.save(self.directory / TABLES)
+
+
+def _has_trials(directory: Path) -> bool:
+    """Whether a trial has ended: until then, the directory may still become another study's."""
+    return any((directory / runner.TRIALS).glob(f"[!.]*/{OUTCOME_FILE}"))
+
+
+def _taken(directory: Path, spec: StudySpec) -> StudySpec:
+    """Make the directory this study's: a new one, or one that holds the same study, a part of it or more.
+
+    Returns:
+        All that the study now consists of.
+
+    Raises:
+        UsageError: it holds something else; the message says what differs.
+        OSError: it cannot be written to.
+    """
+    if (directory / SPEC_FILE).exists():
+        earlier = Study.open(directory).spec
+        if _has_trials(directory) or (directory / TABLES).is_dir():
+            try:
+                spec.require_same_study(earlier)
+            except UsageError as error:
+                raise UsageError(f"{directory} holds another study: {error}; give another --out") from None
+            if spec.is_part_of(earlier):
+                return earlier
+    elif any(not entry.name.startswith(".") for entry in directory.iterdir()):
+        raise UsageError(f"{directory} is not empty and holds no study; give another --out")
+    content = {"spec": spec.to_json(), "command": spec.command(out=directory), "paceline": version("paceline")}
+    partial = directory / f".{SPEC_FILE}.partial"
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    durable.replace(partial, directory / SPEC_FILE)
+    return spec

@@ -1,0 +1,185 @@
+"""A study's tables, from the records in its trials' directories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import Target, rises
+from paceline.lab import analysis, runner, step_totals
+from paceline.lab.frames import FINISHED, MISSING, Frames, table
+from paceline.lab.outcome import Outcome
+from paceline.lab.reaching import first_reaching
+from paceline.lab.spec import StudySpec, Trial
+from paceline.lab.step_totals import StepTotals
+from paceline.records import EvaluationRecord, read_records
+
+
+@dataclass
+class _Rows:
+    """What has been read so far, table by table."""
+
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    staleness: list[dict[str, Any]] = field(default_factory=list)
+    pace: list[dict[str, Any]] = field(default_factory=list)
+
+
+def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
+    """Read all trials of a study. Those that failed or were not run yet are rows of `trials` and of nothing else.
+
+    Raises:
+        UsageError: a trial's records are damaged; the message names the file.
+    """
+    rows = _Rows()
+    outcomes = runner.outcomes(directory, spec.trials)
+    for trial in spec.trials:
+        outcome = outcomes.get(trial, Outcome(MISSING, "", 0.0))
+        key = _key(spec, trial, name)
+        if outcome.status != FINISHED:
+            rows.trials.append({**key, **_facts(spec, trial, outcome), **_NOTHING})
+            continue
+        _read(rows, spec, trial, outcome, key, runner.directory_of(directory, trial))
+    trials = table("trials", rows.trials)
+    summary = analysis.summarise(trials)
+    return Frames(
+        trials=trials,
+        evaluations=table("evaluations", rows.evaluations),
+        workers=table("workers", rows.workers),
+        staleness=table("staleness", rows.staleness),
+        pace=table("pace", rows.pace),
+        summary=summary,
+        amdahl=analysis.fit_amdahl(summary),
+    )
+
+
+def _read(
+    rows: _Rows, spec: StudySpec, trial: Trial, outcome: Outcome, key: Mapping[str, Any], directory: Path
+) -> None:
+    """Add a finished trial's rows to every table."""
+    totals = step_totals.read(directory)
+    evaluations = read_records(directory, EvaluationRecord)
+    target = spec.config(trial.seed).target
+    measured = {
+        **_speeds(totals),
+        **_target_facts(evaluations, target, trial),
+        **_metric_facts(evaluations, target),
+        **_shares(totals),
+        **_staleness_facts(totals),
+        "moved_bytes": int(totals.workers["moved_bytes"].sum()),
+    }
+    rows.trials.append({**key, **_facts(spec, trial, outcome), **measured})
+    rows.evaluations += [
+        {**key, "iteration": e.iteration, "time_s": e.time_s, "samples": e.samples, "metric": metric, "value": value}
+        for e in evaluations
+        for metric, value in e.metrics.items()
+    ]
+    rows.workers += [{**key, **row} for row in totals.workers.reset_index().to_dict("records")]
+    rows.staleness += [{**key, "staleness": s, "count": totals.staleness[s]} for s in sorted(totals.staleness)]
+    rows.pace += [{**key, **row} for row in totals.pace.to_dict("records")]
+
+
+def _key(spec: StudySpec, trial: Trial, name: str) -> dict[str, Any]:
+    return {
+        "study": name,
+        "script": spec.title,
+        "strategy": trial.variant.label,
+        "workers": trial.workers,
+        "seed": trial.seed,
+        "trial": trial.id,
+    }
+
+
+def _facts(spec: StudySpec, trial: Trial, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "engine": spec.engine,
+        "cluster": spec.cluster.name if spec.cluster is not None else "",
+        "synchronous": trial.variant.strategy.is_synchronous(),
+        "servers": trial.variant.strategy.num_servers(),
+        "target": spec.target or "",
+    }
+
+
+_NEVER = {
+    "reached": False,
+    "time_to_target_s": math.nan,
+    "resolution_s": math.nan,
+    "iterations_to_target": math.nan,
+    "samples_to_target": math.nan,
+    "worker_s_to_target": math.nan,
+    "server_s_to_target": math.nan,
+}
+_NOTHING = {
+    **_NEVER,
+    **dict.fromkeys(("iterations", "samples", "moved_bytes", "max_staleness"), 0),
+    **dict.fromkeys(("training_time_s", "samples_per_s", "iterations_per_s"), math.nan),
+    **dict.fromkeys(("last_metric", "best_metric", "mean_staleness"), math.nan),
+    **dict.fromkeys(("compute_share", "communication_share", "waiting_share", "hidden_share"), math.nan),
+    "metric": "",
+}
+
+
+def _speeds(totals: StepTotals) -> dict[str, Any]:
+    elapsed_s = totals.time_s
+    return {
+        "iterations": totals.iterations,
+        "training_time_s": elapsed_s,
+        "samples": totals.samples,
+        "samples_per_s": totals.samples / elapsed_s if elapsed_s > 0 else math.nan,
+        "iterations_per_s": totals.iterations / elapsed_s if elapsed_s > 0 else math.nan,
+    }
+
+
+def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, trial: Trial) -> dict[str, Any]:
+    """When the first evaluation reached the target, and what that cost."""
+    reaching = first_reaching(evaluations, target) if target is not None else None
+    if reaching is None:
+        return _NEVER
+    reached = reaching.evaluation
+    return {
+        "reached": True,
+        "time_to_target_s": reached.time_s,
+        "resolution_s": reaching.resolution_s,
+        "iterations_to_target": reached.iteration,
+        "samples_to_target": reached.samples,
+        "worker_s_to_target": trial.workers * reached.time_s,
+        "server_s_to_target": trial.variant.strategy.num_servers() * reached.time_s,
+    }
+
+
+def _metric_facts(evaluations: list[EvaluationRecord], target: Target | None) -> dict[str, Any]:
+    """Of the target's metric, or of the first that the script returns."""
+    metric = target.metric if target is not None else next((m for e in evaluations for m in e.metrics), "")
+    values = [e.metrics[metric] for e in evaluations if metric in e.metrics]
+    if not values:
+        return {"metric": metric, "last_metric": math.nan, "best_metric": math.nan}
+    return {"metric": metric, "last_metric": values[-1], "best_metric": _best(values, metric, target)}
+
+
+def _best(values: list[float], metric: str, target: Target | None) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    is_rising = target.rising if target is not None else rises(metric)
+    return (max if is_rising else min)(known, default=math.nan)
+
+
+def _shares(totals: StepTotals) -> dict[str, float]:
+    sums = {part: float(totals.workers[f"{part}_s"].sum()) for part in ("compute", "communication", "waiting")}
+    whole_s, hidden_s = sum(sums.values()), float(totals.workers["hidden_s"].sum())
+    shares = {f"{part}_share": part_s / whole_s if whole_s > 0 else math.nan for part, part_s in sums.items()}
+    exchange_s = hidden_s + sums["communication"] + sums["waiting"]
+    return {**shares, "hidden_share": hidden_s / exchange_s if exchange_s > 0 else 0.0}
+
+
+def _staleness_facts(totals: StepTotals) -> dict[str, Any]:
+    num = totals.staleness.total()
+    weighted = sum(staleness * count for staleness, count in totals.staleness.items())
+    return {
+        "mean_staleness": weighted / num if num else math.nan,
+        "max_staleness": max(totals.staleness, default=0),
+    }

@@ -1,0 +1,138 @@
+"""Where a run's numbers can go while it trains: TensorBoard, MLflow, Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import final
+
+from paceline.errors import UsageError
+
+Settings = Mapping[str, str | int | float]
+"""What was asked of the run: strategy, workers, seed."""
+
+
+class Tracker(ABC):
+    """One run at one service."""
+
+    @abstractmethod
+    def log(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:
+        """Keep numbers by name.
+
+        Args:
+            values: finite or not, as they were measured.
+            step: global iteration, as the literature counts it.
+            time_s: training clock.
+        """
+
+    @abstractmethod
+    def close(self, *, is_finished: bool) -> None:
+        """The run has ended; well, or not."""
+
+
+@final
+class TensorBoard(Tracker):
+    """Event files for `tensorboard --logdir`. Its relative time is the training clock.
+
+    A directory that holds another run's events is left as it is; the same name with a number takes its place.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        load("tensorboard")
+        writers = importlib.import_module("torch.utils.tensorboard")
+        self._writer = writers.SummaryWriter(log_dir=str(_unused(directory)))
+        self._began_s = time.time()
+        rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+        self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}")
+
+    def log(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step, walltime=self._began_s + time_s)
+        self._writer.flush()
+
+    def close(self, *, is_finished: bool) -> None:
+        self._writer.close()
+
+
+@final
+class MLflow(Tracker):
+    """A run at the server of MLFLOW_TRACKING_URI, in the experiment of MLFLOW_EXPERIMENT_NAME, else `paceline`.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+
+    def __init__(self, run: str, settings: Settings) -> None:
+        mlflow = load("mlflow")
+        experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline"))
+        self._client = mlflow.MlflowClient()
+        self._run_id = self._client.create_run(experiment.experiment_id, run_name=run).info.run_id
+        self._entities = importlib.import_module("mlflow.entities")
+        parameters = [self._entities.Param(name, str(value)) for name, value in settings.items()]
+        self._client.log_batch(self._run_id, params=parameters)
+
+    def log(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:
+        now_ms = int(time.time() * 1000)
+        metrics = [
+            self._entities.Metric(name, value, now_ms, step)
+            for name, value in {**values, "training_time_s": time_s}.items()
+            if math.isfinite(value)  # databases behind MLflow refuse others
+        ]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, *, is_finished: bool) -> None:
+        self._client.set_terminated(self._run_id, status="FINISHED" if is_finished else "FAILED")
+
+
+@final
+class WandB(Tracker):
+    """A run at Weights & Biases, in the project of WANDB_PROJECT, else `paceline`.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+
+    def __init__(self, run: str, settings: Settings) -> None:
+        wandb = load("wandb")
+        project = os.environ.get("WANDB_PROJECT", "paceline")
+        self._run = wandb.init(project=project, name=run, config=dict(settings), reinit="create_new")
+        # Its own step only ever rises, while evaluations of an asynchronous run may come after later steps.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def log(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:
+        self._run.log({**values, "iteration": step, "training_time_s": time_s})
+
+    def close(self, *, is_finished: bool) -> None:
+        self._run.finish(exit_code=0 if is_finished else 1)
+
+
+def _unused(directory: Path) -> Path:
+    """The directory, or the first of `NAME-2`, `NAME-3`, ... where there are no events yet."""
+    names = itertools.chain([directory.name], (f"{directory.name}-{number}" for number in itertools.count(2)))
+    places = (directory.with_name(name) for name in names)
+    return next(place for place in places if not any(place.glob("events.out.tfevents.*")))
+
+
+def load(package: str) -> ModuleType:
+    """A service's package, which an extra of the same name installs.
+
+    Raises:
+        UsageError: it is not installed; the message says what to install.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UsageError(
+            f"cannot import {package} ({error}); install it with: pip install 'paceline[{package}]'"
+        ) from None

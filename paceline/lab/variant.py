@@ -1,0 +1,69 @@
+"""A strategy as a study names it: `ps-bsp`, or with options `ps-bsp:servers=2:combine=server`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+from paceline.strategies import STRATEGIES, build, name_of
+from paceline.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One strategy with its options."""
+
+    text: str
+    """As on the command line. The same for the same strategy: `ps-async:servers=1` is `ps-asp`."""
+    strategy: Strategy
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read `NAME` or `NAME:OPTION=VALUE:OPTION=VALUE`.
+
+        Raises:
+            UsageError: the name, an option or a value is unknown, or an option comes twice.
+        """
+        name, *settings = text.strip().split(":")
+        options: dict[str, str] = {}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if not key or not equals:
+                raise UsageError(f"strategy {text!r}: {setting!r} is not of the form option=value")
+            if key in options:
+                raise UsageError(f"strategy {text!r} has the option {key} twice")
+            options[key] = value
+        return cls.of(build(name, options))
+
+    @classmethod
+    def of(cls, strategy: str | Strategy) -> Variant:
+        """Of a text as `parse` reads it, or of a strategy such as `ParameterServer(servers=2)`.
+
+        Raises:
+            UsageError: as `parse`; or it is neither, or a strategy of no name.
+        """
+        if isinstance(strategy, str):
+            return cls.parse(strategy)
+        if not isinstance(strategy, Strategy):
+            raise UsageError(f"a strategy is a name or a Strategy, not {strategy!r}")
+        name = name_of(strategy)
+        options = {key: (default, getattr(strategy, key)) for key, (default, _) in STRATEGIES[name].docs.items()}
+        settings = [f"{key}={_text(value)}" for key, (default, value) in options.items() if value != default]
+        return cls(":".join([name, *settings]), strategy)
+
+    @property
+    def label(self) -> str:
+        """For tables and figures: `ps-bsp servers=2`."""
+        return self.text.replace(":", " ")
+
+    @property
+    def file_name(self) -> str:
+        return re.sub(r"[^\w.=+-]", "_", self.text)
+
+
+def _text(value: object) -> str:
+    """As options are written on the command line."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,352 @@
+"""What a study's tables say, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from paceline.config import Target, rises
+from paceline.lab import amdahl, binding, chance, words
+from paceline.lab.chance import Sample
+from paceline.lab.frames import FAILED, FINISHED, MISSING, Frames
+from paceline.lab.reliability import num_tried, reliability, surest
+
+Row: TypeAlias = pd.Series
+"""Of the summary: one strategy on one number of workers."""
+
+_MAX_FAILURES = 8
+_MAX_REASON = 200
+_COMBINATION = ("strategy", "workers")
+_VISIBLE = 0.02  # of a time: what is smaller is not seen in two digits
+_LARGE_RESIDUAL = 0.1  # of the best speed-up: beyond it, Amdahl's law does not describe what was measured
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Sentences, the answer first."""
+
+    lines: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def judge(frames: Frames) -> Verdict:
+    """The verdict on one study."""
+    return Verdict(_Judge(frames).lines())
+
+
+def is_tie(one: Row, other: Row, quantity: str) -> bool:
+    """Whether two combinations' means of a quantity differ by no more than chance explains, or than is noticed.
+
+    A time to the target is the time of an evaluation, so that nothing shorter than evaluations are apart is noticed.
+    """
+    margin = max(chance.margin(_sample(one, quantity), _sample(other, quantity)), *_resolutions(one, other, quantity))
+    return bool(abs(one[quantity] - other[quantity]) <= margin)
+
+
+def _sample(row: Row, quantity: str) -> Sample:
+    return Sample(row[quantity], row[f"{quantity}_std"], _num_values(row, quantity))
+
+
+def _num_values(row: Row, quantity: str) -> int:
+    return int(row["reached"] if "to_target" in quantity else row["seeds"])
+
+
+def _resolutions(one: Row, other: Row, quantity: str) -> list[float]:
+    """How finely a quantity is known in each; 0 for those that evaluations do not cut into pieces."""
+    pieces = {"time_to_target_s": lambda row: row["resolution_s"]}
+    pieces["worker_s_to_target"] = lambda row: row["resolution_s"] * row["workers"]
+    found = [pieces[quantity](row) if quantity in pieces else 0.0 for row in (one, other)]
+    return [0.0 if value != value else float(value) for value in found]
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """One study."""
+
+    frames: Frames
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        return self.frames.trials
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        return self.frames.summary
+
+    def lines(self) -> list[str]:
+        measured = self._rows(self.summary["seeds"] > 0)
+        text = str(self.trials["target"].iloc[0])
+        if not measured:
+            answer = ["No trial has finished."]
+        elif not text:
+            answer = [
+                "No target was set.",
+                *self._rates(measured),
+                *self._nearest(measured),
+            ]
+        else:
+            answer = self._to_target(measured, Target.parse(text))
+        remarks = [*self._one_seed(measured), *self._diverged(), *self._failed(), *self._missing(), *self._simulated()]
+        return [*answer, *remarks]
+
+    def _rows(self, chosen: pd.Series) -> list[Row]:
+        return _each(self.summary[chosen])
+
+    # --- with a target ----------------------------------------------------------------------------------------
+
+    def _to_target(self, measured: Sequence[Row], target: Target) -> list[str]:
+        goal = f"{target.metric} {target.value:g}"
+        reached = [row for row in measured if row["reached"] > 0]
+        if not reached:
+            return [f"No run reached {goal}.", *self._nearest(measured), *self._rates(measured)]
+        candidates = _each(surest(self.summary))
+        fastest = min(candidates, key=lambda row: row["time_to_target_s"])
+        return [
+            *self._fastest(fastest, candidates, goal),
+            *self._cheapest(fastest, candidates),
+            *self._what_binds(fastest),
+            *self._serial(fastest),
+            *_unsure(reached),
+            *_never([row for row in measured if row["reached"] == 0], goal),
+        ]
+
+    def _fastest(self, fastest: Row, candidates: Sequence[Row], goal: str) -> list[str]:
+        caveat = f", in {_seeds(fastest)} only" if reliability(fastest) < 1 else ""
+        gain = f", {_gain(fastest)}" if _has_gain(fastest) else ""
+        line = f"Reach {goal} fastest with {_name(fastest)}{caveat}: {_time(fastest)}{gain}."
+        return [line, *_ties(fastest, candidates, "time_to_target_s", _time), *_resolution(fastest)]
+
+    def _cheapest(self, fastest: Row, candidates: Sequence[Row]) -> list[str]:
+        cheapest = min(candidates, key=lambda row: row["worker_s_to_target"])
+        cost = f"{self._cost(cheapest)}."
+        same = cheapest.name == fastest.name
+        line = f"It is also the cheapest: {cost}" if same else f"Cheapest with {_name(cheapest)}: {cost}"
+        return [line, *_ties(cheapest, candidates, "worker_s_to_target", self._cost)]
+
+    def _cost(self, row: Row) -> str:
+        virtual = "virtual " if row["engine"] == words.VIRTUAL else ""
+        cost = f"{words.quantity(row['worker_s_to_target'])} {virtual}worker-seconds"
+        server_s = self._trials_of(row)["server_s_to_target"].mean()
+        return f"{cost} and {words.quantity(server_s)} {virtual}server-seconds" if server_s > 0 else cost
+
+    def _trials_of(self, row: Row) -> pd.DataFrame:
+        trials = self.trials
+        return trials[(trials["strategy"] == row["strategy"]) & (trials["workers"] == row["workers"])]
+
+    def _what_binds(self, fastest: Row) -> list[str]:
+        """Past the best number of workers; where that is the largest, up to it."""
+        strategy, best = str(fastest["strategy"]), int(fastest["workers"])
+        tried = self._rows(self.summary["strategy"] == strategy)
+        rows = {int(row["workers"]): row for row in tried if row["reached"] > 0}
+        more = min((n for n in rows if n > best), default=None)
+        if more is not None:
+            clause, change = self._bound(strategy, best, more), _change(fastest, rows[more])
+            if not (clause or change):
+                return []
+            said = ": ".join(part for part in (change, clause) if part) if change else f", {clause}"
+            return [f"With {strategy} past {words.workers(best)}{said}."]
+        untried = "" if any(row["workers"] > best for row in tried) else "; more were not tried"
+        clause = self._bound(strategy, min(rows), best) if min(rows) < best else None
+        return [f"With {strategy} from {min(rows)} to {words.workers(best)}, {clause}{untried}."] if clause else []
+
+    def _bound(self, strategy: str, fewer: int, more: int) -> str | None:
+        costs = [binding.costs_of(self.trials, strategy=strategy, workers=workers) for workers in (fewer, more)]
+        if costs[0] is None or costs[1] is None:
+            return None
+        return str(binding.what_binds(costs[0], costs[1]))
+
+    def _serial(self, fastest: Row) -> list[str]:
+        """Amdahl's law, where it describes what was measured."""
+        strategy = fastest["strategy"]
+        fits = self.frames.amdahl[self.frames.amdahl["strategy"] == strategy]
+        if fits.empty:
+            return []
+        fit = fits.iloc[0]
+        own = self.summary[(self.summary["strategy"] == strategy) & self.summary["speedup"].notna()]
+        fitted = _each(own[own["workers"] <= fit["workers"]])
+        best = max(row["speedup"] for row in fitted)
+        limit = amdahl.speedup(float("inf"), serial_fraction=fit["serial_fraction"])
+        if limit < best or fit["residual"] > _LARGE_RESIDUAL * best:
+            return []
+        bounds = ""
+        if all(row["speedup_pairs"] > 1 for row in fitted):
+            low, high = (words.percent(fit[f"serial_fraction_{bound}"]) for bound in ("low", "high"))
+            bounds = f" ({low} to {high})" if low != high else ""
+        part = words.percent(fit["serial_fraction"]) if fit["serial_fraction"] > 0 else "no part"
+        extent = f": at most {words.ratio(limit)} times {_base(fastest)}" if fit["serial_fraction"] > 0 else ""
+        return [
+            f"Up to {words.workers(fit['workers'])}, {strategy} speeds up as if {part}{bounds} of the work were serial "
+            f"(Amdahl's law){extent}."
+        ]
+
+    # --- without ----------------------------------------------------------------------------------------------
+
+    def _rates(self, measured: Sequence[Row]) -> list[str]:
+        known = [row for row in measured if row["samples_per_s"] > 0]
+        if not known:
+            return []
+        first = max(known, key=lambda row: row["samples_per_s"])
+        line = f"Most samples a second with {_name(first)}: {_rate(first)}."
+        return [line, *_ties(first, known, "samples_per_s", _rate)]
+
+    def _nearest(self, measured: Sequence[Row]) -> list[str]:
+        known = [row for row in measured if row["last_metric"] == row["last_metric"]]
+        names = [name for name in self.trials["metric"].unique() if name]
+        if not known or not names:
+            return []
+        is_rising = self._target_rises() if self.trials["target"].iloc[0] else rises(names[0])
+        best = (max if is_rising else min)(known, key=lambda row: row["last_metric"])
+        line = f"Best last {names[0]} with {_name(best)}: {_last(best)}."
+        return [line, *_ties(best, known, "last_metric", _last)]
+
+    def _target_rises(self) -> bool:
+        return Target.parse(str(self.trials["target"].iloc[0])).rising
+
+    # --- remarks ----------------------------------------------------------------------------------------------
+
+    def _one_seed(self, measured: Sequence[Row]) -> list[str]:
+        """Whose spread is not known, among those that were compared."""
+        candidates = _each(surest(self.summary))
+        alone = [row for row in candidates or measured if row["reached" if candidates else "seeds"] == 1]
+        if not alone:
+            return []
+        if len(alone) == len(candidates or measured):
+            return ["One seed only: the spread is not known, and a difference may be chance."]
+        named = words.listed([_name(row) for row in alone])
+        return [f"One seed only of {named}: how it varies is not known, and a difference may be chance."]
+
+    def _diverged(self) -> list[str]:
+        """Trials that trained to their end, and whose last evaluation is no number."""
+        trials = self.trials[(self.trials["status"] == FINISHED) & ~np.isfinite(self.trials["last_metric"])]
+        evaluations = self.frames.evaluations
+        trials = trials[trials["trial"].isin(evaluations.loc[evaluations["metric"].isin(trials["metric"]), "trial"])]
+        return [
+            f"Diverged: {words.combination(*key)}, {_seeds_of(group)}: "
+            f"the last {group['metric'].iloc[0]} is no finite number."
+            for key, group in trials.groupby([*_COMBINATION], sort=False)
+        ]
+
+    def _failed(self) -> list[str]:
+        """Each reason once a combination."""
+        failed = self.trials[self.trials["status"] == FAILED]
+        groups = list(
+            failed.assign(reason=failed["reason"].map(_first_line)).groupby([*_COMBINATION, "reason"], sort=False)
+        )
+        said = [
+            f"Failed: {words.combination(strategy, workers)}, {_seeds_of(group)}: {reason}."
+            for (strategy, workers, reason), group in groups[:_MAX_FAILURES]
+        ]
+        num_left = sum(len(group) for _, group in groups[_MAX_FAILURES:])
+        return [*said, f"Failed: {num_left} more trials."] if num_left else said
+
+    def _missing(self) -> list[str]:
+        num = int((self.trials["status"] == MISSING).sum())
+        return [f"{num} of {len(self.trials)} trials have not been run yet."] if num else []
+
+    def _simulated(self) -> list[str]:
+        first = self.trials.iloc[0]
+        if first["engine"] != words.VIRTUAL:
+            return []
+        return [f"Times are virtual, those of the simulated cluster {first['cluster']}."]
+
+
+def _each(summary: pd.DataFrame) -> list[Row]:
+    return [row for _, row in summary.iterrows()]
+
+
+def _name(row: Row) -> str:
+    return words.combination(row["strategy"], row["workers"])
+
+
+def _seeds(row: Row) -> str:
+    return f"{row['reached']} of {num_tried(row)} seeds"
+
+
+def _seeds_of(trials: pd.DataFrame) -> str:
+    """`seed 3`, or `seeds 0 and 1`."""
+    seeds = [str(seed) for seed in trials["seed"]]
+    return f"seed{'s' * (len(seeds) > 1)} {words.listed(seeds)}"
+
+
+def _first_line(reason: str) -> str:
+    """Of an error's text: what fits into a sentence."""
+    first = next((line.strip() for line in reason.splitlines() if line.strip()), "no reason known").rstrip(".")
+    return first if len(first) <= _MAX_REASON else first[:_MAX_REASON].rstrip() + " ..."
+
+
+def _time(row: Row) -> str:
+    return words.duration(row["time_to_target_s"], row["engine"])
+
+
+def _rate(row: Row) -> str:
+    return f"{row['samples_per_s']:,.0f} samples/{words.unit(row['engine'])}"
+
+
+def _last(row: Row) -> str:
+    return f"{row['last_metric']:.4g}"
+
+
+def _has_gain(row: Row) -> bool:
+    """Whether there is somebody else to be faster than."""
+    return bool(
+        row["speedup"] == row["speedup"]
+        and (row["base_strategy"], row["base_workers"]) != (row["strategy"], row["workers"])
+    )
+
+
+def _base(row: Row) -> str:
+    is_own = (row["base_strategy"], row["base_workers"]) == (row["strategy"], 1)
+    return "one worker" if is_own else words.combination(row["base_strategy"], row["base_workers"])
+
+
+def _gain(row: Row) -> str:
+    """Its range is that of seeds that reached the target in both; what else it rests on is said."""
+    basis = ""
+    if row["speedup_pairs"] > 1:
+        basis = f" ({words.ratio(row['speedup_low'])} to {words.ratio(row['speedup_high'])})"
+    elif row["speedup_pairs"] == 0:
+        basis = " by the mean times, as no seed reached it in both"
+    elif row["reached"] > 1:
+        basis = " by the one seed that reached it in both"
+    return f"{words.ratio(row['speedup'])} times {_base(row)}{basis}"
+
+
+def _ties(best: Row, others: Sequence[Row], quantity: str, say: Callable[[Row], str]) -> list[str]:
+    tied = [row for row in others if row.name != best.name and is_tie(best, row, quantity)]
+    if not tied:
+        return []
+    named = words.listed([f"{_name(row)} ({say(row)})" for row in tied])
+    return [f"A tie with {named}: the difference may be chance."]
+
+
+def _resolution(fastest: Row) -> list[str]:
+    """How finely its time is known, where that can be seen in the number."""
+    if not fastest["resolution_s"] > _VISIBLE * fastest["time_to_target_s"]:
+        return []
+    return [
+        f"A target is noticed at evaluations, here {words.duration(fastest['resolution_s'], fastest['engine'])} apart."
+    ]
+
+
+def _change(best: Row, more: Row) -> str | None:
+    """How the time to the target changed; None where it fell, as of a combination that got there less surely."""
+    if more["time_to_target_s"] < best["time_to_target_s"]:
+        return None
+    return " the time does not fall" if is_tie(best, more, "time_to_target_s") else " the time rises"
+
+
+def _unsure(reached: Sequence[Row]) -> list[str]:
+    partly = [row for row in reached if reliability(row) < 1]
+    return [f"{_name(row)} reached it in {_seeds(row)}, there after {_time(row)}." for row in partly]
+
+
+def _never(rows: Sequence[Row], goal: str) -> list[str]:
+    if not rows:
+        return []
+    return [f"Never reached {goal}: {words.listed([f'{_name(row)} (last {_last(row)})' for row in rows])}."]

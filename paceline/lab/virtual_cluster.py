@@ -1,0 +1,56 @@
+"""The cluster that a study simulates, as the study keeps it: its file's text, so that it is all there later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.engines.virtual import cluster_file
+from paceline.engines.virtual.cluster import Cluster
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class VirtualCluster:
+    """Equal to another where what they describe is the same, whatever the files are called and say about it.
+
+    Raises:
+        UsageError: the text describes no cluster.
+    """
+
+    source: str = field(compare=False)
+    """A name that comes with Paceline, or the file's path: what `--cluster` takes."""
+    text: str = field(compare=False)
+    content: Cluster = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content", cluster_file.parse(self.text, where=self.source))
+
+    @classmethod
+    def read(cls, name: str | Path) -> VirtualCluster:
+        """
+        Args:
+            name: a TOML file, or the name of a cluster that comes with Paceline.
+
+        Raises:
+            UsageError: there is no such file or name, or the file is wrong.
+        """
+        if not isinstance(name, str | Path):
+            raise UsageError(f"a study takes a cluster's file or name, not {type(name).__name__}")
+        path, text = cluster_file.read(name)
+        return cls(str(name) if str(name) in cluster_file.shipped() else str(path.resolve()), text)
+
+    @property
+    def name(self) -> str:
+        """For tables and figures: `lab-1gbe`."""
+        return Path(self.source).stem
+
+    def to_json(self) -> dict[str, str]:
+        return {"source": self.source, "text": self.text}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> VirtualCluster:
+        """The inverse of `to_json`; the file itself need not be there."""
+        return cls(plain["source"], plain["text"])

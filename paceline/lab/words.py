@@ -1,0 +1,90 @@
+"""Numbers as the verdict and the tables say them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+VIRTUAL = "virtual"
+"""The engine whose seconds are of a simulated clock."""
+_MINUTE_S, _HOUR_S = 60, 3600
+
+
+def unit(engine: str) -> str:
+    """Of times on that engine's clock.
+
+    >>> unit("ray"), unit("virtual")
+    ('s', 'virtual s')
+    """
+    return "virtual s" if engine == VIRTUAL else "s"
+
+
+def duration(value_s: float, engine: str) -> str:
+    """As `seconds`, with the clock where it is none of the real ones.
+
+    >>> duration(4.25, "virtual")
+    '4.2 s of virtual time'
+    """
+    return seconds(value_s) + (" of virtual time" if engine == VIRTUAL else "")
+
+
+def seconds(value_s: float) -> str:
+    """A duration to about three digits.
+
+    >>> [seconds(value) for value in (0.0423, 4.25, 42.4, 200, 4000)]
+    ['0.042 s', '4.2 s', '42 s', '3 min 20 s', '1 h 7 min']
+    """
+    if value_s < 0.95:
+        return f"{value_s:.2g} s"
+    if value_s < 9.95:
+        return f"{value_s:.1f} s"
+    whole_s = round(value_s)
+    if whole_s < 2 * _MINUTE_S:
+        return f"{whole_s} s"
+    if whole_s < _HOUR_S:
+        return f"{whole_s // _MINUTE_S} min {whole_s % _MINUTE_S} s"
+    whole_min = round(value_s / _MINUTE_S)
+    return f"{whole_min // 60:,} h {whole_min % 60} min"
+
+
+def ratio(value: float) -> str:
+    """
+    >>> [ratio(value) for value in (0.8312, 4.06, 12.34)]
+    ['0.83', '4.1', '12.3']
+    """
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}"
+
+
+def percent(value: float) -> str:
+    """
+    >>> percent(0.3141)
+    '31 %'
+    """
+    return f"{value * 100:.0f} %"
+
+
+def quantity(value: float) -> str:
+    """
+    >>> [quantity(value) for value in (0.04234, 42.42, 12345.6)]
+    ['0.0423', '42.4', '12,346']
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def combination(strategy: str, count: int) -> str:
+    """
+    >>> combination("ps-bsp servers=2", 4)
+    'ps-bsp servers=2 on 4 workers'
+    """
+    return f"{strategy} on {workers(count)}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

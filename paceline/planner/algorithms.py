@@ -1,0 +1,81 @@
+"""All-reduce algorithms over send and receive on a cluster: how long they take, and what they put on every link."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.comm.algorithms.messages import PIECE_BYTES
+from paceline.planner import costs
+from paceline.planner.fabric import Loads
+from paceline.planner.setting import Setting
+
+
+def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
+    """An all-reduce by an algorithm over send and receive, all ranks beginning at once: the closed form, with the rate
+    that its messages get on this cluster where they pass all at once."""
+    fabric, ranks = setting.fabric, np.array(setting.places.workers)
+    size = len(ranks)
+    if size == 1:
+        return 0.0
+    if algorithm == "ring":
+        return sum(setting.ring_of_ranks.parts_s(num_bytes))
+    if algorithm == "halving-doubling":
+        rate, latency_s = _rate_of_halving(setting, num_bytes)
+        return costs.halving_doubling_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s)
+    if algorithm == "reduce-broadcast":
+        root = np.full(size - 1, ranks[0])
+        rate = (size - 1) * float(fabric.shares_per_s(ranks[1:], root).min())
+        latency_s = float(fabric.latency_s(ranks[1:], root).max())
+        return costs.reduce_broadcast_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, piece_bytes=PIECE_BYTES)
+    latency_s = float(fabric.farthest_s(ranks, ranks).max())
+    if algorithm == "all-to-all":
+        one_way_s = fabric.busiest(_among_all(setting, num_bytes / size)).busy_s
+        rate = (size - 1) * num_bytes / (size * one_way_s)
+        return costs.all_to_all_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s)
+    parents, children = setting.tree_edges
+    one_way_s = fabric.busiest(fabric.messages(ranks[children], ranks[parents], num_bytes / 2)).busy_s
+    typical_s = float(fabric.latency_s(ranks[children], ranks[parents]).mean())
+    return costs.tree_s(
+        size,
+        num_bytes,
+        bytes_per_s=num_bytes / one_way_s if size > 2 else num_bytes / 2 / one_way_s,
+        latency_s=typical_s,
+        piece_bytes=PIECE_BYTES,
+    )
+
+
+def loads(algorithm: str, setting: Setting, num_bytes: float) -> Loads:
+    """What it puts on every link."""
+    fabric, ranks = setting.fabric, np.array(setting.places.workers)
+    size = len(ranks)
+    if algorithm == "ring":
+        return setting.ring_of_ranks.loads(num_bytes)
+    if algorithm == "all-to-all":
+        return _among_all(setting, num_bytes / size) * 2
+    if algorithm == "reduce-broadcast":
+        root = np.full(size - 1, ranks[0])
+        return fabric.messages(ranks[1:], root, num_bytes) + fabric.messages(root, ranks[1:], num_bytes)
+    if algorithm == "tree":
+        parents, children = (ranks[ends] for ends in setting.tree_edges)
+        return fabric.messages(children, parents, num_bytes / 2) + fabric.messages(parents, children, num_bytes / 2)
+    total = fabric.nothing
+    for sources, destinations, size_bytes in setting.halving_stages(num_bytes):
+        total = total + fabric.messages(sources, destinations, size_bytes)
+    return total
+
+
+def _among_all(setting: Setting, num_bytes: float) -> Loads:
+    """Of one message from every rank to every other."""
+    ranks = np.array(setting.places.workers)
+    to_itself = setting.fabric.messages(ranks, ranks, -num_bytes)
+    return setting.fabric.everyone_to_everyone(ranks, ranks, num_bytes) + to_itself
+
+
+def _rate_of_halving(setting: Setting, num_bytes: float) -> tuple[float, float]:
+    """Bytes per second and latency with which the closed form gives the sum over its stages."""
+    stages = setting.halving_stages(num_bytes)
+    fabric = setting.fabric
+    times_s = [size_bytes / float(fabric.shares_per_s(here, there).min()) for here, there, size_bytes in stages]
+    latencies_s = [float(fabric.latency_s(here, there).max()) for here, there, _ in stages]
+    ideal = costs.halving_doubling_s(setting.num_workers, num_bytes, bytes_per_s=1.0)
+    return ideal / sum(times_s), sum(latencies_s) / len(latencies_s)

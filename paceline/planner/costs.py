@@ -1,0 +1,146 @@
+"""What exchanges cost, in closed form: pure functions of sizes, bandwidths and latencies. Knows no cluster.
+
+M is `num_bytes`, B `bytes_per_s` of one direction of a full-duplex card, L `latency_s` of a message, one way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def ring_s(num_hosts: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """All-reduce around a ring: 2 (n - 1) (M / (n B) + L).
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009,
+    theorem 1 and section 4: nothing sends less than 2 (n - 1) / n times the tensor.
+    """
+    if num_hosts == 1:
+        return 0.0
+    return 2 * (num_hosts - 1) * (num_bytes / (num_hosts * bytes_per_s) + latency_s)
+
+
+def halving_doubling_s(num_ranks: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """All-reduce by recursive halving and doubling: 2 (p - 1) / p M / B + 2 log2(p) L among p = 2**k ranks.
+
+    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005,
+    section 4.5. Other numbers first fold into the largest power of two below: two messages of the whole tensor more.
+    """
+    if num_ranks == 1:
+        return 0.0
+    levels = num_ranks.bit_length() - 1
+    paired = 1 << levels
+    folding_s = 0.0 if paired == num_ranks else 2 * (num_bytes / bytes_per_s + latency_s)
+    return folding_s + 2 * (paired - 1) / paired * num_bytes / bytes_per_s + 2 * levels * latency_s
+
+
+def tree_s(
+    num_ranks: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0, piece_bytes: float
+) -> float:
+    """All-reduce up and down two trees: 2 (M / B + (h - 1) (2 p / B + L) + L), of height h and pieces of p bytes.
+
+    Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+    Computing 35(12), 2009, section 3. A rank that has two children in one tree gets M / 2 from each, which fills its
+    card once; pieces follow one another up, and the result comes down when the last has gone up. So the leading term
+    is once M / B each way where pieces are small.
+    """
+    if num_ranks == 1:
+        return 0.0
+    height = max(1, math.ceil(math.log2(num_ranks)))
+    piece_bytes = min(piece_bytes, num_bytes / 2)
+    if num_ranks == 2:
+        # Each is the root of one tree and the leaf of the other: half of the tensor goes either way, twice, and the
+        # first piece of one half waits for that of the other.
+        return (num_bytes + 2 * piece_bytes) / bytes_per_s + 4 * latency_s
+    one_way_s = num_bytes / bytes_per_s + (height - 1) * (2 * piece_bytes / bytes_per_s + latency_s) + latency_s
+    return 2 * one_way_s
+
+
+def reduce_broadcast_s(
+    num_ranks: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0, piece_bytes: float = math.inf
+) -> float:
+    """Through one rank: (n - 1) M / B in, as much out, which begins with the first piece that is reduced.
+
+    The shape of Dean and Ghemawat, "MapReduce", OSDI 2004, section 3.1, with one reducer, and pieces that are sent back
+    while others arrive.
+    """
+    if num_ranks == 1:
+        return 0.0
+    one_way_s = (num_ranks - 1) * num_bytes / bytes_per_s
+    tail_s = (num_ranks - 1) * min(piece_bytes, num_bytes) / bytes_per_s
+    return one_way_s + tail_s + 2 * latency_s
+
+
+def all_to_all_s(num_ranks: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """By direct exchange, everyone with everyone: 2 (n - 1) M / (n B) + 2 L.
+
+    Thakur, Rabenseifner and Gropp, section 4.4, all pairs at once. The same as servers on every worker's host.
+    """
+    if num_ranks == 1:
+        return 0.0
+    return 2 * (num_ranks - 1) * num_bytes / (num_ranks * bytes_per_s) + 2 * latency_s
+
+
+def separate_servers_way_s(
+    num_workers: int, num_servers: int, num_bytes: float, *, bytes_per_s: float, server_bytes_per_s: float | None = None
+) -> float:
+    """One way, to k servers on hosts of their own or from them: max(M / B, n M / (k B)), a worker's card or a server's.
+
+    Follows from Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4:
+    every worker sends every server its key range.
+    """
+    server_bytes_per_s = server_bytes_per_s or bytes_per_s
+    return max(num_bytes / bytes_per_s, num_workers * num_bytes / (num_servers * server_bytes_per_s))
+
+
+def co_located_servers_s(num_workers: int, num_servers: int, num_bytes: float, *, bytes_per_s: float) -> float:
+    """Both ways, with k <= n servers on workers' hosts: (n + k - 2) M / (k B), which for k = n is a ring's.
+
+    Jiang et al., "A unified architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters"
+    (BytePS), OSDI 2020, section 2.2. A host that has both sends k - 1 key ranges as a worker and n - 1 as a server.
+    """
+    return (num_workers + num_servers - 2) * num_bytes / (num_servers * bytes_per_s)
+
+
+def pipeline_s(stages_s: Sequence[float], num_pieces: float) -> float:
+    """When the last of alike pieces has passed all stages, each of which takes one piece at a time: the first piece
+    through all, then one every slowest stage (the makespan of a permutation flow shop with equal jobs).
+
+    Args:
+        stages_s: what one piece takes in each.
+        num_pieces: at least 1; a last one that is smaller counts in proportion.
+    """
+    return sum(stages_s) + (max(num_pieces, 1.0) - 1) * max(stages_s)
+
+
+def queue_ends_s(ready_s: Sequence[float], busy_s: Sequence[float]) -> list[float]:
+    """When a link is done with each of some jobs that become ready in this order: max(ready, the end before) + busy
+    (Lindley, "The theory of queues with a single server", 1952)."""
+    end_s, ends_s = 0.0, []
+    for ready, busy in zip(ready_s, busy_s, strict=True):
+        end_s = max(end_s, ready) + busy
+        ends_s.append(end_s)
+    return ends_s
+
+
+def asynchronous_rate(num_workers: int, *, cycle_s: float, own_s: float, shared_s: float) -> float:
+    """Gradients a second of n workers that wait for nobody and share links evenly.
+
+    Mean value analysis of a closed network of a delay and one processor-sharing queue (Reiser and Lavenberg,
+    "Mean-value analysis of closed multichain queuing networks", JACM 27(2), 1980): R(n) = D (1 + Q(n - 1)),
+    X = n / (Z + R), Q = X R. For processor sharing it holds whatever the distributions. What a worker's own card takes
+    longer than what is shared is a delay (Seidmann, Schweitzer and Shalev-Oren, "Computerized closed queueing network
+    models of flexible manufacturing systems", Large Scale Systems 12, 1987). Never above n / (Z + max(own, D)), 1 / D.
+
+    Args:
+        cycle_s: Z, of a worker besides its transfer: computing, latency, the update.
+        own_s: of its transfer, where it meets no other.
+        shared_s: D, of one transfer on what is shared most.
+    """
+    delay_s = cycle_s + max(0.0, own_s - shared_s)
+    queue, rate = 0.0, 1 / (delay_s + shared_s)
+    for count in range(1, num_workers + 1):
+        trip_s = shared_s * (1 + queue)
+        rate = count / (delay_s + trip_s)
+        queue = rate * trip_s
+    return rate

@@ -1,0 +1,199 @@
+"""A cluster's links as arrays: what each carries of an exchange, and how long that keeps it busy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.engines.virtual.cluster import Cluster
+from paceline.engines.virtual.topology import BYTES_PER_GBIT, MEMORY_LATENCY_S
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+"""Of hosts, racks, sites or ranks."""
+
+_KINDS = ("up", "down", "memory", "rack_up", "rack_down", "core", "site_up", "site_down")
+
+
+@final
+@dataclass(frozen=True)
+class Loads:
+    """Bytes on every link, or rates or times, by kind of link: of hosts' cards and memories, racks, the core, sites."""
+
+    up: Floats
+    down: Floats
+    memory: Floats
+    rack_up: Floats
+    rack_down: Floats
+    core: Floats
+    site_up: Floats
+    site_down: Floats
+
+    def __add__(self, other: Loads) -> Loads:
+        return Loads(*(getattr(self, kind) + getattr(other, kind) for kind in _KINDS))
+
+    def __mul__(self, factor: float) -> Loads:
+        return Loads(*(getattr(self, kind) * factor for kind in _KINDS))
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """The link that an exchange keeps busy longest."""
+
+    name: str
+    num_bytes: float
+    busy_s: float
+    kind: str = ""
+    """As `Loads` calls it."""
+    number: int = 0
+    """Of the host, rack or site."""
+
+
+@final
+class Fabric:
+    """The links that `engines.virtual.topology.Topology` has, all of a kind in one array."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        hosts = cluster.each_host()
+        racks, sites = cluster.racks, cluster.sites
+        self._names = cluster.names()
+        self._site_names = [site.name for site in sites]
+        self.num_hosts = len(hosts)
+        self.rack_of: Numbers = np.arange(self.num_hosts) // (racks.hosts if racks is not None else self.num_hosts)
+        numbers = {site.name: number for number, site in enumerate(sites)}
+        self.site_of: Numbers = np.array([numbers.get(host.site, 0) for host in hosts], dtype=np.int64)
+        self._half_s = np.array([host.latency_us * 1e-6 / 2 for host in hosts])
+        self._between_racks_s = racks.latency_us * 1e-6 if racks is not None else 0.0
+        self._site_s = np.array([site.latency_ms * 1e-3 for site in sites] or [0.0])
+        num_racks = int(self.rack_of[-1]) + 1
+        rack_rate = racks.bandwidth_gbit_per_s * BYTES_PER_GBIT if racks is not None else np.inf
+        core_rate = np.inf
+        if racks is not None and racks.core_gbit_per_s is not None:
+            core_rate = racks.core_gbit_per_s * BYTES_PER_GBIT
+        site_rates = np.array([site.bandwidth_gbit_per_s * BYTES_PER_GBIT for site in sites] or [np.inf])
+        ups = [host.bandwidth_gbit_per_s if host.up_gbit_per_s is None else host.up_gbit_per_s for host in hosts]
+        self.rates = Loads(
+            up=np.array(ups) * BYTES_PER_GBIT,
+            down=np.array([host.bandwidth_gbit_per_s for host in hosts]) * BYTES_PER_GBIT,
+            memory=np.array([host.memory_gbyte_per_s for host in hosts]) * 1e9,
+            rack_up=np.full(num_racks, rack_rate),
+            rack_down=np.full(num_racks, rack_rate),
+            core=np.array([core_rate]),
+            site_up=site_rates,
+            site_down=site_rates,
+        )
+        """Bytes per second."""
+
+    @cached_property
+    def nothing(self) -> Loads:
+        return Loads(*(np.zeros(len(getattr(self.rates, kind))) for kind in _KINDS))
+
+    def messages(self, sources: Numbers, destinations: Numbers, num_bytes: Floats | float) -> Loads:
+        """Of one message from each source to the destination in the same place."""
+        sizes = np.broadcast_to(np.asarray(num_bytes, dtype=np.float64), sources.shape)
+        is_remote = sources != destinations
+        here, there = self.rack_of[sources], self.rack_of[destinations]
+        leaves_rack = here != there
+        leaves_site = self.site_of[sources] != self.site_of[destinations]
+        remote = np.where(is_remote, sizes, 0.0)
+        between = np.where(leaves_rack, sizes, 0.0)
+        afar = np.where(leaves_site, sizes, 0.0)
+        count = self.nothing
+        return Loads(
+            up=_summed(sources, remote, len(count.up)),
+            down=_summed(destinations, remote, len(count.down)),
+            memory=_summed(sources, sizes - remote, len(count.memory)),
+            rack_up=_summed(here, between, len(count.rack_up)),
+            rack_down=_summed(there, between, len(count.rack_down)),
+            core=np.array([between.sum()]),
+            site_up=_summed(self.site_of[sources], afar, len(count.site_up)),
+            site_down=_summed(self.site_of[destinations], afar, len(count.site_down)),
+        )
+
+    def everyone_to_everyone(self, sources: Numbers, destinations: Numbers, num_bytes: float) -> Loads:
+        """Of one message from every source to every destination; a host may come several times in either."""
+        sends = np.bincount(sources, minlength=self.num_hosts).astype(np.float64)
+        takes = np.bincount(destinations, minlength=self.num_hosts).astype(np.float64)
+
+        def leaving(group_of: Numbers, size: int) -> tuple[Floats, Floats]:
+            """What leaves each group of hosts, and what comes into it."""
+            out, into = _summed(group_of, sends, size), _summed(group_of, takes, size)
+            return out * (takes.sum() - into) * num_bytes, into * (sends.sum() - out) * num_bytes
+
+        up, down = leaving(np.arange(self.num_hosts), self.num_hosts)
+        rack_up, rack_down = leaving(self.rack_of, len(self.rates.rack_up))
+        site_up, site_down = leaving(self.site_of, len(self.rates.site_up))
+        core = np.array([rack_up.sum()])
+        return Loads(up, down, sends * takes * num_bytes, rack_up, rack_down, core, site_up, site_down)
+
+    def latency_s(self, sources: Numbers, destinations: Numbers) -> Floats:
+        """Of a message from each source to the destination in the same place, one way."""
+        leaves_rack = self.rack_of[sources] != self.rack_of[destinations]
+        here, there = self.site_of[sources], self.site_of[destinations]
+        far_s = np.where(here != there, self._site_s[here] + self._site_s[there], 0.0)
+        cards_s = self._half_s[sources] + self._half_s[destinations]
+        total_s = cards_s + np.where(leaves_rack, self._between_racks_s, 0.0) + far_s
+        return np.where(sources == destinations, MEMORY_LATENCY_S, total_s)
+
+    def farthest_s(self, sources: Numbers, destinations: Numbers) -> Floats:
+        """Each source's latency to the destination that is farthest from it."""
+        kinds = np.stack([self.rack_of[destinations], self.site_of[destinations], self._half_s[destinations]], axis=1)
+        some = destinations[np.unique(kinds, axis=0, return_index=True)[1]]
+        found = np.zeros(len(sources))
+        for destination in some.tolist():
+            found = np.maximum(found, self.latency_s(sources, np.full_like(sources, destination)))
+        return found
+
+    def shares_per_s(self, sources: Numbers, destinations: Numbers) -> Floats:
+        """Bytes per second that each of some messages gets when all pass at once, each link shared evenly."""
+        counts = self.messages(sources, destinations, 1.0)
+        rates = {kind: _divided(getattr(self.rates, kind), getattr(counts, kind)) for kind in _KINDS}
+        here, there = self.rack_of[sources], self.rack_of[destinations]
+        near = np.minimum(rates["up"][sources], rates["down"][destinations])
+        through = np.minimum(np.minimum(rates["rack_up"][here], rates["rack_down"][there]), rates["core"][0])
+        own, other = self.site_of[sources], self.site_of[destinations]
+        afar = np.minimum(rates["site_up"][own], rates["site_down"][other])
+        found = np.minimum(near, np.where(here != there, through, np.inf))
+        found = np.minimum(found, np.where(own != other, afar, np.inf))
+        return np.where(sources == destinations, rates["memory"][sources], found)
+
+    def busiest(self, loads: Loads, *, kinds: Sequence[str] = _KINDS) -> Busiest:
+        """Of the links of some kinds."""
+        best = Busiest("none", 0.0, 0.0)
+        for kind in kinds:
+            amounts: Floats = getattr(loads, kind)
+            times = amounts / getattr(self.rates, kind)
+            number = int(np.argmax(times))
+            if times[number] > best.busy_s:
+                best = Busiest(self._name(kind, number), float(amounts[number]), float(times[number]), kind, number)
+        return best
+
+    def _name(self, kind: str, number: int) -> str:
+        if kind == "core":
+            return "the core"
+        if kind.startswith("rack"):
+            return f"the cable of rack {number} ({kind.removeprefix('rack_')})"
+        if kind.startswith("site"):
+            return f"the line of site {self._site_names[number]} ({kind.removeprefix('site_')})"
+        return f"{self._names[number]}'s {'memory' if kind == 'memory' else f'card ({kind})'}"
+
+
+def _summed(places: Numbers, amounts: Floats, size: int) -> Floats:
+    """What comes to each of so many places."""
+    return np.bincount(places, amounts, size).astype(np.float64)
+
+
+def _divided(rates: Any, counts: Any) -> Floats:
+    found: Floats = np.divide(rates, np.maximum(counts, 1.0))
+    return found
+
+
+@lru_cache(maxsize=8)
+def fabric_of(cluster: Cluster) -> Fabric:
+    """One for all predictions on the same cluster."""
+    return Fabric(cluster)

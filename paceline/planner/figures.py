@@ -1,0 +1,172 @@
+"""The curves of a plan, in the style of the lab's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from paceline.lab.figures.chart import Chart, canvas, line
+from paceline.lab.figures.style import FAINT, Style, plain, strategy_styles
+from paceline.planner.predict import Prediction
+from paceline.planner.search import Plan, Point
+
+_HEIGHT_PX = 480
+"""Of which a narrow screen's legend takes half."""
+_MAX_CURVES = 8
+
+
+def charts(plan: Plan) -> list[Chart]:
+    """Time of a step, samples per second, the busiest link, and time to target where it is known."""
+    curves = _curves(plan)
+    styles = strategy_styles(list(curves))
+    step = _drawn(
+        plan,
+        curves,
+        styles,
+        "step",
+        "Time of a step",
+        "Time of a step (ms)",
+        lambda point: point.prediction.step_s * 1e3,
+    )
+    rate = _drawn(
+        plan,
+        curves,
+        styles,
+        "rate",
+        "Samples per second",
+        "Samples (per s)",
+        lambda point: point.prediction.samples_per_s,
+    )
+    _ideal(rate.plot, plan)
+    busy = _drawn(
+        plan,
+        {label: points for label, points in curves.items() if any(p.prediction.busiest.busy_s for p in points)},
+        styles,
+        "busiest",
+        "How full the busiest link is",
+        "Busy (% of a step)",
+        lambda point: point.prediction.utilisation * 100,
+        is_logarithmic=False,
+    )
+    found = [step, rate, busy]
+    if plan.noise is not None:
+        found.append(
+            _drawn(
+                plan,
+                curves,
+                styles,
+                "target",
+                "How much sooner at the target",
+                "Sooner than one worker (times)",
+                lambda point: point.merit,
+                is_logarithmic=False,
+            )
+        )
+    return [chart for chart in found if len(chart.table)]
+
+
+def _curves(plan: Plan) -> dict[str, list[Point]]:
+    """The strategies without servers, and of each with servers one server and what is best."""
+    by_label: dict[str, list[Point]] = {}
+    for point in plan.points:
+        by_label.setdefault(point.label, []).append(point)
+    best = {point.label for point in plan.best_of_each}
+    wanted = [label for label in by_label if label != "single" and (":" not in label or label in best)]
+    return {label: by_label[label] for label in wanted[:_MAX_CURVES]}
+
+
+def _drawn(
+    plan: Plan,
+    curves: dict[str, list[Point]],
+    styles: dict[str, Style],
+    key: str,
+    title: str,
+    y_title: str,
+    value_of: Callable[[Point], float],
+    *,
+    is_logarithmic: bool = True,
+) -> Chart:
+    """A curve for each strategy against workers, its knee marked by a large open mark."""
+    plot = canvas(x_title="Workers (number)", y_title=y_title, height_px=_HEIGHT_PX)
+    knees = {knee.label: knee.workers for knee in plan.knees}
+    rows, notes = [], []
+    for label, points in curves.items():
+        style = styles[label]
+        counts = [point.prediction.workers for point in points]
+        values = [value_of(point) for point in points]
+        rows += [(label, count, value) for count, value in zip(counts, values, strict=True)]
+        plot.add_trace(
+            go.Scatter(
+                x=counts,
+                y=values,
+                mode="lines+markers",
+                name=plain(label),
+                legendgroup=plain(label),
+                line=line(style),
+                marker={"symbol": style.marker, "size": 7, "color": style.colour},
+            )
+        )
+        knee = knees.get(label)
+        if knee is not None and counts[0] <= knee <= counts[-1]:
+            plot.add_trace(_knee(label, style, knee, _between(counts, values, knee)))
+            notes.append(f"{label}: {knee}")
+    plot.update_xaxes(type="log", tickmode="array", tickvals=_ticks(curves), ticktext=[str(n) for n in _ticks(curves)])
+    if is_logarithmic:
+        plot.update_yaxes(type="log", exponentformat="none", **_ticks_of([value for _, _, value in rows]))
+    else:
+        plot.update_yaxes(rangemode="tozero")
+    table = pd.DataFrame(rows, columns=["strategy", "workers", y_title])
+    shown = f"Knees, as large open marks: {'; '.join(notes)} workers." if notes else "No curve has a knee."
+    return Chart(
+        key, title, plot, f"{title} against the number of workers, a curve each strategy. {shown}", table, (shown,)
+    )
+
+
+def _knee(label: str, style: Style, workers: int, value: float) -> go.Scatter:
+    return go.Scatter(
+        x=[workers],
+        y=[value],
+        mode="markers",
+        name=f"knee, {plain(label)}",
+        legendgroup=plain(label),
+        showlegend=False,
+        marker={"symbol": f"{style.marker}-open", "size": 15, "color": style.colour, "line": {"width": 2}},
+    )
+
+
+def _ideal(plot: go.Figure, plan: Plan) -> None:
+    single: Prediction = next(point.prediction for point in plan.points if point.label == "single")
+    most = max(point.prediction.workers for point in plan.points)
+    plot.add_trace(
+        go.Scatter(
+            x=[1, most],
+            y=[single.samples_per_s, most * single.samples_per_s],
+            mode="lines",
+            name="ideal",
+            line={"color": FAINT, "width": 1, "dash": "4px 4px"},
+        )
+    )
+
+
+def _between(counts: list[int], values: list[float], count: int) -> float:
+    """The curve's height at a number of workers between those that were looked at."""
+    right = next(place for place, other in enumerate(counts) if other >= count)
+    if counts[right] == count:
+        return values[right]
+    part = (count - counts[right - 1]) / (counts[right] - counts[right - 1])
+    return values[right - 1] + part * (values[right] - values[right - 1])
+
+
+def _ticks(curves: dict[str, list[Point]]) -> list[int]:
+    most = max(point.prediction.workers for points in curves.values() for point in points)
+    count = most.bit_length()
+    return [2**exponent for exponent in range(0, count, 1 + count // 10)]
+
+
+def _ticks_of(values: list[float]) -> dict[str, Any]:
+    """On a logarithmic axis: 1, 2 and 5, or powers of ten where there are many; large ones as 10k and 2M."""
+    spans_many = max(values) > 100 * min(values)
+    return {"dtick": 1 if spans_many else "D2", "tickformat": "~s" if max(values) >= 1e5 else ",~g"}

@@ -1,0 +1,218 @@
+"""What a script costs, found by running a few of its steps on the virtual engine, unchanged."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from paceline.config import RunConfig
+from paceline.engines.progress import Progress
+from paceline.engines.scripting import Program
+from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
+from paceline.engines.virtual.engine import VirtualJob, VirtualRun
+from paceline.engines.virtual.flops import ForwardCount
+from paceline.engines.virtual.server import state_bytes
+from paceline.errors import PacelineError, RunFailed, UsageError
+from paceline.planner.noise import NoiseScale, NoiseSums
+from paceline.planner.work import Work
+from paceline.records import Record, StepRecord
+from paceline.server.admission import AdmissionRule
+from paceline.strategies.base import Context, Replica, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.single import Single
+
+_ANYWHERE = Cluster(hosts=(Hosts(bandwidth_gbit_per_s=1.0),), compute=Compute(step_s=1.0))
+_WARM_UP_STEPS = 10
+"""With updates, before gradients are compared: the noise of a model that has learnt nothing yet is its least."""
+NOISE_STEPS = 20
+"""Gradients at the same parameters, for the noise scale."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a script's first steps showed."""
+
+    work: Work
+    noise: NoiseScale | None
+
+
+class _Enough(PacelineError):
+    """The script has shown what a plan needs."""
+
+
+def observe(program: Program, *, measures_noise: bool = False, seed: int = 0) -> Observation:
+    """Run a step or two of the script as a single worker; or so many that its gradient noise scale shows.
+
+    Args:
+        program: a script or function that calls `paceline.init()`.
+
+    Raises:
+        UsageError: it does not train for as many steps; the message says why.
+    """
+    seen = _Seen()
+    strategy = Observed(seen=seen, num_noise_steps=NOISE_STEPS if measures_noise else 0)
+    failure: PacelineError | None = None
+    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as scratch:
+        job = VirtualJob(program, strategy, 1, _ANYWHERE, RunConfig(seed=seed, device="cpu"))
+        try:
+            VirtualRun(job, Path(scratch), seen).run()
+        except (RunFailed, UsageError) as error:
+            failure = error
+    if not seen.is_complete:
+        num_needed = _WARM_UP_STEPS + NOISE_STEPS if measures_noise else 2
+        reason = f": {failure}" if failure is not None else f" and ended after {len(seen.samples)} step(s)"
+        raise UsageError(
+            f"a plan needs a script that trains through worker.prepare, at least {num_needed} steps; this one was run "
+            f"as a single worker on the virtual engine{reason}"
+        )
+    return Observation(seen.work(), seen.noise)
+
+
+class _Seen:
+    """Collects it; watches the run, whose output is nobody's business here."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self.noise: NoiseScale | None = None
+        self.replica: Replica | None = None
+        self.forward_flop = 0.0
+        self.shares: tuple[float, ...] = ()
+        self.state_bytes = 0.0
+        self.samples: list[int] = []
+        """Of each step."""
+
+    def work(self) -> Work:
+        assert self.replica is not None
+        return Work(
+            tensor_bytes=tuple(max(1, spec.num_bytes) for spec in self.replica.specs),
+            samples=self.samples[0],
+            forward_flop=self.forward_flop,
+            backward_shares=self.shares,
+            state_bytes=self.state_bytes,
+            is_element_wise=self.replica.optimizer_spec.element_wise,
+        )
+
+    def on_progress(self, progress: Progress) -> None:
+        pass
+
+    def on_output(self, who: str, line: str) -> None:
+        pass
+
+    def on_records(self, records: Sequence[Record]) -> None:
+        self.samples += [record.samples for record in records if isinstance(record, StepRecord)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Observed(Strategy):
+    """A single worker whose model, optimizer and gradients are looked at."""
+
+    summary: ClassVar[str] = "one worker, looked at"
+
+    seen: _Seen
+    num_noise_steps: int
+
+    def validate(self) -> None:
+        pass
+
+    def check(self, *, num_workers: int) -> None:
+        pass
+
+    def is_lock_step(self) -> bool:
+        return True
+
+    def is_synchronous(self) -> bool:
+        return True
+
+    def num_servers(self) -> int:
+        return 0
+
+    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
+        return None
+
+    def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        return _ObservedSynchronizer(Single(nonfinite="allow").bind(context, replica), self, replica)
+
+
+@final
+class _ObservedSynchronizer(Synchronizer):
+    """Trains as a single worker for some steps; then holds the parameters still and compares gradients."""
+
+    def __init__(self, inner: Synchronizer, strategy: Observed, replica: Replica) -> None:
+        self._inner, self._seen, self._replica = inner, strategy.seen, replica
+        self._num_noise_steps = strategy.num_noise_steps
+        self._sums = NoiseSums()
+        self._steps = 0
+        self._count: ForwardCount | None = None
+        self._flop_of_pass = 0.0
+        self._num_passes = 0
+        strategy.seen.replica = replica
+        # Inside what the engine counts: modes are left in the reverse order.
+        self._hooks: list[Any] = [
+            replica.model.register_forward_pre_hook(self._begin_forward),
+            replica.model.register_forward_hook(self._end_forward, prepend=True),
+        ]
+
+    @property
+    def timings(self) -> tuple[Any, ...]:
+        return self._inner.timings
+
+    def set_weight(self, weight: float) -> None:
+        self._inner.set_weight(weight)
+
+    def set_synchronizing(self, on: bool) -> bool:
+        return self._inner.set_synchronizing(on)
+
+    def step(self, update: Any, *, pause_at: int) -> StepOutcome:
+        self._steps += 1
+        if self._steps == 1:  # which may have accumulated gradients over several passes
+            self._seen.forward_flop = self._flop_of_pass * self._num_passes
+        if self._steps == 2:
+            self._seen.state_bytes = state_bytes(self._replica.optimizer, self._replica.parameters)
+        is_trained = self._steps > (_WARM_UP_STEPS if self._num_noise_steps else 1)
+        if not is_trained:
+            return self._inner.step(update, pause_at=pause_at)
+        if self._num_noise_steps:
+            gradients = [parameter.grad for parameter in self._replica.parameters if parameter.grad is not None]
+            self._sums.add(gradients, num_samples=self._seen.samples[0])
+        if self._sums.count >= self._num_noise_steps:
+            self._seen.noise = self._sums.scale() if self._num_noise_steps else None
+            self._seen.is_complete = True
+            raise _Enough("the plan has seen enough of the script")
+        return StepOutcome(self._steps, staleness=-1)
+
+    def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
+        return self._inner.wait_for_admission(pause_at=pause_at)
+
+    def refresh(self) -> None:
+        self._inner.refresh()
+
+    def leave(self) -> None:
+        self._inner.leave()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return self._inner.optimizer_state()
+
+    def restore(self, state: dict[str, Tensor], *, iteration: int) -> None:
+        self._inner.restore(state, iteration=iteration)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _begin_forward(self, model: torch.nn.Module, inputs: object) -> None:
+        if not torch.is_grad_enabled() or self._steps:  # an evaluation, or no longer the first step
+            return
+        self._num_passes += 1
+        if not self._seen.shares and self._count is None:
+            self._count = ForwardCount(model, self._replica.parameters)
+
+    def _end_forward(self, model: torch.nn.Module, inputs: object, output: object) -> None:
+        if self._count is not None:
+            self._count.end(output)
+            self._flop_of_pass, self._seen.shares = self._count.flop, tuple(self._count.shares())
+            self._count = None

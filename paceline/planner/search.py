@@ -1,0 +1,315 @@
+"""The search: every strategy, number of workers and number of servers that a cluster holds, and which is best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, final
+
+import pandas as pd
+
+from paceline.engines.virtual.cluster import Cluster
+from paceline.engines.virtual.topology import place
+from paceline.errors import UsageError
+from paceline.planner.noise import NoiseScale, steps_ratio
+from paceline.planner.predict import Prediction, predict
+from paceline.planner.simulator import simulate
+from paceline.planner.work import Work
+from paceline.strategies import STRATEGIES, build
+from paceline.strategies.base import Strategy
+
+STRATEGY_NAMES = ("single", "all-reduce", "ring", "ps-bsp", "ps-ssp", "ps-asp")
+CLOSE = 0.05
+"""What differs by less is as good: then fewer workers or servers are better."""
+_HALF = 0.5
+_CHECK_EVENTS = 200_000
+"""About as many gradients are simulated for each check."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One strategy, number of workers and number of servers."""
+
+    label: str
+    """As `paceline compare --strategies` takes it."""
+    prediction: Prediction
+    batch: int
+    """Of a worker."""
+    speedup: float
+    """Samples per second over one worker's."""
+    target_speedup: float | None
+    """One worker's time to the target over this one's; none where no statistical efficiency is known."""
+    target_s: float | None
+    """Time to the target; none where one worker's steps to it are not known."""
+
+    @property
+    def merit(self) -> float:
+        """What is to be large."""
+        return self.speedup if self.target_speedup is None else self.target_speedup
+
+
+@dataclass(frozen=True)
+class Knee:
+    """Beyond so many workers another one adds less than half of what one alone does."""
+
+    label: str
+    workers: int | None
+    """None: not up to as many as were looked at."""
+    resource: str
+    """What binds there."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The simulator beside the closed form."""
+
+    label: str
+    workers: int
+    predicted_s: float
+    simulated_s: float
+
+    @property
+    def deviation(self) -> float:
+        """Of the closed form."""
+        return self.predicted_s / self.simulated_s - 1
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What was found. `points` has every combination, `best` the one to take."""
+
+    cluster: Cluster
+    work: Work
+    points: tuple[Point, ...]
+    best: Point
+    knees: tuple[Knee, ...]
+    checks: tuple[Check, ...]
+    noise: NoiseScale | None
+    target_batch: int | None
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """A row a point; times in seconds, bytes a step of all workers."""
+        return pd.DataFrame([_row(point) for point in self.points])
+
+    @property
+    def best_of_each(self) -> list[Point]:
+        """Of every strategy, the best number of workers and servers."""
+        names = dict.fromkeys(point.prediction.strategy for point in self.points)
+        return [best_of([point for point in self.points if point.prediction.strategy == name]) for name in names]
+
+
+def require_in_range(
+    cluster: Cluster,
+    *,
+    max_workers: int | None,
+    target_batch: int | None,
+    has_noise: bool,
+    single_steps: float | None,
+    staleness_penalty: float,
+) -> None:
+    """
+    Raises:
+        UsageError: of the numbers that `plan` is given one is out of range, or the cluster has no room for a worker.
+    """
+    room = cluster.num_slots
+    if not room:
+        raise UsageError("the cluster has no room for a worker; raise workers in its [[hosts]]")
+    if max_workers is not None and not 1 <= max_workers <= room:
+        raise UsageError(f"max-workers must be in 1..{room}, as the cluster has room, not {max_workers}")
+    if target_batch is not None and target_batch < 1:
+        raise UsageError(f"target-batch must be at least 1, not {target_batch}")
+    if not 0 <= staleness_penalty < math.inf:
+        raise UsageError(f"staleness-penalty must be a number from 0, not {staleness_penalty}")
+    if single_steps is not None and (not has_noise or not 0 < single_steps < math.inf):
+        raise UsageError("steps to the target of one worker must be above 0, and need a noise scale")
+
+
+def plan(
+    cluster: Cluster,
+    work: Work,
+    *,
+    max_workers: int | None = None,
+    target_batch: int | None = None,
+    noise: NoiseScale | None = None,
+    single_steps: float | None = None,
+    staleness_penalty: float = 1.0,
+    num_checks: int = 3,
+) -> Plan:
+    """Predict every strategy on 1, 2, 3, 4, 6, 8, 12, ... workers and 1, 2, 4, ... servers, and check the best.
+
+    Args:
+        work: of one worker's step.
+        max_workers: none: as many as the cluster holds.
+        target_batch: samples of all workers' step together; each takes its part, at least one. None: every worker
+            keeps its batch.
+        noise: the gradient noise scale; then what counts is time to target rather than samples per second.
+        single_steps: optimizer steps to the target of one worker with the script's batch: makes times absolute.
+        staleness_penalty: what an update of staleness counts, see `NoiseScale.steps`; 0: it does no harm.
+        num_checks: of the best strategies, simulated.
+
+    Raises:
+        UsageError: a number is out of range, or the cluster has no room for a worker.
+    """
+    require_in_range(
+        cluster,
+        max_workers=max_workers,
+        target_batch=target_batch,
+        has_noise=noise is not None,
+        single_steps=single_steps,
+        staleness_penalty=staleness_penalty,
+    )
+    most = min(max_workers or cluster.num_slots, target_batch or cluster.num_slots)
+    judge = _Judge(cluster, work, target_batch, noise, single_steps, staleness_penalty)
+    points = [judge.point(*choice) for choice in _choices(cluster, most)]
+    best = best_of(points)
+    found = Plan(cluster, work, tuple(points), best, tuple(_knees(judge, points)), (), noise, target_batch)
+    ranked = sorted(found.best_of_each, key=lambda point: -point.merit)[:num_checks]
+    return replace(found, checks=tuple(judge.check(point) for point in ranked))
+
+
+def best_of(points: Sequence[Point]) -> Point:
+    """The one with the fewest workers, then servers, of those that are within 5 % of the best."""
+    top = max(point.merit for point in points)
+    close = [point for point in points if point.merit >= (1 - CLOSE) * top]
+    return min(close, key=lambda point: (point.prediction.workers, point.prediction.servers, -point.merit))
+
+
+def worker_counts(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ... and the most."""
+    powers = [2**exponent for exponent in range(most.bit_length())]
+    return sorted({count for power in powers for count in (power, power * 3 // 2) if count <= most} | {most})
+
+
+def label_of(strategy: str, servers: int) -> str:
+    return f"{strategy}:servers={servers}" if servers > 1 else strategy
+
+
+def _choices(cluster: Cluster, most: int) -> Iterator[tuple[str, int, int]]:
+    """Strategy, workers, servers."""
+    for strategy in STRATEGY_NAMES:
+        has_servers = "servers" in STRATEGIES[strategy].options
+        for workers in worker_counts(1 if strategy == "single" else most):
+            for servers in (2**exponent for exponent in range(workers.bit_length())) if has_servers else (0,):
+                if servers <= max(workers, 1) and _has_room(cluster, workers, servers):
+                    yield strategy, workers, servers
+
+
+def _has_room(cluster: Cluster, workers: int, servers: int) -> bool:
+    if cluster.servers.placement == "with workers" or not servers:
+        return True
+    try:
+        place(cluster, num_workers=workers, num_servers=servers)
+    except UsageError:
+        return False
+    return True
+
+
+@final
+@dataclass(frozen=True)
+class _Judge:
+    """Makes points."""
+
+    cluster: Cluster
+    work: Work
+    target_batch: int | None
+    noise: NoiseScale | None
+    single_steps: float | None
+    staleness_penalty: float
+
+    def predict(self, strategy: str, workers: int, servers: int) -> Prediction:
+        chosen, work = self._given(strategy, workers, servers)
+        return predict(self.cluster, strategy=chosen, workers=workers, work=work)
+
+    def point(self, strategy: str, workers: int, servers: int) -> Point:
+        prediction = self.predict(strategy, workers, servers)
+        batch = self._batch(workers)
+        speedup = prediction.samples_per_s / self.base.samples_per_s
+        target_speedup = target_s = None
+        if self.noise is not None:
+            each = max(1.0, prediction.samples_per_s * prediction.iteration_s)
+            late = self.staleness_penalty * _staleness(strategy, workers)
+            steps = steps_ratio(self.noise, batch=each, base_batch=self.work.samples, staleness=late)
+            target_speedup = self.base.iteration_s / (steps * prediction.iteration_s)
+            if self.single_steps is not None:
+                target_s = self.single_steps * steps * prediction.iteration_s
+        return Point(label_of(strategy, servers), prediction, batch, speedup, target_speedup, target_s)
+
+    def check(self, point: Point) -> Check:
+        found = point.prediction
+        chosen, work = self._given(found.strategy, found.workers, found.servers)
+        steps = max(40, min(400, _CHECK_EVENTS // found.workers))
+        simulated = simulate(self.cluster, strategy=chosen, workers=found.workers, work=work, steps=steps)
+        return Check(point.label, found.workers, found.step_s, simulated.step_s)
+
+    @cached_property
+    def base(self) -> Prediction:
+        """One worker with the script's own batch, and no exchange."""
+        return predict(self.cluster, strategy="single", workers=1, work=self.work)
+
+    def _given(self, strategy: str, workers: int, servers: int) -> tuple[Strategy, Work]:
+        """With each worker's part of the batch: a step takes in proportion."""
+        chosen = build(strategy, {"servers": servers} if servers else {})
+        batch = self._batch(workers)
+        if batch == self.work.samples:
+            return chosen, self.work
+        part = batch / self.work.samples
+        step_s = self.work.step_s if self.work.step_s is not None else self.cluster.compute.reference_s
+        return chosen, replace(
+            self.work,
+            samples=batch,
+            forward_flop=self.work.forward_flop * part,
+            step_s=None if step_s is None else step_s * part,
+        )
+
+    def _batch(self, workers: int) -> int:
+        return self.work.samples if self.target_batch is None else max(1, math.ceil(self.target_batch / workers))
+
+
+def _staleness(strategy: str, workers: int) -> float:
+    """Updates by others between a worker's reading and its gradient: on the average each of them makes one."""
+    return float(workers - 1) if strategy in ("ps-asp", "ps-ssp") else 0.0
+
+
+def _knees(judge: _Judge, points: Sequence[Point]) -> Iterator[Knee]:
+    """Of every strategy and number of servers that were looked at with several numbers of workers."""
+    curves: dict[str, list[Point]] = {}
+    for point in points:
+        curves.setdefault(point.label, []).append(point)
+    return (_knee(judge, curve) for curve in curves.values() if len(curve) > 1)
+
+
+def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:
+    """Between the first two numbers of workers where the curve rises by less than half of one worker alone for each."""
+    label, strategy, servers = curve[0].label, curve[0].prediction.strategy, curve[0].prediction.servers
+    least = _HALF * judge.base.samples_per_s
+    for before, after in pairwise(point.prediction for point in curve):
+        rise = (after.samples_per_s - before.samples_per_s) / (after.workers - before.workers)
+        if rise < least:
+            low = before.workers if before is not curve[0].prediction else 1
+            workers = _bend_between(
+                lambda n: judge.predict(strategy, n, servers).samples_per_s, low, after.workers, least
+            )
+            return Knee(label, workers, after.bottleneck)
+    return Knee(label, None, curve[-1].prediction.binding)
+
+
+def _bend_between(rate_of: Callable[[int], float], low: int, high: int, least: float) -> int:
+    """The last number of workers that another one added at least so much to; by bisection."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if rate_of(middle) - rate_of(middle - 1) >= least else (low, middle)
+    return low
+
+
+def _row(point: Point) -> dict[str, Any]:
+    found = {name: value for name, value in asdict(point.prediction).items() if name not in ("busiest", "link_bytes")}
+    row = {"label": point.label, "batch": point.batch, "speedup": point.speedup, **found}
+    row |= {"target_speedup": point.target_speedup, "target_s": point.target_s}
+    row |= {"busiest": point.prediction.busiest.name, "busiest_bytes": point.prediction.busiest.num_bytes}
+    row |= {"utilisation": point.prediction.utilisation, "binding": point.prediction.binding}
+    return row | {f"bytes, {kind}": num_bytes for kind, num_bytes in point.prediction.link_bytes.items()}

@@ -1,0 +1,203 @@
+"""Workers and one server that stands for all of them, event by event, with the strategy's own admission rule."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import final
+
+import numpy as np
+
+from paceline.planner.draws import Draws
+from paceline.planner.servers import server_exchange
+from paceline.planner.setting import Setting
+from paceline.server.admission import AdmissionRule
+from paceline.strategies.parameter_server import ParameterServer
+
+
+@final
+class SynchronousRun:
+    """Who completes a clock has it answered for all whose gradients counted, in turns."""
+
+    def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
+        self._rule = _rule_of(strategy, setting)
+        self._exchange = server_exchange(setting, num_gradients=setting.num_workers - strategy.backup_workers)
+        self._overhead_s, self._draws = setting.work.overhead_s, draws
+        self._own_push_s, self._own_pull_s = self._exchange.own_push_s.tolist(), self._exchange.own_pull_s.tolist()
+        self._way_s: list[float] = (self._exchange.latency_s / 2).tolist()
+        self._starts_s: list[float] = []  # of the pushes since the last clock
+        self._clocks = [0] * setting.num_workers
+        self._begun: list[tuple[float, int, int]] = []  # pushes: when, in which order, by whom
+        self._num_begun = 0
+
+    def run(self, num_clocks: int) -> list[float]:
+        """When each of so many clocks was answered."""
+        ends_s: list[float] = []
+        for worker in range(len(self._clocks)):
+            self._compute(worker, 0.0)
+        while len(ends_s) < num_clocks:
+            begin_s, _, worker = heapq.heappop(self._begun)
+            end_s = self._push(worker, begin_s)
+            if end_s is not None:
+                ends_s.append(end_s)
+        return ends_s
+
+    def _compute(self, worker: int, now_s: float) -> None:
+        self._num_begun += 1
+        end_s = now_s + self._overhead_s + self._draws.next_s(worker)
+        heapq.heappush(self._begun, (end_s, self._num_begun, worker))
+
+    def _push(self, worker: int, begin_s: float) -> float | None:
+        """When the clock was answered that this gradient completes, if it does."""
+        self._starts_s.append(begin_s)
+        contributors = self._rule.push(worker, self._clocks[worker])
+        if not contributors:
+            if not self._rule.is_held(worker):  # too late for its clock
+                self._clocks[worker] = self._rule.clock_of(worker)
+                trip_s = self._own_push_s[worker] + self._own_pull_s[worker] + 2 * self._way_s[worker]
+                self._compute(worker, begin_s + trip_s)
+            return None
+        end_s = float(self._exchange.answered_s(np.array(self._starts_s))) + self._way_s[worker]
+        self._starts_s.clear()
+        clock = self._rule.clock_of(worker)
+        for place, other in enumerate(contributors):
+            self._clocks[other] = clock
+            ahead_s = (len(contributors) - 1 - place) * self._exchange.turn_s
+            self._compute(other, end_s - ahead_s + self._way_s[other])
+        return end_s
+
+
+@final
+class AsynchronousRun:
+    """Each gradient is a job on two processor-sharing queues: links towards the servers, and back. It enters the second
+    when its first piece is through the first; and is over when all pieces have come and gone."""
+
+    def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
+        self._rule = _rule_of(strategy, setting)
+        self._draws, self._overhead_s = draws, setting.work.overhead_s
+        exchange = server_exchange(setting, num_gradients=1)
+        num_workers = setting.num_workers
+        self._part = 1 / exchange.num_pieces
+        self._own_s = exchange.own_push_s.tolist()
+        self._back_s = exchange.own_pull_s.tolist()
+        self._latency_s = (exchange.latency_s - exchange.overlap_s).tolist()
+        self._update_s = exchange.update_s
+        both = exchange.both_s / max(exchange.push_s, exchange.pull_s)  # where a link carries both ways
+        self._pushing = _Shared(both * exchange.push_s / num_workers, float(exchange.own_push_s.min()))
+        self._pulling = _Shared(both * exchange.pull_s / num_workers, float(exchange.own_pull_s.min()))
+        self._memory_free_s = 0.0
+        self._clocks = [0] * num_workers
+        self._began_s = [0.0] * num_workers
+        self._leaves_s = [0.0] * num_workers  # when the last piece can be answered
+        self._waiting: dict[int, list[int]] = {}  # by clock, workers that were not let go on
+        self._due: list[tuple[float, int, int]] = []  # when a worker has computed
+        self._num_due = 0
+
+    def run(self, num_steps: int) -> list[float]:
+        """When each gradient was applied, until there are so many a worker."""
+        ends_s: list[float] = []
+        num_updates = num_steps * len(self._clocks)
+        for worker in range(len(self._clocks)):
+            self._compute(worker, 0.0)
+        while len(ends_s) < num_updates:
+            computed_s = self._due[0][0] if self._due else math.inf
+            pushed_s, pulled_s = self._pushing.next_s, self._pulling.next_s
+            if computed_s <= min(pushed_s, pulled_s):
+                _, _, worker = heapq.heappop(self._due)
+                self._began_s[worker] = computed_s
+                self._pushing.enter(computed_s, worker, self._part, is_first=True)
+            elif pushed_s <= pulled_s:
+                worker, is_first = self._pushing.leave()
+                if is_first and self._part < 1:
+                    self._pushing.enter(pushed_s, worker, 1 - self._part, is_first=False)
+                    self._pulling.enter(pushed_s, worker, 1.0, is_first=False)
+                else:
+                    self._pushed(worker, pushed_s, ends_s)
+            else:
+                worker, _ = self._pulling.leave()
+                self._pulled(worker, pulled_s)
+        return ends_s
+
+    def _compute(self, worker: int, now_s: float) -> None:
+        self._num_due += 1
+        end_s = now_s + self._overhead_s + self._draws.next_s(worker)
+        heapq.heappush(self._due, (end_s, self._num_due, worker))
+
+    def _pushed(self, worker: int, now_s: float, ends_s: list[float]) -> None:
+        """All of a gradient has come: the last piece is updated, and may be answered."""
+        arrived_s = max(now_s, self._began_s[worker] + self._own_s[worker])
+        last_s = self._update_s * self._part
+        self._memory_free_s = max(self._memory_free_s + self._update_s - last_s, arrived_s) + last_s
+        self._leaves_s[worker] = done_s = self._memory_free_s
+        ends_s.append(done_s)
+        self._rule.push(worker, self._clocks[worker])
+        self._clocks[worker] += 1
+        if self._part == 1:
+            self._pulling.enter(now_s, worker, 1.0, is_first=False)
+        for clock in sorted(self._waiting):
+            if not self._rule.is_admitted(self._waiting[clock][0]):
+                break
+            for freed in self._waiting.pop(clock):
+                self._go_on(freed, max(now_s, self._leaves_s[freed] + self._back_s[freed] * self._part))
+
+    def _pulled(self, worker: int, now_s: float) -> None:
+        """The links have carried all of an answer, or would have; the last piece is there a little after its update."""
+        end_s = max(now_s, self._leaves_s[worker] + self._back_s[worker] * self._part)
+        if self._rule.is_admitted(worker):
+            self._go_on(worker, end_s)
+        else:
+            self._waiting.setdefault(self._clocks[worker], []).append(worker)
+
+    def _go_on(self, worker: int, now_s: float) -> None:
+        self._compute(worker, now_s + self._latency_s[worker])
+
+
+@final
+class _Shared:
+    """A processor-sharing queue, by the work that each job in it has been given so far.
+
+    Args:
+        shared_s: a job of size 1 takes where it has the queue to itself and its own card is no limit.
+        own_s: it takes at least.
+    """
+
+    def __init__(self, shared_s: float, own_s: float) -> None:
+        self._shared_s, self._own_s = shared_s, own_s
+        self._given = self._now_s = 0.0
+        self._jobs: list[
+            tuple[float, int, int, bool]
+        ] = []  # given what, a job is through; its order; whose; which part
+        self._num_entered = 0
+
+    @property
+    def next_s(self) -> float:
+        """When the next job is through, if none comes before."""
+        if not self._jobs:
+            return math.inf
+        return self._now_s + max(0.0, self._jobs[0][0] - self._given) * self._pace_s()
+
+    def enter(self, at_s: float, worker: int, size: float, *, is_first: bool) -> None:
+        self._move_on(at_s)
+        self._num_entered += 1
+        heapq.heappush(self._jobs, (self._given + size, self._num_entered, worker, is_first))
+
+    def leave(self) -> tuple[int, bool]:
+        """Whose job is through next, and whether it is the first part of one."""
+        self._move_on(self.next_s)
+        _, _, worker, is_first = heapq.heappop(self._jobs)
+        return worker, is_first
+
+    def _move_on(self, at_s: float) -> None:
+        if self._jobs:
+            self._given += max(0.0, at_s - self._now_s) / self._pace_s()
+        self._now_s = max(self._now_s, at_s)
+
+    def _pace_s(self) -> float:
+        """Seconds for one unit of work of each job in it."""
+        return max(self._own_s, self._shared_s * len(self._jobs), 1e-15)
+
+
+def _rule_of(strategy: ParameterServer, setting: Setting) -> AdmissionRule:
+    rule = strategy.admission_rule(num_workers=setting.num_workers)
+    assert rule is not None
+    return rule

@@ -1,0 +1,139 @@
+"""What pushing to and pulling from a group of servers takes on a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.comm.wire import FRAME_BYTES
+from paceline.engines.virtual.network import CHUNK_BYTES
+from paceline.engines.virtual.server import update_bytes
+from paceline.planner import costs
+from paceline.planner.fabric import Floats, Loads
+from paceline.planner.setting import Setting
+
+
+@dataclass(frozen=True)
+class ServerExchange:
+    """Seconds that links, memories and messages take. `own_`: of each worker, where it meets no other."""
+
+    own_push_s: Floats
+    own_pull_s: Floats
+    push_s: float
+    """Of all workers' gradients, through the busiest link on their ways."""
+    pull_s: float
+    both_s: float
+    """Of the busiest link, with what it carries both ways."""
+    update_s: float
+    """On the slowest server, of as many gradients as form one update."""
+    latency_s: Floats
+    """Of each worker, there and back."""
+    num_pieces: float
+    """That each server's range is cut into."""
+    turn_s: float
+    """Between the answers to two workers: the last chunk of the last piece, in turns."""
+    clash_s: float
+    """All workers turn to the first server first, and all servers to the first worker: while its card takes a chunk
+    from each, others idle."""
+    chunk_share: float
+    """Of a range."""
+    overlap_s: float
+    """A lone worker's last chunks come to the servers in turns: the first begins to answer before the last has all."""
+    loads: Loads
+    """Of all workers, both ways."""
+
+    @property
+    def after_push_s(self) -> float:
+        """From when all gradients have come, which all began at once, until the last parameters have."""
+        pieces = self.num_pieces
+        stages = [self.push_s / pieces, self.update_s / pieces, self.pull_s / pieces]
+        shared_s = sum(stages) + (pieces - 1) / pieces * self.both_s
+        return max(costs.pipeline_s(stages, pieces), shared_s) - self.push_s + self.clash_s
+
+    def answered_s(self, starts_s: Floats) -> Floats:
+        """When the last parameters have come, without latency, of workers that begin to push at these times, in order.
+
+        Along the last axis; others are independent.
+
+        Links to the servers pass chunks as they come. So the first piece is complete when whole chunks that others sent
+        before the last worker began have passed, and with them that worker's piece, among those of all who still send.
+        From then on every piece is answered to all.
+        """
+        each_s, own_s, last_s = self.push_s / len(self.own_push_s), float(self.own_push_s.max()), starts_s[..., -1]
+        chunk = min(1.0, self.chunk_share)
+        sent = np.minimum(1.0, np.floor((last_s[..., None] - starts_s) / own_s / chunk) * chunk + 1 / self.num_pieces)
+        first_s = np.maximum(last_s + own_s / self.num_pieces, _passed_s(starts_s, sent * each_s))
+        all_in_s = np.maximum(last_s + own_s, _passed_s(starts_s, np.full_like(starts_s, each_s)))
+        piece_s = self.update_s / self.num_pieces
+        end_s: Floats = np.maximum(all_in_s + self.after_push_s, first_s + piece_s + self.pull_s + self.clash_s)
+        return end_s
+
+    @property
+    def trips_s(self) -> Floats:
+        """Of each worker's gradient there and its parameters back, where it meets no other."""
+        pieces = self.num_pieces
+        stages = np.stack([self.own_push_s, np.full_like(self.own_push_s, self.update_s), self.own_pull_s]) / pieces
+        trips: Floats = stages.sum(axis=0) + (pieces - 1) * stages.max(axis=0) - self.overlap_s + self.latency_s
+        return trips
+
+    @property
+    def hub_s(self) -> float:
+        """Of one gradient, through what workers share most."""
+        return max(self.push_s, self.pull_s, self.both_s) / len(self.own_push_s)
+
+
+def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
+    """
+    Args:
+        num_gradients: that form one update.
+    """
+    fabric, work = setting.fabric, setting.work
+    workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
+    num_workers, num_servers = len(workers), len(servers)
+    range_bytes = work.parameter_bytes / num_servers
+    push = fabric.everyone_to_everyone(workers, servers, range_bytes)
+    pull = fabric.everyone_to_everyone(servers, workers, range_bytes)
+    push_s, pull_s = fabric.busiest(push).busy_s, fabric.busiest(pull).busy_s
+    is_local = len({*setting.places.workers, *setting.places.servers}) == 1
+    is_apart = not {*setting.places.workers} & {*setting.places.servers}
+    is_cut = work.is_element_wise and not is_local
+    piece_bytes = min(range_bytes, FRAME_BYTES if is_cut else range_bytes)
+    last_bytes = (range_bytes % piece_bytes or piece_bytes) % CHUNK_BYTES or CHUNK_BYTES
+    touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
+    card = float(min(fabric.rates.down[workers].min(), fabric.rates.down[servers].min()))
+    return ServerExchange(
+        own_push_s=_own_s(setting, fabric.rates.up, fabric.rates.down, range_bytes),
+        own_pull_s=_own_s(setting, fabric.rates.down, fabric.rates.up, range_bytes),
+        push_s=push_s,
+        pull_s=pull_s,
+        both_s=fabric.busiest(push + pull).busy_s,
+        update_s=float((touched_bytes / fabric.rates.memory[servers]).max()),
+        latency_s=2 * fabric.farthest_s(workers, servers),
+        num_pieces=range_bytes / piece_bytes,
+        turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers,
+        clash_s=2 * (min(num_workers, num_servers) - 1) * CHUNK_BYTES / card
+        if range_bytes > piece_bytes and is_apart
+        else 0.0,
+        chunk_share=CHUNK_BYTES / range_bytes,
+        overlap_s=(num_servers - 1) * min(last_bytes, range_bytes) / card if not is_local else 0.0,
+        loads=push + pull,
+    )
+
+
+def _passed_s(starts_s: Floats, busy_s: Floats) -> Floats:
+    """When a link has passed jobs that begin at these times, in order, and keep it busy for so long each."""
+    left_s: Floats = np.cumsum(busy_s[..., ::-1], axis=-1)[..., ::-1]
+    end_s: Floats = np.max(starts_s + left_s, axis=-1)
+    return end_s
+
+
+def _own_s(setting: Setting, near: Floats, far: Floats, range_bytes: float) -> Floats:
+    """A range to or from every server, through a worker's own card and each server's, of either direction."""
+    workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
+    here = np.bincount(servers, minlength=setting.fabric.num_hosts)[workers]
+    card_s = (len(servers) - here) * range_bytes / near[workers]
+    server_s = np.where(here < len(servers), range_bytes / far[servers].min(), 0.0)
+    memory_s = here * range_bytes / setting.fabric.rates.memory[workers]
+    own_s: Floats = np.maximum(np.maximum(card_s, server_s), memory_s)
+    return own_s

@@ -1,0 +1,207 @@
+"""Who is where, on which links, and how long each computes: what every prediction for some workers starts from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from paceline.comm.algorithms.tree import edges
+from paceline.engines.virtual.cluster import Cluster
+from paceline.engines.virtual.compute import StepCost
+from paceline.engines.virtual.topology import MEMORY_LATENCY_S, Places, place
+from paceline.errors import UsageError
+from paceline.planner import costs
+from paceline.planner.fabric import Busiest, Fabric, Floats, Loads, Numbers, fabric_of
+from paceline.planner.stragglers import Group, StepTimes
+from paceline.planner.work import Work
+
+
+@final
+@dataclass(frozen=True)
+class Ring:
+    """The all-reduce of `engines.virtual.patterns.all_reduce`: a ring among hosts, through memory within them."""
+
+    fabric: Fabric
+    leaders: Numbers
+    """The host of each place in the ring."""
+    num_inner: Numbers
+    """Further workers of each of these hosts."""
+
+    @cached_property
+    def hop_bytes_per_s(self) -> float:
+        """Of the slowest hop, while all are under way."""
+        if len(self.leaders) == 1:
+            return float("inf")
+        return float(self.fabric.shares_per_s(self.leaders, np.roll(self.leaders, -1)).min())
+
+    @cached_property
+    def hop_latencies_s(self) -> Floats:
+        """From each place to the next."""
+        return self.fabric.latency_s(self.leaders, np.roll(self.leaders, -1))
+
+    def parts_s(self, num_bytes: float) -> tuple[float, float]:
+        """For how long it keeps its busiest link or memory busy, and how much longer it takes, alone."""
+        ring_s = costs.ring_s(len(self.leaders), num_bytes, bytes_per_s=self.hop_bytes_per_s)
+        latency_s = costs.ring_s(len(self.leaders), 0.0, bytes_per_s=1.0, latency_s=float(self.hop_latencies_s.mean()))
+        memory_s = float((self.num_inner * num_bytes / self.fabric.rates.memory[self.leaders]).max())
+        hand_over_s = 2 * MEMORY_LATENCY_S * bool(self.num_inner.any())
+        busy_s = max(ring_s, 2 * memory_s)
+        return busy_s, ring_s + 2 * memory_s - busy_s + latency_s + hand_over_s
+
+    def loads(self, num_bytes: float) -> Loads:
+        size = len(self.leaders)
+        inner_bytes: Floats = 2 * num_bytes * self.num_inner.astype(np.float64)
+        inner = self.fabric.messages(self.leaders, self.leaders, inner_bytes)
+        if size == 1:
+            return inner
+        return inner + self.fabric.messages(self.leaders, np.roll(self.leaders, -1), 2 * (size - 1) / size * num_bytes)
+
+
+@final
+@dataclass(frozen=True)
+class Setting:
+    """Some workers and servers of a cluster, and a step's work."""
+
+    cluster: Cluster
+    work: Work
+    places: Places
+    groups: tuple[Group, ...]
+    """Workers by how long they compute."""
+    group_of: tuple[int, ...]
+    """Of each rank."""
+    alone_s: float
+    """What the first worker would compute if it had its host to itself."""
+    fabric: Fabric
+
+    @classmethod
+    def of(cls, cluster: Cluster, work: Work, *, num_workers: int, num_servers: int) -> Setting:
+        """
+        Raises:
+            UsageError: the cluster has no room, or nothing says how long a step computes.
+        """
+        described = cluster
+        if work.step_s is not None:
+            cluster = replace(cluster, compute=replace(cluster.compute, step_s=work.step_s, sample_s=None))
+        compute = cluster.compute
+        if compute.reference_s is None and compute.sample_s is None and not work.forward_flop:
+            raise UsageError(
+                "nothing says how long a step computes: give step_s in [compute] of the cluster's file or in the work"
+            )
+        places = place(described, num_workers=num_workers, num_servers=num_servers)
+        hosts = cluster.each_host()
+        sharing = Counter(places.workers)
+
+        def mean_s(host: int, num_sharing: int) -> float:
+            cost = StepCost(cluster, hosts[host], num_sharing=num_sharing)
+            return cost.seconds(num_samples=work.samples, forward_flop=work.forward_flop)
+
+        first_of: dict[int, int] = {}
+        kinds = [(first_of.setdefault(id(hosts[host]), host), sharing[host]) for host in places.workers]
+        counts = Counter(kinds)
+        groups = [Group(StepTimes(compute, mean_s(*kind)), count) for kind, count in counts.items()]
+        numbers = {kind: number for number, kind in enumerate(counts)}
+        alone = StepTimes(compute, mean_s(places.workers[0], 1))
+        group_of = tuple(numbers[kind] for kind in kinds)
+        return cls(cluster, work, places, tuple(groups), group_of, alone.expected_s, fabric_of(described))
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.places.workers)
+
+    @cached_property
+    def mean_s(self) -> float:
+        """What a worker computes in a step, on the average of all."""
+        return sum(group.times.expected_s * group.count for group in self.groups) / self.num_workers
+
+    @cached_property
+    def is_constant(self) -> bool:
+        """Whether every worker always takes as long."""
+        return not any(group.times.variance_s2 for group in self.groups)
+
+    def ranks_of(self, group: int) -> Numbers:
+        """Those that are in one of the groups."""
+        return np.flatnonzero(np.array(self.group_of) == group)
+
+    @property
+    def alone_samples_per_s(self) -> float:
+        """Of one worker that exchanges nothing."""
+        return self.work.samples / (self.alone_s + self.work.overhead_s)
+
+    @cached_property
+    def ring(self) -> Ring:
+        ranks = self.places.ranks_by_host
+        leaders = np.array([self.places.workers[host[0]] for host in ranks])
+        return Ring(self.fabric, leaders, np.array([len(host) - 1 for host in ranks]))
+
+    @cached_property
+    def ring_of_ranks(self) -> Ring:
+        """Through every rank, as `comm.algorithms.ring` goes."""
+        ranks = np.array(self.places.workers)
+        return Ring(self.fabric, ranks, np.zeros_like(ranks))
+
+    @cached_property
+    def tree_edges(self) -> tuple[Numbers, Numbers]:
+        """Parents and children of both trees, as ranks."""
+        found = np.array([edge for tree in edges(self.num_workers) for edge in tree], dtype=np.int64)
+        return found[:, 0], found[:, 1]
+
+    def halving_stages(self, num_bytes: float) -> list[tuple[Numbers, Numbers, float]]:
+        """Who sends how much to whom, one stage after the other."""
+        ranks = np.array(self.places.workers)
+        return [(ranks[here], ranks[there], size) for here, there, size in _halving(len(ranks), num_bytes)]
+
+    def timed_halving(self, num_bytes: float) -> list[tuple[Numbers, Numbers, Floats]]:
+        """As `halving_stages`, by rank, with how long each message takes."""
+        fabric, ranks = self.fabric, np.array(self.places.workers)
+        found = []
+        for here, there, size in _halving(len(ranks), num_bytes):
+            sent_s = size / fabric.shares_per_s(ranks[here], ranks[there]) + fabric.latency_s(ranks[here], ranks[there])
+            found.append((here, there, sent_s))
+        return found
+
+    def kind_of(self, busiest: Busiest) -> str:
+        """In words."""
+        if busiest.kind in ("up", "down"):
+            has_server, has_worker = busiest.number in self.places.servers, busiest.number in self.places.workers
+            return (
+                "the card of a host with both"
+                if has_server and has_worker
+                else ("a server's card" if has_server else "a worker's card")
+            )
+        words = {"memory": "a host's memory", "core": "the core", "": "nothing"}
+        return words.get(busiest.kind, "a rack's cable" if busiest.kind.startswith("rack") else "a site's line")
+
+    def link_bytes(self, loads: Loads) -> dict[str, float]:
+        """The most on one link of each kind, the fuller direction; kinds that carry nothing are left out."""
+        workers, servers = np.array(self.places.workers), np.array(self.places.servers, dtype=np.int64)
+        card = np.maximum(loads.up, loads.down)
+        racks, sites = np.maximum(loads.rack_up, loads.rack_down), np.maximum(loads.site_up, loads.site_down)
+        found = {
+            "worker's card": float(card[workers].max()),
+            "server's card": float(card[servers].max()) if len(servers) else 0.0,
+            "host's memory": float(loads.memory.max()),
+            "rack's cable": float(racks.max()) if self.cluster.racks is not None else 0.0,
+            "core": float(loads.core[0]) if self.cluster.racks is not None else 0.0,
+            "site's line": float(sites.max()),
+        }
+        return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes > 0}
+
+
+def _halving(size: int, num_bytes: float) -> list[tuple[Numbers, Numbers, float]]:
+    """Senders, receivers and bytes of each stage of recursive halving and doubling among so many ranks."""
+    paired = 1 << (size.bit_length() - 1)
+    everyone, guests, partners = np.arange(paired), np.arange(paired, size), np.arange(size - paired)
+    stages = []
+    distance, part = 1, num_bytes / 2
+    while distance < paired:
+        stages.append((everyone, everyone ^ distance, part))
+        distance, part = 2 * distance, part / 2
+    stages += reversed(stages)
+    if len(guests):
+        stages.insert(0, (guests, partners, num_bytes))
+        stages.append((partners, guests, num_bytes))
+    return stages

@@ -1,0 +1,108 @@
+"""What a plan comes to, in sentences."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.lab import words
+from paceline.planner.search import CLOSE, Check, Knee, Plan, Point, best_of
+
+
+def answer(plan: Plan) -> list[str]:
+    """The most important first."""
+    lines = [_best(plan), *_knees(plan), *_ratio(plan)]
+    if plan.noise is not None:
+        lines.append(_noise(plan))
+    elif plan.best.prediction.iteration_s < plan.best.prediction.step_s:
+        lines.append("A stale gradient's samples count here as a fresh one's: --noise-scale weighs them.")
+    return [*lines, *_checks(plan.checks)]
+
+
+def _best(plan: Plan) -> str:
+    best = plan.best.prediction
+    rate = f"{words.quantity(best.samples_per_s)} samples/s"
+    if best.workers == 1:
+        has_others = any(point.prediction.workers > 1 for point in plan.points)
+        return f"One worker alone{': no exchange pays on this cluster' if has_others else ''}. {rate}."
+    place = f"{plan.best.label} on {words.workers(best.workers)}"
+    if plan.best.target_s is not None:
+        gain = (
+            f"the target in {words.seconds(plan.best.target_s)}, {words.ratio(plan.best.merit)} times sooner than one"
+        )
+    elif plan.best.target_speedup is not None:
+        gain = f"the target {words.ratio(plan.best.merit)} times sooner than one worker"
+    else:
+        gain = f"{words.ratio(plan.best.merit)} times one worker"
+    efficiency = words.percent(best.efficiency)
+    return f"{place}: {gain}, at {rate}, {efficiency} of each worker's own; what binds is {best.binding}."
+
+
+def _knees(plan: Plan) -> list[str]:
+    """Of the best server strategy, with one server and with the most that help; and of all-reduce."""
+    lines = []
+    of_servers = [point for point in plan.best_of_each if point.prediction.servers]
+    names = ["all-reduce"]
+    if of_servers:
+        names.append(max(of_servers, key=lambda point: point.merit).prediction.strategy)
+    for name in dict.fromkeys(names):
+        knees = [knee for knee in plan.knees if knee.label.split(":")[0] == name]
+        if not knees:
+            continue
+        first, last = knees[0], knees[-1]
+        lines.append(_knee(first, name, last))
+    return lines
+
+
+def _knee(first: Knee, name: str, last: Knee) -> str:
+    servers = " with 1 server" if name.startswith("ps-") else ""
+    if first.workers is None:
+        return f"{name}{servers}: no knee up to the most workers looked at."
+    said = f"{name}{servers}: beyond {words.workers(first.workers)} another adds less than half of one; "
+    said += f"what binds there is {first.resource}"
+    if last is first:
+        return f"{said}."
+    count = last.label.split("=")[1]
+    moved = "there is no knee" if last.workers is None else f"the knee is at {last.workers}"
+    return f"{said}; with {count} servers {moved}."
+
+
+def _ratio(plan: Plan) -> list[str]:
+    """The fewest servers that do as well as any number, where there are most workers."""
+    lines = []
+    for name in ("ps-bsp", "ps-asp"):
+        mine = [point for point in plan.points if point.prediction.strategy == name]
+        count = best_of(mine).prediction.workers if mine else 1
+        if count == 1:
+            continue
+        chosen = _fewest([point for point in mine if point.prediction.workers == count])
+        servers = chosen.prediction.servers
+        each = count / servers
+        ratio = f"one to every {each:.3g} workers" if each > 1 else f"{1 / each:.3g} to every worker"
+        come = "server comes" if servers == 1 else "servers come"
+        lines.append(f"{name} on {words.workers(count)}: {servers} {come} within 5 % of the most samples/s, {ratio}.")
+    return lines
+
+
+def _fewest(points: list[Point]) -> Point:
+    top = max(point.prediction.samples_per_s for point in points)
+    close = [point for point in points if point.prediction.samples_per_s >= (1 - CLOSE) * top]
+    return min(close, key=lambda point: point.prediction.servers)
+
+
+def _noise(plan: Plan) -> str:
+    assert plan.noise is not None
+    samples = plan.noise.samples
+    if math.isinf(samples):
+        return "The gradient is lost in its noise: larger batches are taken to save as many steps as they cost samples."
+    batch = plan.best.prediction.global_batch
+    return (
+        f"Gradient noise scale: about {words.quantity(samples)} samples; an update of the best has "
+        f"{words.quantity(batch)}. Far above the scale, larger batches save hardly any steps."
+    )
+
+
+def _checks(checks: tuple[Check, ...]) -> list[str]:
+    if not checks:
+        return []
+    said = [f"{check.label} on {check.workers} {check.deviation:+.1%}" for check in checks]
+    return [f"The closed forms beside the simulator: {words.listed(said)}."]

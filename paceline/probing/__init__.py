@@ -1,0 +1,1 @@
+"""Measuring a real cluster, so that a virtual one can be made of it."""

@@ -1,0 +1,206 @@
+"""From what was measured to a cluster that the virtual engine simulates."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Servers
+from paceline.probing.network import NetworkReport, PairReport
+from paceline.probing.steps import StepReport
+
+ALIKE = 0.15
+"""Hosts whose numbers differ by less are described as one kind: two measurements of the same one do, too."""
+_MAX_TRACE = 400
+_BITS = 8
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What Ray says of a host."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+
+
+def fit(
+    hosts: Sequence[HostFacts], steps: Sequence[StepReport], network: Sequence[NetworkReport], *, about: str
+) -> Cluster:
+    """The cluster.
+
+    Args:
+        hosts: in the order in which ranks were given to them.
+        steps: one a host.
+        network: one a host; of a cluster of one host, of two ranks on it.
+    """
+    pairs = [pair for report in network for pair in report.pairs]
+    is_one = len(hosts) == 1
+    kinds = [_one_host(hosts[0], network, pairs)] if is_one else _each_host(hosts, steps, network, pairs)
+    latency_s = min(pair.latency_s for pair in pairs) if is_one else _median(p.latency_s for p in pairs)
+    return Cluster(
+        about=about,
+        hosts=tuple(_merged(kinds)),
+        compute=_compute(steps),
+        servers=Servers(placement="with workers", request_us=_us(_request_s(pairs) / 2)),
+        communication=Communication(
+            operation_us=_us(_operation_s(network, latency_s, num_hosts=len(hosts))),
+            message_us=_us(max(0.0, _median(pair.message_s - pair.latency_s for pair in pairs))),
+            request_us=_us(_request_s(pairs) / 2),
+            packing_gbyte_per_s=None if is_one else _rounded(_median(r.packing_bytes_per_s for r in network) / 1e9),
+        ),
+    )
+
+
+def _compute(steps: Sequence[StepReport]) -> Compute:
+    """Steps of all hosts together, each host's at the pace of the middle one."""
+    means_s = [statistics.fmean(report.steps_s) for report in steps]
+    reference_s = statistics.median(means_s)
+    num_each = max(2, _MAX_TRACE // len(steps))
+    trace_s = tuple(
+        _rounded(step_s * reference_s / mean_s)
+        for report, mean_s in zip(steps, means_s, strict=True)
+        for step_s in report.steps_s[:num_each]
+    )
+    shares = [_median(each) for each in zip(*(report.gradient_shares for report in steps), strict=True)]
+    whole = sum(shares)
+    return Compute(
+        step_s=_rounded(reference_s),
+        backward_share=min(0.99, _rounded(_median(report.backward_share for report in steps))),
+        distribution="trace",
+        trace_s=trace_s,
+        gradient_shares=tuple(round(share / whole, 6) for share in shares) if whole else (),
+    )
+
+
+def _one_host(host: HostFacts, network: Sequence[NetworkReport], pairs: Sequence[PairReport]) -> Hosts:
+    """A host that has nobody to speak to; its bandwidth is that between two of its own processes."""
+    shared = min(report.shared_bytes_per_s for report in network) * 2  # up to the first rank, and back
+    memory = _median(report.memory_bytes_per_s for report in network)
+    cores, devices = _counts(host)
+    return Hosts(
+        name="host",
+        cores=cores,
+        devices=devices,
+        workers=devices or cores,
+        bandwidth_gbit_per_s=_gbit(_median(_carried(pair) for pair in pairs)),
+        latency_us=_us(_median(pair.latency_s for pair in pairs)),
+        memory_gbyte_per_s=_rounded(min(shared, memory) / 1e9),
+    )
+
+
+def _each_host(
+    hosts: Sequence[HostFacts],
+    steps: Sequence[StepReport],
+    network: Sequence[NetworkReport],
+    pairs: Sequence[PairReport],
+) -> list[Hosts]:
+    means_s = [statistics.fmean(report.steps_s) for report in steps]
+    reference_s = statistics.median(means_s)
+    found = []
+    for rank, host in enumerate(hosts):
+        # A way is as fast as the slower of its two ends; the best one shows this end.
+        up = max(_carried(pair) for pair in pairs if pair.source == rank)
+        down = max(_carried(pair) for pair in pairs if pair.destination == rank)
+        cores, devices = _counts(host)
+        found.append(
+            Hosts(
+                name="host",
+                cores=cores,
+                devices=devices,
+                speed=reference_s / means_s[rank],
+                bandwidth_gbit_per_s=_gbit(down),
+                up_gbit_per_s=_gbit(up),
+                latency_us=_us(_median(p.latency_s for p in pairs if rank in (p.source, p.destination))),
+                memory_gbyte_per_s=network[rank].memory_bytes_per_s / 1e9,
+            )
+        )
+    return found
+
+
+def _carried(pair: PairReport) -> float:
+    """What a way lets through: whichever sockets get less have their processes to blame."""
+    return max(pair.bytes_per_s, pair.pushed_bytes_per_s)
+
+
+def _merged(kinds: Sequence[Hosts]) -> list[Hosts]:
+    """Those that are alike as one table with the median of each number; others by themselves, and numbered."""
+    groups: list[list[Hosts]] = []
+    for host in kinds:
+        group = next((group for group in groups if _are_alike(group[0], host)), None)
+        if group is None:
+            groups.append([host])
+        else:
+            group.append(host)
+    merged = []
+    for number, group in enumerate(groups):
+
+        def middle(what: Callable[[Hosts], float], group: Sequence[Hosts] = group) -> float:
+            return _median(what(host) for host in group)
+
+        down, up = middle(lambda h: h.bandwidth_gbit_per_s), middle(lambda h: h.up_gbit_per_s or h.bandwidth_gbit_per_s)
+        if _are_close(up, down):
+            down, up = _median([up, down]), 0.0
+        merged.append(
+            Hosts(
+                name="host" if len(groups) == 1 else f"kind-{number}-host",
+                count=len(group),
+                cores=group[0].cores,
+                devices=group[0].devices,
+                speed=1.0 if len(groups) == 1 else _rounded(middle(lambda h: h.speed)),
+                workers=group[0].workers,
+                bandwidth_gbit_per_s=_rounded(down),
+                up_gbit_per_s=_rounded(up) if up else None,
+                latency_us=_rounded(middle(lambda h: h.latency_us)),
+                memory_gbyte_per_s=_rounded(middle(lambda h: h.memory_gbyte_per_s)),
+            )
+        )
+    return merged
+
+
+def _are_alike(one: Hosts, other: Hosts) -> bool:
+    """Latency and memory, which vary most from one measurement to the next, do not tell hosts apart."""
+    return (
+        (one.cores, one.devices) == (other.cores, other.devices)
+        and _are_close(one.speed, other.speed)
+        and _are_close(one.bandwidth_gbit_per_s, other.bandwidth_gbit_per_s)
+        and _are_close(one.up_gbit_per_s or 1.0, other.up_gbit_per_s or 1.0)
+    )
+
+
+def _are_close(one: float, other: float) -> bool:
+    return abs(one - other) <= ALIKE * max(one, other)
+
+
+def _request_s(pairs: Sequence[PairReport]) -> float:
+    """What asking a server costs both ends together, besides the way there and back."""
+    return max(0.0, _median(pair.request_s - 2 * pair.latency_s for pair in pairs))
+
+
+def _operation_s(network: Sequence[NetworkReport], latency_s: float, *, num_hosts: int) -> float:
+    """Of a small all-reduce, what is not the rounds of its ring; on one host, its two copies take no time."""
+    num_rounds = 2 * (num_hosts - 1)
+    return max(0.0, _median(report.operation_s for report in network) - num_rounds * latency_s)
+
+
+def _counts(host: HostFacts) -> tuple[int, int]:
+    return max(1, int(host.num_cpus)), int(host.num_gpus)
+
+
+def _median(numbers: Iterable[float]) -> float:
+    return statistics.median(numbers)
+
+
+def _gbit(bytes_per_s: float) -> float:
+    return _rounded(bytes_per_s * _BITS / 1e9)
+
+
+def _us(seconds: float) -> float:
+    return _rounded(seconds * 1e6)
+
+
+def _rounded(number: float) -> float:
+    """To as many digits as a measurement deserves."""
+    return float(f"{number:.{_DIGITS}g}")

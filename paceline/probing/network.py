@@ -1,0 +1,279 @@
+"""What passes between the hosts of a cluster, over the sockets that runs use, and what exchanges cost beside that."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms.messages import exchange
+from paceline.comm.base import Collective
+from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message, WireError
+from paceline.engines.ray.cluster import own_address
+from paceline.engines.world import current
+from paceline.probing.echo import EPOCH, PING_BYTES, Echo
+from paceline.probing.steps import tell
+
+_NUM_PINGS = 40
+_NUM_WARMUP = 5
+_STREAM_S = 0.8
+"""How long a measured stream lasts, at the rate of the first pieces."""
+_MIN_PIECES, _MAX_PIECES = 8, 128
+_FIRST_PIECES = 3
+_CONNECT_S = 10.0
+_ANSWER_S = 30.0
+_MEMORY_BYTES = 2**26
+_NUM_UPDATES = 5
+
+
+@dataclass(frozen=True)
+class PairReport:
+    """One host's way to another."""
+
+    source: int
+    destination: int
+    latency_s: float
+    """One way, of 8 bytes over plain TCP."""
+    message_s: float
+    """Of 4 bytes that two ranks send each other at the same time, as in a round of an all-reduce."""
+    request_s: float
+    """There and back, of a request to a server that does nothing."""
+    bytes_per_s: float
+    """Of a stream between two ranks."""
+    pushed_bytes_per_s: float
+    """Of pieces pushed to a server."""
+
+
+@dataclass(frozen=True)
+class NetworkReport:
+    """What one rank measured."""
+
+    address: str
+    rank: int
+    pairs: tuple[PairReport, ...]
+    """From this rank."""
+    packing_bytes_per_s: float
+    """Pushed, or taken in as a server does, in one second of processor time."""
+    operation_s: float
+    """Of a small all-reduce among all."""
+    shared_bytes_per_s: float
+    """Of a large all-reduce among all, by its tensor's size."""
+    memory_bytes_per_s: float
+    """At which an update reads and writes."""
+
+
+@dataclass(frozen=True)
+class MeasuredNetwork:
+    """A program in which ranks, on a host each, measure the ways to one another and tell a `NetworkReport`.
+
+    Args:
+        keys: for the sockets of this probe.
+    """
+
+    keys: Keys
+
+    def __call__(self) -> None:
+        world = current()
+        assert world is not None
+        torch.set_num_threads(1)
+        report = _Measurement(world.context.collective, self.keys).run()
+        tell(world, asdict(report))
+
+
+def read(report: Mapping[str, Any]) -> NetworkReport:
+    """A report as it comes from the records."""
+    return NetworkReport(**{**report, "pairs": tuple(PairReport(**pair) for pair in report["pairs"])})
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Every pair of `count` players once, nobody twice in a round (the circle method of round-robin tournaments)."""
+    players = [*range(count)] + [-1] * (count % 2)
+    found = []
+    for _ in range(len(players) - 1):
+        pairs = zip(players[: len(players) // 2], reversed(players[len(players) // 2 :]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in pairs if min(a, b) >= 0])
+        players = [players[0], players[-1], *players[1:-1]]
+    return found
+
+
+@final
+class _Measurement:
+    """One rank's part. Pairs that share no host are measured at the same time."""
+
+    def __init__(self, collective: Collective, keys: Keys) -> None:
+        self._collective, self._keys = collective, keys
+        self._address = own_address()
+
+    def run(self) -> NetworkReport:
+        collective = self._collective
+        echo = Echo(self._keys, host=self._address)
+        try:
+            places = collective.all_gather_object([self._address, echo.port, echo.endpoint])
+            found: list[PairReport] = []
+            for pairs in rounds(collective.size):
+                collective.barrier()
+                for first, second in pairs:
+                    for source, destination in ((first, second), (second, first)):
+                        if collective.rank == source:
+                            found.append(self._measure(destination, *places[destination]))
+                        elif collective.rank == destination:
+                            self._attend(source)
+            collective.barrier()
+            packing_bytes_per_s = _packing_bytes_per_s(self._keys, echo.endpoint)
+        finally:
+            echo.close()
+        small, large = torch.zeros(1024), torch.zeros(_MEMORY_BYTES // 4)
+        return NetworkReport(
+            self._address,
+            collective.rank,
+            tuple(found),
+            packing_bytes_per_s,
+            _median_s(lambda: collective.all_reduce(small, op="mean").wait(), _NUM_PINGS),
+            large.nbytes / _median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
+            if self._is_one_host(places)
+            else 0.0,
+            _memory_bytes_per_s(),
+        )
+
+    def _is_one_host(self, places: Sequence[Sequence[object]]) -> bool:
+        return len({place[0] for place in places}) == 1
+
+    # --- the side that measures, and the one that answers, in step ------------------------------------------------
+
+    def _measure(self, other: int, address: str, port: int, endpoint: str) -> PairReport:
+        collective = self._collective
+        latency_s = _plain_latency_s(address, port)
+        message_s = _median_s(lambda: self._swap(other), _NUM_PINGS)
+        num_pieces = self._stream(other, _FIRST_PIECES)
+        bytes_per_s = self._stream_rate(other, num_pieces)
+        caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
+        try:
+            request_s = _median_s(lambda: _ask(caller, 1, b""), _NUM_PINGS)
+            pushed_bytes_per_s = _ask(caller, num_pieces, bytes(FRAME_BYTES))
+        finally:
+            caller.close()
+        self._tell(other, 0)  # all has been pushed
+        return PairReport(
+            collective.rank,
+            other,
+            latency_s,
+            message_s,
+            request_s,
+            bytes_per_s,
+            pushed_bytes_per_s,
+        )
+
+    def _attend(self, other: int) -> None:
+        for _ in range(_NUM_WARMUP + _NUM_PINGS):
+            self._swap(other)
+        rate = self._take_stream(other, _FIRST_PIECES)
+        num_pieces = int(min(max(_MIN_PIECES, _STREAM_S * rate / FRAME_BYTES), _MAX_PIECES))
+        self._tell(other, num_pieces)
+        self._tell(other, self._take_stream(other, num_pieces))
+        self._hear(other)
+
+    def _swap(self, other: int) -> None:
+        exchange(self._collective, torch.zeros(1), destination=other, incoming=torch.zeros(1), source=other)
+
+    def _stream(self, other: int, num_pieces: int) -> int:
+        """Send some pieces; returns how many the other wants to be sent next."""
+        self._send_pieces(other, num_pieces)
+        return int(self._hear(other))
+
+    def _stream_rate(self, other: int, num_pieces: int) -> float:
+        self._send_pieces(other, num_pieces)
+        return self._hear(other)
+
+    def _send_pieces(self, other: int, num_pieces: int) -> None:
+        piece = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        for work in [self._collective.send(piece, destination=other) for _ in range(num_pieces)]:
+            work.wait()
+
+    def _take_stream(self, other: int, num_pieces: int) -> float:
+        """Bytes per second from the end of the first piece, which what queues let pass at once has been spent on."""
+        pieces = [torch.zeros(FRAME_BYTES, dtype=torch.uint8) for _ in range(num_pieces)]
+        works = [self._collective.recv(piece, source=other) for piece in pieces]
+        works[0].wait()
+        began_s = time.perf_counter()
+        for work in works[1:]:
+            work.wait()
+        return (num_pieces - 1) * FRAME_BYTES / max(time.perf_counter() - began_s, 1e-9)
+
+    def _tell(self, other: int, number: float) -> None:
+        self._collective.send(torch.tensor([number], dtype=torch.float64), destination=other).wait()
+
+    def _hear(self, other: int) -> float:
+        number: Tensor = torch.zeros(1, dtype=torch.float64)
+        self._collective.recv(number, source=other).wait()
+        return float(number)
+
+
+def _ask(caller: Caller, count: int, piece: bytes) -> float:
+    """Send so many requests, with a piece each unless it is empty; bytes per second from the first answer on.
+
+    Raises:
+        WireError: the answers do not come.
+    """
+    message = Message(Kind.EXCHANGE, EPOCH, payload=[piece] if piece else ())
+    for _ in range(count):
+        caller.send(message)
+    began_s = time.perf_counter()
+    for number in range(count):
+        if not caller.socket.poll(int(_ANSWER_S * 1000)):
+            raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
+        caller.socket.recv_multipart()
+        if number == 0:
+            began_s = time.perf_counter()
+    return (count - 1) * len(piece) / max(time.perf_counter() - began_s, 1e-9)
+
+
+def _plain_latency_s(address: str, port: int) -> float:
+    ping = bytes(PING_BYTES)
+    with socket.create_connection((address, port), timeout=_CONNECT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def there_and_back() -> None:
+            connection.sendall(ping)
+            connection.recv(PING_BYTES)
+
+        return _median_s(there_and_back, _NUM_PINGS) / 2
+
+
+def _packing_bytes_per_s(keys: Keys, endpoint: str) -> float:
+    """From this process to itself, so that no link's rate matters: every piece is packed and taken in again."""
+    caller = Caller(keys, endpoint=endpoint, identity="packer")
+    try:
+        _ask(caller, _FIRST_PIECES, bytes(FRAME_BYTES))
+        began_s = time.process_time()
+        _ask(caller, _MAX_PIECES, bytes(FRAME_BYTES))
+        return 2 * _MAX_PIECES * FRAME_BYTES / max(time.process_time() - began_s, 1e-9)
+    finally:
+        caller.close()
+
+
+def _memory_bytes_per_s() -> float:
+    """Of updates in pieces as servers make them: what a piece of gradients is added to is read and written."""
+    parameters, gradients = torch.zeros(_MEMORY_BYTES // 4), torch.zeros(_MEMORY_BYTES // 4)
+    pieces = list(zip(parameters.split(FRAME_BYTES // 4), gradients.split(FRAME_BYTES // 4), strict=True))
+
+    def update() -> None:
+        for parameter, gradient in pieces:
+            parameter.add_(gradient, alpha=-0.1)
+
+    return 3 * parameters.nbytes / _median_s(update, _NUM_UPDATES)
+
+
+def _median_s(action: Callable[[], object], count: int) -> float:
+    taken_s = []
+    for number in range(count + min(_NUM_WARMUP, count)):
+        began_s = time.perf_counter()
+        action()
+        if number >= min(_NUM_WARMUP, count):
+            taken_s.append(time.perf_counter() - began_s)
+    return statistics.median(taken_s)

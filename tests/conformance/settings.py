@@ -1,0 +1,26 @@
+"""What the tests' engines are asked for, as `paceline.run` is."""
+
+from __future__ import annotations
+
+from paceline.config import RunConfig, Target
+
+
+def config_of(
+    *,
+    max_steps: int | None = None,
+    max_time_s: float | None = None,
+    eval_every: int | None = None,
+    checkpoint_every: int | None = None,
+    target: str | None = None,
+    seed: int = 0,
+    deadline_s: float = 60.0,
+) -> RunConfig:
+    return RunConfig(
+        max_steps=max_steps,
+        max_time_s=max_time_s,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        target=Target.parse(target) if target is not None else None,
+        seed=seed,
+        deadline_s=deadline_s,
+    )

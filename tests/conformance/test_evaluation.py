@@ -1,0 +1,106 @@
+"""Every strategy evaluates and saves the global model, and training goes on as if it had not."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from paceline.worker import Worker
+from tests.conformance.rows import (
+    Row,
+    checksum,
+    every_row,
+    keep,
+    kept,
+    loader_of,
+    network,
+    problem,
+    step,
+)
+
+EVALUATION_S = 0.2
+
+
+def evaluate(worker: Worker, out: Path, *, registers_on_all: bool = True) -> None:
+    model = nn.Sequential(network(), nn.BatchNorm1d(4), nn.Dropout(0.3))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.05), loader_of(problem()))
+    if registers_on_all or worker.rank == 0:
+        worker.evaluation(lambda given: look_at(worker, given, model))
+    for _ in range(20):
+        for x, y, _ in loader:
+            assert model.training
+            step(worker, model, optimizer, x, y)
+    keep(out, f"metrics-{worker.rank}", worker.metrics)
+    keep(out, f"mean-{worker.rank}", model.get_buffer("1.running_mean"))
+
+
+def look_at(worker: Worker, given: nn.Module, model: nn.Module) -> dict[str, float]:
+    assert worker.rank == 0
+    assert given is model
+    assert not any(module.training for module in given.modules())
+    assert not torch.is_grad_enabled()
+    torch.rand(7)
+    time.sleep(EVALUATION_S)
+    return {"checksum": checksum(given.state_dict()), "mean": float(given.get_buffer("1.running_mean").sum())}
+
+
+@every_row
+@pytest.mark.parametrize("registers_on_all", [True, False])
+def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, registers_on_all: bool, tmp_path: Path) -> None:
+    script = partial(evaluate, registers_on_all=registers_on_all)
+    result = row.run(script, tmp_path / "with", max_steps=20, eval_every=5)
+    iterations = [evaluation.iteration for evaluation in result.evaluations]
+    assert [iteration // 5 for iteration in iterations] == [0, 1, 2, 3, 4]
+    if row.updates_are_joint:
+        assert iterations == [0, 5, 10, 15, 20]
+    state = result.model_state()
+    assert result.metrics["checksum"] == checksum(state)
+    assert result.metrics["mean"] == pytest.approx(float(state["1.running_mean"].sum()), abs=1e-7)
+    means = [kept(tmp_path / "with", f"mean-{rank}") for rank in range(row.workers)]
+    torch.testing.assert_close(state["1.running_mean"], torch.stack(means).mean(dim=0))
+    for rank in range(row.workers):
+        assert kept(tmp_path / "with", f"metrics-{rank}") == result.evaluations[-2].metrics  # the last one comes later
+    assert all(evaluation.duration_s > 0.999 * EVALUATION_S for evaluation in result.evaluations)
+    assert result.training_time_s < 4 * EVALUATION_S  # four of the five would be on the clock if any were
+    if row.is_deterministic and registers_on_all:
+        without = row.run(script, tmp_path / "without", max_steps=20)
+        assert checksum(without.model_state()) == checksum(state)
+
+
+class Tally(nn.Module):
+    """Every gradient is -1, so with a learning rate of 1 the parameters say how many updates they have had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(100))
+
+    def forward(self) -> Tensor:
+        return -self.values.sum()
+
+
+def tally(worker: Worker, out: Path) -> None:
+    model = Tally()
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1.0), loader_of(problem()))
+    worker.evaluation(lambda model: {"least": float(model.values.min()), "most": float(model.values.max())})  # type: ignore[operator]
+    for _ in range(20):
+        for _ in loader:
+            optimizer.zero_grad()
+            model().backward()
+            if worker.rank:
+                time.sleep(0.002)
+            optimizer.step()
+
+
+@every_row
+def test_evaluated_and_saved_model_is_the_one_of_its_iteration(row: Row, tmp_path: Path) -> None:
+    result = row.run(tally, tmp_path, max_steps=30, eval_every=4)
+    assert len(result.evaluations) == 9
+    for evaluation in result.evaluations:
+        assert evaluation.metrics == {"least": evaluation.iteration, "most": evaluation.iteration}
+    assert result.model_state()["values"].tolist() == [30.0] * 100

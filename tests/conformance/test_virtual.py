@@ -1,0 +1,236 @@
+"""What only the virtual engine promises: the same run bit for bit, workers apart in one process, and clean ends."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import paceline
+from paceline.engines.progress import Progress
+from paceline.errors import RunFailed, UsageError
+from paceline.launch import Quiet
+from paceline.result import Result
+from paceline.worker import Worker
+from tests.conformance.rows import keep, kept, loader_of, network, prepared, problem, step, train
+from tests.conformance.virtual_cluster import STEP_S, cluster_of, run, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# --- determinism -----------------------------------------------------------------------------------------------------
+
+
+def train_with_noise(worker: Worker, out: Path) -> None:
+    model = nn.Sequential(network(), nn.Dropout(0.2), nn.BatchNorm1d(4))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    worker.evaluation(lambda given: {"draw": float(torch.rand(1))})
+    for x, y, _ in loader:
+        worker.log(noise=random.random() + float(np.random.standard_normal()) + float(torch.rand(1)))
+        step(worker, model, optimizer, x, y)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("all-reduce", {}), ("ps-asp", {"servers": 2}), ("ps-bsp", {"backup_workers": 1, "servers": 2})],
+)
+def test_the_same_seed_gives_the_same_run_bit_for_bit(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+    cluster = cluster_of(gbit_per_s=0.01, distribution="exponential", pauses_per_hour=36000.0, pause_s=0.02)
+
+    def content(name: str, seed: int) -> dict[str, bytes]:
+        run(train_with_noise, tmp_path / name, strategy, 4, cluster=cluster, eval_every=3, seed=seed, options=options)
+        files = sorted((tmp_path / name / "run").iterdir())
+        return {path.name: path.read_bytes() for path in files if path.suffix != ".pt"}
+
+    first = content("first", 7)
+    torch.rand(3), random.random(), np.random.rand()
+    assert len(first) >= 5
+    assert content("again", 7) == first
+    assert content("other", 8) != first
+
+
+def draw(worker: Worker, out: Path) -> None:
+    """Draws of every generator, with waits in between, in which other workers draw."""
+    model, optimizer, loader = prepared(worker)
+    drawn = []
+    for x, y, _ in loader:
+        drawn.append([random.gauss(0, 1), float(np.random.standard_normal()), float(torch.randn(1))])
+        step(worker, model, optimizer, x, y)
+    keep(out, f"drawn-{worker.rank}", drawn)
+
+
+def test_random_state_is_each_workers_own(tmp_path: Path) -> None:
+    """In whatever order workers run, each draws the same."""
+    before = torch.get_rng_state()
+    run(draw, tmp_path / "two", "all-reduce", 2, cluster=cluster_of())
+    run(draw, tmp_path / "asynchronous", "ps-asp", 2, cluster=cluster_of(distribution="exponential"))
+    for rank in range(2):
+        assert kept(tmp_path / "two", f"drawn-{rank}") == kept(tmp_path / "asynchronous", f"drawn-{rank}")
+    assert kept(tmp_path / "two", "drawn-0") != kept(tmp_path / "two", "drawn-1")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_gradients_stay_on_while_others_have_them_off(tmp_path: Path) -> None:
+    """Rank 0 waits inside no_grad, where others compute."""
+
+    def script(worker: Worker, out: Path) -> None:
+        if worker.rank == 0:
+            with torch.no_grad():
+                worker.barrier()
+                assert not torch.is_grad_enabled()
+            return
+        assert torch.is_grad_enabled()
+        torch.ones(1, requires_grad=True).sum().backward()
+        worker.barrier()
+
+    run(script, tmp_path, "all-reduce", 2, cluster=cluster_of())
+    assert torch.is_grad_enabled()
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_sleep_takes_virtual_time(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        model, optimizer, loader = prepared(worker)
+        for x, y, _ in loader:
+            time.sleep(3600.0)
+            step(worker, model, optimizer, x, y)
+
+    began_s = time.monotonic()
+    result = run(script, tmp_path, "all-reduce", 2, cluster=cluster_of(), max_steps=5)
+    assert result.training_time_s == pytest.approx(5 * 3600, rel=1e-3)
+    assert time.monotonic() - began_s < 60
+    assert time.sleep.__module__ == "time"
+
+
+def test_who_waits_in_vain_is_named(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        if worker.rank != 1:
+            worker.barrier()
+
+    with pytest.raises(RunFailed, match=r"nobody can go on: worker 0 waits for barrier.* rank\(s\) 1 have not come"):
+        run(script, tmp_path, "all-reduce", 3, cluster=cluster_of())
+
+
+def test_a_wait_inside_backward_is_refused(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        tensor = torch.ones(2, requires_grad=True)
+        tensor.register_post_accumulate_grad_hook(lambda given: worker.all_reduce(torch.ones(1)))
+        tensor.sum().backward()
+
+    with pytest.raises(RunFailed, match="nothing can be waited for in the middle of a backward pass"):
+        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of())
+
+
+def test_a_host_that_fails_ends_the_run(tmp_path: Path) -> None:
+    cluster = cluster_of(failures_per_hour=3600.0 / (STEP_S * 20))
+    with pytest.raises(RunFailed, match=r"(worker|server) \d died"):
+        run(tiny, tmp_path, "ps-asp", 4, cluster=cluster)
+    lost = [event for event in Result(tmp_path / "run").events if event.name == "lost"]
+    assert len(lost) == 1
+    assert lost[0].details["virtual_time_s"] > 0
+
+
+def test_an_interrupt_saves_and_ends(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        model, optimizer, loader = prepared(worker)
+        for number in range(1000):
+            for x, y, _ in loader:
+                step(worker, model, optimizer, x, y)
+            if number == 2 and worker.rank == 0:
+                signal.raise_signal(signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of())
+    assert signal.getsignal(signal.SIGINT) is handler
+    result = Result(tmp_path / "run")
+    assert 30 < result.iteration < 60
+    assert result.events[-1].name == "checkpoint"
+
+
+def test_output_is_told_with_who_printed_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script() -> None:
+        worker = paceline.init()
+        print("one", end="")
+        worker.barrier()
+        print(f" and two of {worker.rank}")
+        train(worker, tmp_path, num_epochs=1)
+
+    class Loud(Quiet):
+        def on_progress(self, progress: Progress) -> None:
+            print("progress", flush=True)
+
+    paceline.run(script, workers=2, engine="virtual", cluster=cluster_of(), out=tmp_path / "run", watcher=Loud())
+    out = capsys.readouterr().out
+    assert "\nprogress\n" in out
+    assert "] progress" not in out
+    assert "[worker-0] one and two of 0\n" in out
+    assert "[worker-1] one and two of 1\n" in out
+
+
+# --- asking for it ---------------------------------------------------------------------------------------------------
+
+
+def test_run_by_name_of_a_shipped_cluster(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, paceline\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "if __name__ == '__main__':\n"
+        "    worker = paceline.init()\n"
+        "    model = torch.nn.Linear(3, 1)\n"
+        "    data = DataLoader(TensorDataset(torch.ones(40, 3)), batch_size=2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))\n"
+        "    model, optimizer, data = worker.prepare(model, optimizer, data)\n"
+        "    for x, in data:\n"
+        "        model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    result = paceline.run(
+        script,
+        strategy="ps-ssp",
+        workers=5,
+        arguments=["0.1"],
+        engine="virtual",
+        cluster="volunteers",
+        out=tmp_path / "run",
+    )
+    assert result.is_virtual
+    assert result.manifest["cluster"]["about"].startswith("Volunteers")
+    assert result.iteration == 20
+    assert result.training_time_s > 4 * 2 * 0.018  # four times from homes to a data centre and back
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "virtuel"}, "unknown engine 'virtuel'; did you mean 'virtual'"),
+        ({"engine": "virtual"}, "--engine virtual needs --cluster: a TOML file, or one of commodity-10gbe"),
+        ({"cluster": "published"}, "add --engine virtual"),
+        ({"engine": "virtual", "cluster": "published", "address": "auto"}, "--address has no effect"),
+        ({"engine": "virtual", "cluster": "published", "workers": 99}, r"room for 40 worker\(s\), not 99"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        paceline.run(train, out=tmp_path / "run", **settings)
+
+
+def test_a_model_that_is_not_called_itself_has_no_time(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        model, optimizer, loader = prepared(worker)
+        for x, _, _ in loader:
+            model[0](x).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RunFailed, match=r"call model\(\.\.\.\) rather than its parts"):
+        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of())

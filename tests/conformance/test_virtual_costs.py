@@ -1,0 +1,123 @@
+"""What exchanges cost on the virtual engine besides what passes the links, worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Servers
+from paceline.errors import RunFailed
+from paceline.result import Result
+from paceline.worker import Worker
+from tests.conformance.rows import loader_of, problem
+from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of, run, tiny
+
+NUM_STEPS = 20
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def step_s(result: Result) -> float:
+    """Of the steps after the first, in which scripts are looked at."""
+    own = [step.time_s for step in result.steps if step.worker == 0]
+    return (own[-1] - own[0]) / (len(own) - 1)
+
+
+def taken_s(out: Path, strategy: str, workers: int, cluster: Cluster, *, script: Any = tiny, **settings: Any) -> float:
+    return step_s(run(script, out, strategy, workers, cluster=cluster, max_steps=NUM_STEPS, **settings))
+
+
+def test_an_operation_costs_each_step_once_a_bucket(tmp_path: Path) -> None:
+    cluster = replace(cluster_of(), communication=Communication(operation_us=3000.0))
+    assert taken_s(tmp_path, "all-reduce", 4, cluster) == pytest.approx(STEP_S + 3e-3, rel=0.001)
+
+
+def test_a_message_costs_its_sender(tmp_path: Path) -> None:
+    """A ring of four has six rounds, in each of which everybody sends one message."""
+    cluster = replace(cluster_of(), communication=Communication(message_us=500.0))
+    found_s = taken_s(tmp_path, "all-reduce", 4, cluster, options={"algorithm": "ring"})
+    assert found_s == pytest.approx(STEP_S + 6 * 0.5e-3, rel=0.001)
+
+
+def test_a_request_costs_the_worker_once_and_the_server_for_each_worker(tmp_path: Path) -> None:
+    """Three workers ask at the same time, and the server answers all when it has heard the third."""
+    cluster = replace(cluster_of(), communication=Communication(request_us=1000.0), servers=Servers(request_us=2000.0))
+    found_s = taken_s(tmp_path, "ps-bsp", 3, cluster, options=PLAIN)
+    assert found_s == pytest.approx(STEP_S + 1e-3 + 3 * 2e-3, rel=0.001)
+
+
+def large(worker: Worker, out: Path) -> None:
+    """8 MB of parameters, hardly a computation."""
+    model = nn.Linear(10, 4)
+    model.table = nn.Parameter(torch.zeros(2_000_000))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
+    while True:
+        for x, _, _ in loader:
+            optimizer.zero_grad()
+            (model(x).sum() * 1e-6 + model.table.sum()).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("num_workers", "passes"), [(1, 2), (3, 6)])
+def test_packing_holds_a_server_up_in_both_directions(num_workers: int, passes: int, tmp_path: Path) -> None:
+    """What comes and what goes pass the server's one core, at an eighth of the link's rate here."""
+    cluster = cluster_of(gbit_per_s=8.0)
+    cluster = replace(cluster, communication=Communication(packing_gbyte_per_s=GIGABIT / 1e9))
+    found_s = taken_s(tmp_path, "ps-bsp", num_workers, cluster, script=large, options=PLAIN)
+    assert found_s == pytest.approx(STEP_S + passes * 8e6 / GIGABIT, rel=0.05)
+
+
+def test_hosts_of_one_machine_share_its_cores(tmp_path: Path) -> None:
+    shared = replace(cluster_of(), shared_cores=2)
+    assert taken_s(tmp_path / "two", "all-reduce", 2, shared) == pytest.approx(STEP_S, rel=0.001)
+    assert taken_s(tmp_path / "six", "all-reduce", 6, shared) == pytest.approx(3 * STEP_S, rel=0.001)
+
+
+def test_shared_cores_pack_no_faster_than_they_are(tmp_path: Path) -> None:
+    """Four servers and four workers on the same hosts: each host packs 3/4 of 8 MB four times, on one core in all."""
+    cluster = cluster_of(gbit_per_s=800.0, placement="with workers")
+    costs = Communication(packing_gbyte_per_s=GIGABIT / 1e9)
+    alone, together = (replace(cluster, communication=costs, shared_cores=cores) for cores in (None, 1))
+    options = {"servers": 4, **PLAIN}
+    packed_s = 4 * 0.75 * 8e6 / GIGABIT
+    alone_s = taken_s(tmp_path / "alone", "ps-bsp", 4, alone, script=large, options=options)
+    assert alone_s == pytest.approx(STEP_S + packed_s, rel=0.1)
+    together_s = taken_s(tmp_path / "together", "ps-bsp", 4, together, script=large, options=options)
+    assert together_s == pytest.approx(4 * STEP_S + 4 * packed_s, rel=0.1)
+
+
+def noting(moments: list[float], worker: Worker, out: Path) -> None:
+    """Notes when the gradients of two layers are there, after the forward pass began."""
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 4, bias=False))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: moments.append(worker._session.clock.now_s))
+    for x, y, _ in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def test_gradients_are_ready_when_they_were_measured_to_be(tmp_path: Path) -> None:
+    moments: list[float] = []
+    cluster = cluster_of(backward_share=0.5, gradient_shares=(0.9, 0.1))
+    run(partial(noting, moments), tmp_path, "single", 1, cluster=cluster, max_steps=1)
+    assert moments == pytest.approx([STEP_S * (0.5 + 0.5 * 0.1), STEP_S])
+
+
+def test_another_models_shares_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="gradient_shares are of a model with 3 parameters, and this one has 2; probe"):
+        run(tiny, tmp_path, "single", 1, cluster=cluster_of(gradient_shares=(0.5, 0.25, 0.25)), max_steps=1)
+
+
+def test_shares_that_are_no_parts_are_refused() -> None:
+    for shares in [(0.5, 0.4), (1.5, -0.5)]:
+        with pytest.raises(ValueError, match="gradient_shares must be parts of backward"):
+            Compute(step_s=1.0, gradient_shares=shares)

@@ -1,0 +1,441 @@
+"""The figures: what they draw of which numbers, told apart without colour, with units, and nothing drawn as zero."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.lab.analysis import fit_amdahl, summarise
+from paceline.lab.figures import Chart, Subject, efficiency, figures, staleness
+from paceline.lab.figures.seeds import NUM_POINTS, Curve, band
+from paceline.lab.figures.speedup import speedup
+from paceline.lab.figures.style import plain, strategy_styles, worker_styles
+from paceline.lab.frames import Frames
+from tests.lab import example_study
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject("example", "train.py", example_study.frames())
+
+
+@pytest.fixture(scope="module")
+def charts(subject: Subject) -> dict[str, dict[str, Chart]]:
+    """By figure, then by what the chart is of."""
+    return _drawn(subject.frames)
+
+
+def _floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=float)
+
+
+# --- mean and spread -----------------------------------------------------------------------------------------------
+
+
+def test_a_band_is_mean_least_and_greatest_at_each_point() -> None:
+    found = band([Curve(_floats(0, 10, 20), _floats(0, 1, 2)), Curve(_floats(0, 10, 20), _floats(0, 3, 6))])
+    assert found.x.tolist() == [0, 10, 20]
+    assert found.mean.tolist() == [0, 2, 4]
+    assert found.low.tolist() == [0, 1, 2]
+    assert found.high.tolist() == [0, 3, 6]
+
+
+def test_a_run_that_ended_early_holds_its_last_value_or_ends_the_mean() -> None:
+    short, long = (_floats(0, 10), _floats(0, 1)), (_floats(0, 10, 20), _floats(0, 0.5, 1))
+    for holds_long in (False, True):
+        held = band([Curve(*short, holds_last=True), Curve(*long, holds_last=holds_long)])
+        assert (held.x[-1], held.mean[-1], held.low[-1]) == (20, 1.0, 1.0)
+        cut = band([Curve(*short), Curve(*long, holds_last=holds_long)])
+        assert (cut.x[-1], cut.mean[-1], cut.low[-1]) == (10, 0.75, 0.5)
+
+
+_CURVE = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300).map(
+    lambda ys: (np.arange(len(ys), dtype=float), np.array(ys))
+)
+
+
+@given(st.lists(_CURVE, min_size=1, max_size=4), st.booleans())
+def test_a_band_holds_its_mean_and_stays_small(curves: list[tuple[np.ndarray, np.ndarray]], holds_last: bool) -> None:
+    found = band([Curve(*points, holds_last=holds_last) for points in curves])
+    slack = 1e-6 * max(1.0, float(np.abs(found.high).max()), float(np.abs(found.low).max()))
+    assert len(found.x) <= NUM_POINTS
+    assert (np.diff(found.x) > 0).all()
+    assert (found.low <= found.mean + slack).all()
+    assert (found.mean <= found.high + slack).all()
+    ends = [x[-1] for x, _ in curves]
+    assert found.x[-1] == (max(ends) if holds_last else min(ends))
+
+
+# --- styles --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40))
+def test_strategies_are_told_apart_without_colour(number: int) -> None:
+    styles = strategy_styles([f"s{index}" for index in range(number)]).values()
+    assert len({(style.dash, style.marker) for style in styles}) == number
+    if number <= 8:
+        for part in ("dash", "marker", "pattern", "colour"):
+            assert len({getattr(style, part) for style in styles}) == number
+
+
+@given(st.sets(st.integers(1, 512), min_size=1, max_size=12))
+def test_worker_counts_are_told_apart_without_colour(counts: set[int]) -> None:
+    styles = worker_styles(sorted(counts))
+    assert len({(style.dash, style.marker) for style in styles.values()}) == len(counts)
+
+
+def test_the_same_strategy_looks_the_same_in_two_studies(subject: Subject) -> None:
+    order = ("ps-asp", "gossip", "ps-bsp servers=2", "all-reduce", "ps-ssp")
+    other = replace(subject, all_strategies=order)
+    drawn = figures([other, other])
+    for figure in drawn:
+        for left, right in figure.rows:
+            assert left is not None
+            assert right is not None
+            assert left.plot == right.plot
+
+
+def test_names_are_no_markup() -> None:
+    assert plain("<b>x</b> & y") == "&lt;b&gt;x&lt;/b&gt; &amp; y"
+
+
+# --- every figure --------------------------------------------------------------------------------------------------
+
+
+def test_every_chart_has_titled_axes_a_text_and_a_table(charts: dict[str, dict[str, Chart]]) -> None:
+    unitless = {"Samples trained on", "Strategy × workers", "Samples to target (statistical efficiency)"}
+    for kind, found in charts.items():
+        for chart in found.values():
+            for title in (chart.plot.layout.xaxis.title.text, chart.plot.layout.yaxis.title.text):
+                assert title in unitless or "(" in title, (kind, title)
+            assert len(chart.alternative) > 40
+            assert len(chart.table) > 0
+
+
+def test_lines_differ_in_dash_and_marker_and_bars_in_pattern(charts: dict[str, dict[str, Chart]]) -> None:
+    for chart in [*charts["convergence"].values(), *charts["synchrony"].values()]:
+        lines = [trace for trace in chart.plot.data if trace.mode == "lines+markers"]
+        assert len(lines) == 4
+        assert len({line.line.dash for line in lines}) == 4
+        assert len({line.marker.symbol for line in lines}) == 4
+    for kind in ("cost", "shares", "per-worker"):
+        for chart in charts[kind].values():
+            assert len({bar.marker.pattern.shape for bar in chart.plot.data}) == 4
+
+
+def test_virtual_time_is_marked_on_every_axis_of_time() -> None:
+    real, virtual = (_titles(example_study.frames(engine=engine)) for engine in ("ray", "virtual"))
+    of_time = [title for title in real if re.search(r"\(s\)|/s\)|second|Speed-up|of the time", title)]
+    assert len(of_time) >= 12
+    for title, counterpart in zip(real, virtual, strict=True):
+        assert ("virtual" in counterpart.lower()) == (title in of_time), (title, counterpart)
+        assert "virtual" not in title.lower()
+
+
+def test_every_plot_of_a_simulated_cluster_names_it() -> None:
+    """Also one that is saved as a picture and shown without its page."""
+    for engine, expected in (("ray", False), ("virtual", True)):
+        drawn = figures([Subject("example", "train.py", example_study.frames(engine=engine))])
+        titles = [
+            chart.plot.layout.xaxis.title.text for figure in drawn for row in figure.rows for chart in row if chart
+        ]
+        assert len(titles) > 20
+        assert {">simulated cluster rack &amp; pinion<" in title for title in titles} == {expected}
+
+
+def test_a_virtual_study_beside_a_real_one_shares_no_axis_of_time() -> None:
+    real = Subject("real", "train.py", example_study.frames())
+    virtual = Subject("virtual", "train.py", example_study.frames(engine="virtual", slowdown=9.0))
+    training = next(figure for figure in figures([real, virtual]) if figure.key == "training")
+    left, right = training.rows[0]
+    assert left is not None
+    assert right is not None
+    assert right.plot.layout.xaxis.range[1] > 5 * left.plot.layout.xaxis.range[1]
+    assert right.plot.layout.yaxis.range == left.plot.layout.yaxis.range
+
+
+def _titles(frames: Frames) -> list[str]:
+    drawn = figures([Subject("example", "train.py", frames)])
+    layouts = [chart.plot.layout for figure in drawn for row in figure.rows for chart in row if chart]
+    return [axis.title.text for layout in layouts for axis in (layout.xaxis, layout.yaxis)]
+
+
+# --- single figures ------------------------------------------------------------------------------------------------
+
+
+def test_convergence_draws_the_mean_of_the_seeds(subject: Subject, charts: dict[str, dict[str, Chart]]) -> None:
+    line = _trace(charts["convergence"]["all-reduce"].plot, "10 workers")
+    evaluations = subject.frames.evaluations
+    rows = evaluations[(evaluations["strategy"] == "all-reduce") & (evaluations["workers"] == 10)]
+    means = rows.groupby("iteration")["value"].agg(["mean", "count"])
+    for x, y in zip(line.x, line.y, strict=True):
+        if means.loc[x, "count"] == 3:
+            assert y == pytest.approx(means.loc[x, "mean"])
+
+
+def test_iteration_rate_draws_the_mean_time_to_each_iteration(
+    subject: Subject, charts: dict[str, dict[str, Chart]]
+) -> None:
+    line = _trace(charts["iteration-rate"]["ps-asp"].plot, "5 workers")
+    assert (line.x[0], line.y[0]) == (0.0, 0)
+    trials = subject.frames.trials
+    rows = trials[(trials["strategy"] == "ps-asp") & (trials["workers"] == 5)]
+    assert line.y[-1] == rows["iterations"].min()
+    assert line.x[-1] == pytest.approx((rows["iterations"].min() / rows["iterations_per_s"]).mean())
+
+
+def test_axes_that_count_the_same_share_a_range(charts: dict[str, dict[str, Chart]]) -> None:
+    layouts = {key: chart.plot.layout for key, chart in charts["convergence"].items()}
+    assert layouts["all-reduce"].xaxis.range == layouts["ps-bsp servers=2"].xaxis.range
+    assert layouts["ps-ssp"].xaxis.range == layouts["ps-asp"].xaxis.range
+    assert layouts["ps-asp"].xaxis.range[1] > 2 * layouts["all-reduce"].xaxis.range[1]
+    assert len({layout.yaxis.range for layout in layouts.values()}) == 1
+    low, high = layouts["all-reduce"].yaxis.range
+    assert low < 0.1 < example_study.TARGET < high
+
+
+def test_what_never_reached_lies_below_zero_and_is_named(charts: dict[str, dict[str, Chart]]) -> None:
+    chart = charts["speed-up"][""]
+    marks = next(trace for trace in chart.plot.data if trace.text is not None)
+    assert marks.x == (10,)
+    assert marks.y[0] < 0
+    assert marks.text == ("ps-asp: never",)
+    assert min(chart.plot.layout.yaxis.tickvals) == 0
+    assert "Never reached the target: ps-asp at 10 workers." in chart.notes
+    drawn = [y for trace in chart.plot.data if trace is not marks for y in trace.y]
+    assert min(drawn) > 0
+    assert "the mean is of the 2 of 3 seeds that reached" in " ".join(chart.notes)
+
+
+def test_the_ideal_and_the_fits_are_drawn(subject: Subject, charts: dict[str, dict[str, Chart]]) -> None:
+    plot = charts["speed-up"][""].plot
+    ideal = _trace(plot, "ideal")
+    assert (ideal.x, ideal.y) == ((1, 10), (1, 10))
+    fits = subject.frames.amdahl
+    assert len(fits) >= 3
+    assert fits["workers"].nunique() > 1
+    for fit in fits.itertuples():
+        curve = _trace(plot, f"Amdahl's fit, {fit.strategy}")
+        assert (curve.x[0], curve.x[-1]) == (1, fit.workers), "past its fastest the law says nothing"
+        assert curve.y[0] == pytest.approx(1.0)
+        assert curve.y[-1] == pytest.approx(1 / (fit.serial_fraction + (1 - fit.serial_fraction) / fit.workers))
+
+
+def test_rankings_go_from_best_to_never(subject: Subject, charts: dict[str, dict[str, Chart]]) -> None:
+    for kind, quantity in (("time-to-target", "time_to_target_s"), ("cost", "worker_s_to_target")):
+        plot = charts[kind][""].plot
+        bars = {label: x for trace in plot.data for label, x in zip(trace.y, trace.x, strict=True)}
+        rows = list(plot.layout.yaxis.categoryarray)[::-1]
+        lengths = [bars[row] for row in rows if row in bars]
+        assert lengths == sorted(lengths)
+        assert len(lengths) == int((subject.frames.summary["reached"] > 0).sum())
+        assert min(lengths) == pytest.approx(subject.frames.summary[quantity].min())
+        assert rows[-1] == "ps-asp × 10"
+        assert [note.text for note in plot.layout.annotations] == ["✕ never reached"]
+        last = charts[kind][""].table.iloc[-1]
+        assert last.iloc[:3].tolist() == ["ps-asp", 10, "never reached"]
+
+
+def test_shares_add_up_and_overlap_is_taken_out_of_compute(
+    subject: Subject, charts: dict[str, dict[str, Chart]]
+) -> None:
+    plot = charts["shares"]["all-reduce"].plot
+    totals = np.sum([trace.y for trace in plot.data], axis=0)
+    assert totals == pytest.approx(np.ones(len(totals)))
+    workers = subject.frames.workers
+    ten = workers[(workers["strategy"] == "all-reduce") & (workers["workers"] == 10)]
+    whole = (ten["compute_s"] + ten["communication_s"] + ten["waiting_s"]).sum()
+    assert _trace(plot, "overlapped").y[-1] == pytest.approx(ten["hidden_s"].sum() / whole)
+    assert _trace(plot, "waiting").y[-1] == pytest.approx(ten["waiting_s"].sum() / whole)
+
+
+def test_the_straggler_shows_in_its_bar(charts: dict[str, dict[str, Chart]]) -> None:
+    waiting = _trace(charts["per-worker"]["all-reduce"].plot, "waiting").y
+    assert len(waiting) == 10
+    assert waiting[9] < min(waiting[:9])
+
+
+def test_staleness_is_a_histogram_of_each_asynchronous_strategy(charts: dict[str, dict[str, Chart]]) -> None:
+    assert set(charts["staleness"]) == {"ps-ssp", "ps-asp"}
+    for chart in charts["staleness"].values():
+        for trace in chart.plot.data:
+            assert sum(trace.y) == pytest.approx(1.0)
+
+
+def test_points_on_a_diagonal_take_the_same_time(charts: dict[str, dict[str, Chart]]) -> None:
+    diagonals = [trace for trace in charts["efficiency"][""].plot.data if trace.mode == "lines"]
+    assert diagonals
+    for line in diagonals:
+        first_s, last_s = (y / x for x, y in zip(line.x, line.y, strict=True))
+        assert first_s == pytest.approx(last_s)
+
+
+# --- studies with little in them -----------------------------------------------------------------------------------
+
+
+def _only(frames: Frames, **values: object) -> Frames:
+    """The rows with these values, analysed anew."""
+    kept = {}
+    for name in ("trials", "evaluations", "workers", "staleness", "pace"):
+        rows = getattr(frames, name)
+        for column, value in values.items():
+            rows = rows[rows[column] == value]
+        kept[name] = rows.reset_index(drop=True)
+    summary = summarise(kept["trials"])
+    return Frames(**kept, summary=summary, amdahl=fit_amdahl(summary))
+
+
+def _keys(frames: Frames) -> set[str]:
+    return set(_drawn(frames))
+
+
+def test_one_trial_is_enough() -> None:
+    one = _only(example_study.frames(), strategy="ps-asp", workers=2, seed=0)
+    assert _keys(one) >= {"time-to-target", "convergence", "training", "iteration-rate", "shares", "staleness", "cost"}
+
+
+def test_a_target_that_nobody_reached_leaves_only_words() -> None:
+    never = _only(example_study.frames(), strategy="ps-asp", workers=10)
+    drawn = {figure.key: figure for figure in figures([Subject("example", "train.py", never)])}
+    assert "speed-up" not in drawn
+    assert "efficiency" not in drawn
+    (ranking,) = drawn["time-to-target"].rows[0]
+    assert ranking is not None
+    assert len(ranking.plot.data) == 0
+    assert "never reached" in ranking.alternative
+
+
+def test_a_study_of_failures_draws_no_figures_of_numbers() -> None:
+    frames = example_study.frames()
+    trials = frames.trials[frames.trials["status"] == "failed"].reset_index(drop=True)
+    none = {name: getattr(frames, name).iloc[:0] for name in ("evaluations", "workers", "staleness", "pace")}
+    summary = summarise(trials)
+    keys = _keys(Frames(trials=trials, summary=summary, amdahl=fit_amdahl(summary), **none))
+    assert keys <= {"time-to-target", "cost"}
+
+
+def test_without_a_target_there_are_curves_and_no_rankings() -> None:
+    frames = example_study.frames()
+    lacking = frames.trials.assign(target="", reached=False)
+    for column in [name for name in lacking.columns if name.endswith("_to_target") or name.endswith("_to_target_s")]:
+        lacking[column] = math.nan
+    summary = summarise(lacking)
+    keys = _keys(replace(frames, trials=lacking, summary=summary, amdahl=fit_amdahl(summary)))
+    assert "convergence" in keys
+    assert not keys & {"time-to-target", "cost", "speed-up", "efficiency"}
+
+
+def test_where_a_seed_diverges_the_mean_ends_and_its_last_good_value_counts_no_further() -> None:
+    frames = example_study.frames()
+    evaluations, trials = frames.evaluations.copy(), frames.trials.copy()
+    lost = (evaluations["trial"] == "ps-asp-n2-s1") & (evaluations["iteration"] > 50)
+    evaluations.loc[lost, "value"] = math.nan
+    evaluations.loc[lost & (evaluations["iteration"] > 70), "value"] = 0.1  # finite again, of a model that is no more
+    trials.loc[trials["trial"] == "ps-asp-n2-s1", "reached"] = False
+    drawn = _drawn(replace(frames, evaluations=evaluations, trials=trials))
+    note = "2 workers, seed 1: accuracy is no finite number from iteration 60 on."
+    chart = drawn["convergence"]["ps-asp"]
+    assert chart.notes == (note,)
+    assert all(math.isfinite(y) for trace in chart.plot.data for y in trace.y)
+    assert max(_trace(chart.plot, "2 workers").x) == 50
+    assert max(_trace(chart.plot, "5 workers").x) > 500
+    last_s = evaluations.loc[(evaluations["trial"] == "ps-asp-n2-s1") & ~lost, "time_s"].max()
+    assert max(_trace(drawn["training"]["ps-asp"].plot, "2 workers").x) <= last_s
+    assert "ps-asp" not in "".join(drawn["synchrony"]["samples"].notes)  # which is of another number of workers
+
+
+def test_a_seed_that_never_was_a_number_leaves_no_mean_of_the_others() -> None:
+    frames = _only(example_study.frames(), strategy="ps-asp")
+    evaluations = frames.evaluations.copy()
+    evaluations.loc[evaluations["trial"] == "ps-asp-n2-s1", "value"] = math.inf
+    chart = _drawn(replace(frames, evaluations=evaluations))["convergence"]["ps-asp"]
+    assert "2 workers" not in [trace.name for trace in chart.plot.data]
+    assert "5 workers" in [trace.name for trace in chart.plot.data]
+    assert chart.notes == ("2 workers, seed 1: accuracy is no finite number from iteration 10 on.",)
+
+
+# --- numbers beyond the usual --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1e-3, 0.3, 1, 37, 3_000, 4e7])
+def test_a_speed_up_of_any_size_has_a_few_ticks(times: float) -> None:
+    frames = example_study.frames()
+    scaled = frames.summary.copy()
+    scaled[["speedup", "speedup_low", "speedup_high"]] *= times
+    (chart,) = speedup(Subject("example", "train.py", replace(frames, summary=scaled)))
+    assert 3 <= len(chart.plot.layout.yaxis.tickvals) <= 9
+
+
+def test_a_target_reached_before_the_first_step_has_no_place_on_logarithmic_axes() -> None:
+    frames = example_study.frames()
+    summary = frames.summary.copy()
+    at_once = (summary["strategy"] == "ps-ssp") & (summary["workers"] == 2)
+    summary.loc[at_once, ["samples_to_target", "samples_to_target_low", "samples_to_target_high"]] = 0.0
+    (chart,) = efficiency.efficiency(Subject("example", "train.py", replace(frames, summary=summary)))
+    assert "Not shown, as a seed reached the target before its first step: ps-ssp × 2." in chart.notes
+    assert "2" not in _trace(chart.plot, "ps-ssp").text
+
+
+def test_a_few_gradients_far_staler_than_the_rest_are_named_and_not_drawn() -> None:
+    frames = example_study.frames()
+    rows = frames.staleness
+    odd = rows[rows["trial"].isin(["ps-asp-n5-s0", "ps-asp-n10-s0"])].drop_duplicates("trial")
+    stale = pd.concat([rows, odd.assign(staleness=100_000, count=1)], ignore_index=True)
+    chart = next(
+        chart
+        for chart in staleness.staleness(Subject("e", "t.py", replace(frames, staleness=stale)))
+        if chart.key == "ps-asp"
+    )
+    num = int(stale.loc[(stale["strategy"] == "ps-asp") & (stale["workers"] == 5), "count"].sum())
+    assert chart.notes[0] == f"Not shown with 5 workers: 1 of {num:,} gradients, staler than 199, up to 100,000."
+    assert [note[:14] for note in chart.notes] == ["Not shown with"] * 2
+    assert "5 workers: mean" in chart.alternative
+    assert "at most 100000" in chart.alternative
+    assert max(len(trace.x) for trace in chart.plot.data) == 202
+    assert [name for name in chart.table["staleness"] if "more" in name] == ["more than 199"] * 2
+    assert chart.table["gradients"].sum() == stale.loc[stale["strategy"] == "ps-asp", "count"].sum()
+
+
+def test_staleness_of_any_size_is_drawn_in_few_bins() -> None:
+    frames = _only(example_study.frames(), strategy="ps-asp", workers=5, seed=0)
+    row = frames.staleness.iloc[0]
+    spread = pd.DataFrame([{**row, "staleness": 7 * index, "count": 1} for index in range(5_000)])
+    (chart,) = staleness.staleness(Subject("e", "t.py", replace(frames, staleness=spread)))
+    (outline,) = chart.plot.data
+    assert len(outline.x) <= 202
+    assert len(chart.table) <= 201
+    assert 0.98 < sum(outline.y) <= 1
+    # A bin's share stands at the middle of its numbers: the mean comes out as it is of the numbers themselves.
+    shown = spread["staleness"][spread["staleness"] <= max(outline.x)]
+    assert np.average(outline.x, weights=outline.y) == pytest.approx(shown.mean(), rel=0.01)
+
+
+def test_a_figure_that_cannot_be_drawn_says_so_and_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(rows: pd.DataFrame, column: str) -> list[float]:
+        raise ZeroDivisionError("odd numbers")
+
+    monkeypatch.setattr(efficiency, "_span", broken)
+    drawn = {figure.key: figure for figure in figures([Subject("example", "train.py", example_study.frames())])}
+    assert re.fullmatch(r"ZeroDivisionError: odd numbers \(efficiency\.py:\d+\)", drawn["efficiency"].failure)
+    assert [figure.key for figure in drawn.values() if figure.failure] == ["efficiency"]
+    assert len(drawn) == 11
+    assert all(figure.rows for figure in drawn.values() if not figure.failure)
+
+
+def _drawn(frames: Frames) -> dict[str, dict[str, Chart]]:
+    """By figure, then by what the chart is of; nothing may have failed."""
+    drawn = figures([Subject("example", "train.py", frames)])
+    assert [figure.failure for figure in drawn if figure.failure] == []
+    return {figure.key: {row[0].key: row[0] for row in figure.rows if row[0]} for figure in drawn}
+
+
+def _trace(plot: go.Figure, name: str) -> go.Scatter:
+    return next(trace for trace in plot.data if trace.name == name)

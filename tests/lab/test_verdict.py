@@ -1,0 +1,430 @@
+"""The verdict's sentences, from studies whose answers are known."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from paceline.cli import tables
+from paceline.lab import binding, chance, runner, verdict, words
+from paceline.lab.binding import Costs
+from paceline.lab.chance import Sample
+from paceline.lab.figures.chart import reached_in_part
+from paceline.lab.summary_table import summary_table
+from paceline.lab.virtual_cluster import VirtualCluster
+from tests.lab.made import Combination, Made, reaching, study
+
+
+def lines(directory: Path, trials: dict[Combination, Made], **settings: object) -> list[str]:
+    return study(directory, trials, **settings).verdict.lines
+
+
+def test_the_fastest_the_cheapest_and_what_binds(tmp_path: Path) -> None:
+    # One worker: 100 s. Ten: 25 s, 4 times. Twenty: 50 s, as most of it is waiting.
+    trials = {}
+    for seed, slowness in ((0, 1.0), (1, 1.1)):
+        trials["ps-bsp:servers=2", 1, seed] = reaching(100.0)
+        trials["ps-bsp:servers=2", 10, seed] = reaching(25.0 * slowness, shares=(0.8, 0.1, 0.1))
+        trials["ps-bsp:servers=2", 20, seed] = reaching(50.0, shares=(0.2, 0.1, 0.7))
+    assert lines(tmp_path / "s", trials) == [
+        "Reach accuracy 0.5 fastest with ps-bsp servers=2 on 10 workers: 26 s, 3.8 times one worker (3.6 to 4.0).",
+        "Cheapest with ps-bsp servers=2 on 1 worker: 100 worker-seconds and 200 server-seconds.",
+        "With ps-bsp servers=2 past 10 workers the time rises: waiting for other workers binds, with 70 % "
+        "of the workers' time, 10 % on 10 workers.",
+    ]
+
+
+def test_amdahls_law_describes_what_speeds_up(tmp_path: Path) -> None:
+    """Fitted as far as 10 workers: f = 0.215 / 1.45 = 0.148, so at most 6.7 times, though 20 workers take 60 s."""
+    curve = {1: 100.0, 5: 30.0, 10: 25.0, 20: 60.0}
+    law = (
+        "Up to 10 workers, all-reduce speeds up as if 15 % of the work were serial (Amdahl's law): "
+        "at most 6.7 times one worker."
+    )
+    said = lines(tmp_path / "one", {("all-reduce", n, 0): reaching(s) for n, s in curve.items()})
+    assert law in said
+    assert any("past 10 workers the time rises" in line for line in said)
+    seeds = {
+        ("all-reduce", n, seed): reaching(s * (1 + 0.1 * seed * (n > 1))) for n, s in curve.items() for seed in (0, 1)
+    }
+    (with_bounds,) = [line for line in lines(tmp_path / "two", seeds) if "Amdahl" in line]
+    assert re.search(r"as if 16 % \(15 % to 18 %\) of the work", with_bounds)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        {1: 100.0, 2: 90.0, 4: 80.0, 8: 5.0},  # in proportion at last, and not before: no one fraction explains it
+        {1: 100.0, 2: 10.0, 4: 5.0},  # far more than in proportion
+        {1: 100.0, 2: 120.0, 4: 150.0},  # one worker is best
+    ],
+)
+def test_amdahls_law_is_not_told_of_what_it_does_not_describe(tmp_path: Path, curve: dict[int, float]) -> None:
+    trials = {("all-reduce", n, 0): reaching(s) for n, s in curve.items()}
+    assert not any("Amdahl" in line for line in lines(tmp_path / "s", trials))
+
+
+def test_a_difference_smaller_than_the_spread_is_a_tie(tmp_path: Path) -> None:
+    # Means 11 s (10 to 12) and 12.5 s (12 to 13) of two seeds each: 1.5 s apart, where 4.303 standard errors of
+    # sqrt((2 + 0.5) / 2) = 1.118 are 4.8 s. The third is 9 s away, and its 4.303 standard errors are 4.3 s.
+    trials = {
+        ("all-reduce", 2, 0): reaching(10.0),
+        ("all-reduce", 2, 1): reaching(12.0),
+        ("ps-bsp", 2, 0): reaching(12.0),
+        ("ps-bsp", 2, 1): reaching(13.0),
+        ("ps-asp", 2, 0): reaching(20.0),
+        ("ps-asp", 2, 1): reaching(20.1),
+    }
+    said = lines(tmp_path / "s", trials)
+    assert said[:2] == [
+        "Reach accuracy 0.5 fastest with all-reduce on 2 workers: 11 s.",
+        "A tie with ps-bsp on 2 workers (12 s): the difference may be chance.",
+    ]
+    assert not any("ps-asp" in line for line in said)
+
+
+def row(mean: float, *, std: float = math.nan, num: int = 1, **more: float) -> pd.Series:
+    return pd.Series({"q": mean, "q_std": std, "seeds": num, "reached": num, **more})
+
+
+@pytest.mark.parametrize(("gap", "tied"), [(2.26, True), (2.28, False)])
+def test_a_tie_is_what_students_t_cannot_tell_apart(gap: float, tied: bool) -> None:
+    """Three seeds each with a standard deviation of 1: 2.776 (t at 4 degrees of freedom) x sqrt(2 / 3) = 2.267."""
+    one, other = row(11.0, std=1.0, num=3), row(11.0 + gap, std=1.0, num=3)
+    assert verdict.is_tie(one, other, "q") == verdict.is_tie(other, one, "q") == tied
+
+
+def test_a_single_seed_takes_the_others_spread() -> None:
+    # 12.706 (1 degree of freedom) x sqrt(1 + 1 / 2) = 15.56
+    assert verdict.is_tie(row(10.0), row(25.5, std=1.0, num=2), "q")
+    assert not verdict.is_tie(row(10.0), row(25.6, std=1.0, num=2), "q")
+
+
+@pytest.mark.parametrize(("gap_s", "tied"), [(3.9, True), (4.1, False)])
+def test_what_evaluations_cannot_tell_apart_is_a_tie(gap_s: float, tied: bool) -> None:
+    times = {"time_to_target_s_std": math.nan, "worker_s_to_target_std": math.nan, "reached": 1, "workers": 2}
+    one = pd.Series({"time_to_target_s": 20.0, "worker_s_to_target": 40.0, "resolution_s": 4.0, **times})
+    other = pd.Series({"time_to_target_s": 20.0 + gap_s, "worker_s_to_target": 40.0 + 2 * gap_s, **times})
+    other["resolution_s"] = 1.0
+    assert verdict.is_tie(one, other, "time_to_target_s") == tied
+    assert verdict.is_tie(one, other, "worker_s_to_target") == tied
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=6), st.lists(st.floats(-100, 100), min_size=2, max_size=6))
+def test_the_margin_does_not_depend_on_units(one: list[float], other: list[float]) -> None:
+    margin = chance.margin(Sample.of(one), Sample.of(other))
+    scaled = chance.margin(Sample.of([7 + 3 * x for x in one]), Sample.of([7 + 3 * x for x in other]))
+    assert scaled == pytest.approx(3 * margin, abs=1e-6)
+
+
+def test_how_far_apart_evaluations_are_is_said(tmp_path: Path) -> None:
+    made = Made([(0, 0.0, 0, 0.1), (8, 8.0, 80, 0.2), (10, 10.0, 100, 0.6)])
+    assert "A target is noticed at evaluations, here 2.0 s apart." in lines(tmp_path / "s", {("single", 1, 0): made})
+
+
+def test_whose_spread_is_not_known_is_said(tmp_path: Path) -> None:
+    trials = {("all-reduce", 1, seed): reaching(10.0 + seed) for seed in (0, 1)}
+    trials["ps-bsp", 1, 0] = reaching(30.0)  # seed 1 has not been run yet
+    said = lines(tmp_path / "s", trials)
+    assert "One seed only of ps-bsp on 1 worker: how it varies is not known, and a difference may be chance." in said
+
+
+def test_what_speedups_rest_on_is_said(tmp_path: Path) -> None:
+    never = reaching(9.0, value=0.1)
+    trials = {("ps-asp", 1, 0): reaching(40.0), ("ps-asp", 1, 1): never, ("ps-asp", 1, 2): reaching(50.0)}
+    one = {("ps-asp", 2, 0): reaching(10.0), ("ps-asp", 2, 1): reaching(9.0), ("ps-asp", 2, 2): reaching(9.0)}
+    assert "times one worker (4.0 to 5.6)" in lines(tmp_path / "two", {**trials, **one})[0]
+    one["ps-asp", 2, 2] = never
+    assert lines(tmp_path / "one", {**trials, **one})[0].endswith(
+        "4.0 times one worker by the one seed that reached it in both."
+    )
+    one["ps-asp", 2, 0] = trials["ps-asp", 1, 2] = never
+    assert lines(tmp_path / "none", {**trials, **one})[0].endswith(
+        "4.4 times one worker by the mean times, as no seed reached it in both."
+    )
+
+
+def test_a_crash_counts_as_a_seed_that_did_not_get_there(tmp_path: Path) -> None:
+    crashed = reaching(1.0, failure="worker 1 died")
+    trials = {("all-reduce", 2, seed): reaching(30.0) for seed in range(3)}
+    trials |= {("ps-asp", 2, 0): reaching(5.0), ("ps-asp", 2, 1): crashed, ("ps-asp", 2, 2): crashed}
+    made = study(tmp_path / "s", trials)
+    said = made.verdict.lines
+    assert said[0] == "Reach accuracy 0.5 fastest with all-reduce on 2 workers: 30 s."
+    assert "ps-asp on 2 workers reached it in 1 of 3 seeds, there after 5.0 s." in said
+    assert "Failed: ps-asp on 2 workers, seeds 1 and 2: worker 1 died." in said
+    (note,) = reached_in_part(made.frames.summary)
+    assert note == "ps-asp on 2 workers: the mean is of the 1 of 3 seeds that reached."
+    table = summary_table(made.frames.summary, has_target=True, metric="accuracy", seconds="s")
+    assert [shown.is_best for shown in table.rows] == [True, False]
+    console = Console(width=80, file=io.StringIO())
+    console.print(tables.of_study(made.frames))
+    assert "1/3" in console.file.getvalue()
+
+
+def test_failures_are_counted_not_poured_out(tmp_path: Path) -> None:
+    trials = {
+        ("ps-asp", n, 0): reaching(1.0, failure=f"\n  \n{'x' * 300}\nTraceback" if n == 1 else f"worker {n} died.")
+        for n in range(1, 12)
+    }
+    said = [line for line in lines(tmp_path / "s", trials) if line.startswith("Failed")]
+    assert said[0] == f"Failed: ps-asp on 1 worker, seed 0: {'x' * 200} ...."
+    assert len(said) == 9
+    assert said[-1] == "Failed: 3 more trials."
+
+
+def test_who_diverged_is_named(tmp_path: Path) -> None:
+    trials = {("ps-asp", 1, seed): reaching(5.0, value=value) for seed, value in enumerate((0.5, math.inf, math.nan))}
+    made = study(tmp_path / "s", trials)
+    assert (
+        made.verdict.lines[-1] == "Diverged: ps-asp on 1 worker, seeds 1 and 2: the last accuracy is no finite number."
+    )
+    assert made.frames.summary.loc[0, ["seeds", "reached"]].tolist() == [3, 1]
+
+
+def test_virtual_time_is_said_to_be_virtual(tmp_path: Path) -> None:
+    trials = {("ps-bsp", n, seed): reaching(100.0 / n + seed) for n in (1, 2) for seed in (0, 1)}
+    virtual = {"engine": "virtual", "cluster": VirtualCluster.read("lab-1gbe")}
+    said = lines(tmp_path / "s", trials, **virtual)
+    assert said[0].startswith("Reach accuracy 0.5 fastest with ps-bsp on 2 workers: 50 s of virtual time, 2.0 times")
+    assert any("101 virtual worker-seconds and 50.5 virtual server-seconds" in line for line in said)
+    assert said[-1] == "Times are virtual, those of the simulated cluster lab-1gbe."
+    untargeted = lines(tmp_path / "u", trials, target=None, **virtual)
+    assert any(line.endswith(" samples/virtual s.") for line in untargeted)
+
+
+def test_one_seed_has_no_spread_and_says_so(tmp_path: Path) -> None:
+    trials = {("single", 1, 0): reaching(30.0), ("all-reduce", 1, 0): reaching(9, value=0.1)}
+    said = lines(tmp_path / "s", {**trials, ("all-reduce", 2, 0): reaching(20.0)})
+    assert said[0] == ("Reach accuracy 0.5 fastest with all-reduce on 2 workers: 20 s, 1.5 times single on 1 worker.")
+    assert said[1] == "Cheapest with single on 1 worker: 30 worker-seconds."
+    assert said[-1] == "One seed only: the spread is not known, and a difference may be chance."
+
+
+def test_who_never_gets_there_is_named_and_never_wins(tmp_path: Path) -> None:
+    trials = {
+        ("all-reduce", 1, 0): reaching(30.0),
+        ("all-reduce", 1, 1): reaching(30.0),
+        ("ps-asp", 1, 0): reaching(5.0),
+        ("ps-asp", 1, 1): reaching(9.0, value=0.4),
+        ("ps-ssp", 1, 0): reaching(1.0, value=0.25),
+        ("ps-ssp", 1, 1): reaching(1.0, value=0.35),
+    }
+    assert lines(tmp_path / "s", trials) == [
+        "Reach accuracy 0.5 fastest with all-reduce on 1 worker: 30 s.",
+        "It is also the cheapest: 30 worker-seconds.",
+        "ps-asp on 1 worker reached it in 1 of 2 seeds, there after 5.0 s.",
+        "Never reached accuracy 0.5: ps-ssp on 1 worker (last 0.3).",
+    ]
+
+
+def test_the_best_that_is_there_where_nobody_is_sure(tmp_path: Path) -> None:
+    trials = {("ps-asp", 1, seed): reaching(5.0, value=0.5 if seed else 0.1) for seed in range(3)}
+    assert lines(tmp_path / "s", trials)[0] == (
+        "Reach accuracy 0.5 fastest with ps-asp on 1 worker, in 2 of 3 seeds only: 5.0 s."
+    )
+
+
+def test_nobody_gets_there(tmp_path: Path) -> None:
+    trials = {
+        ("all-reduce", 1, 0): reaching(10.0, value=0.3, samples_per_step=50),
+        ("all-reduce", 2, 0): reaching(10.0, value=0.4, samples_per_step=50),
+    }
+    assert lines(tmp_path / "s", trials) == [
+        "No run reached accuracy 0.5.",
+        "Best last accuracy with all-reduce on 2 workers: 0.4.",
+        "Most samples a second with all-reduce on 2 workers: 100 samples/s.",
+        "One seed only: the spread is not known, and a difference may be chance.",
+    ]
+
+
+def test_without_a_target(tmp_path: Path) -> None:
+    said = lines(tmp_path / "s", {("all-reduce", 1, 0): reaching(10.0)}, target=None, max_steps=10)
+    assert said[0] == "No target was set."
+    assert "Best last accuracy with all-reduce on 1 worker: 0.5." in said
+
+
+def test_failures_and_what_is_missing(tmp_path: Path) -> None:
+    trials = {
+        ("all-reduce", 1, 0): reaching(10.0),
+        ("all-reduce", 2, 0): reaching(4.0, failure="worker 1 (process 7) died during step 3.\nTraceback"),
+    }
+    said = lines(tmp_path / "s", trials, seeds=(0, 1))
+    assert said[-2:] == [
+        "Failed: all-reduce on 2 workers, seed 0: worker 1 (process 7) died during step 3.",
+        "2 of 4 trials have not been run yet.",
+    ]
+    assert said[0] == "Reach accuracy 0.5 fastest with all-reduce on 1 worker: 10 s."
+
+
+def test_nothing_has_finished(tmp_path: Path) -> None:
+    said = lines(tmp_path / "s", {("single", 1, 0): reaching(1.0, failure="no")}, seeds=(0, 1))
+    assert said == [
+        "No trial has finished.",
+        "Failed: single on 1 worker, seed 0: no.",
+        "1 of 2 trials have not been run yet.",
+    ]
+
+
+def test_the_best_is_the_most_that_was_tried(tmp_path: Path) -> None:
+    # As many samples a second from each of 2 workers, but twice the samples: larger batches teach less.
+    trials = {
+        ("all-reduce", 1, 0): reaching(10.0, samples=1000),
+        ("all-reduce", 2, 0): reaching(9.0, samples=1800, num_steps=9),
+    }
+    assert (
+        "With all-reduce from 1 to 2 workers, statistical efficiency binds: it takes 1.8 times the samples of "
+        "1 worker; more were not tried."
+    ) in lines(tmp_path / "s", trials)
+
+
+def costs(workers: int, *, samples: float = 1000, std: float = math.nan, num: int = 1, **worker_s: float) -> Costs:
+    """Each with the same standard deviation over as many seeds."""
+    parts = {"compute": 0.0, "communication": 0.0, "waiting": 0.0, **worker_s}
+    time_s = samples * sum(parts.values()) / workers
+    known = {part: Sample(value, std, num) for part, value in parts.items()}
+    return Costs(workers, 0, time_s, Sample(samples, std, num), known)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (costs(4, compute=1.0), "nothing binds: the time falls in proportion"),
+        (costs(4, compute=1.0, samples=1040), "nothing binds: the time falls in proportion"),
+        (
+            costs(4, compute=0.4),
+            "the time falls by more than workers can share out: look for what else held up 1 worker, such as other "
+            "work on the machine",
+        ),
+        (costs(4, compute=2.0), "computing binds: a sample takes 2.0 times the compute time that it takes on 1 worker"),
+        (
+            costs(4, compute=1.0, communication=1.0),
+            "communication among workers binds, with 50 % of the workers' time, 0 % on 1 worker",
+        ),
+        (
+            costs(4, compute=1.0, waiting=3.0, communication=1.0, samples=1500),
+            "waiting for other workers binds, with 60 % of the workers' time, 0 % on 1 worker",
+        ),
+        (
+            costs(4, compute=1.0, waiting=0.5, samples=3000),
+            "statistical efficiency binds: it takes 3.0 times the samples of 1 worker",
+        ),
+        (
+            costs(4, compute=1.4, communication=0.35, waiting=0.35, samples=1700),
+            "statistical efficiency binds: it takes 1.7 times the samples of 1 worker",
+        ),
+        (costs(4, compute=2.0, samples=math.nan), "computing binds: a sample takes 2.0 times the compute time that "
+         "it takes on 1 worker"),
+    ],
+)  # fmt: skip
+def test_what_binds(more: Costs, said: str) -> None:
+    assert str(binding.what_binds(costs(1, compute=1.0), more)) == said
+
+
+@given(
+    fewer=st.tuples(*[st.floats(0.01, 100)] * 3),
+    more=st.tuples(*[st.floats(0.01, 100)] * 3),
+    samples=st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)),
+)
+def test_what_binds_is_what_grew_most(
+    fewer: tuple[float, ...], more: tuple[float, ...], samples: tuple[float, float]
+) -> None:
+    names = ("compute", "communication", "waiting")
+    before = costs(1, samples=samples[0], **dict(zip(names, fewer, strict=True)))
+    after = costs(2, samples=samples[1], **dict(zip(names, more, strict=True)))
+    found = binding.what_binds(before, after)
+    factors = {name: sum(more) / (sum(more) - (b - a)) for name, a, b in zip(names, fewer, more, strict=True)}
+    factors["samples"] = samples[1] / samples[0]
+    if found.what == binding.NOTHING:
+        assert max(factors.values()) <= 1.05
+    else:
+        assert found.factor == pytest.approx(max(factors.values()))
+        assert found.factor == pytest.approx(factors[found.what])
+
+
+def test_a_time_that_may_not_have_risen_is_not_said_to_rise_nor_to_fall(tmp_path: Path) -> None:
+    times = {(2, 0): 10.0, (2, 1): 14.0, (4, 0): 12.0, (4, 1): 13.0}
+    said = lines(tmp_path / "s", {("all-reduce", *key): reaching(time_s) for key, time_s in times.items()})
+    (line,) = [line for line in said if "past 2 workers" in line]
+    assert line.startswith("With all-reduce past 2 workers the time does not fall: ")
+    assert "in proportion" not in line
+
+
+def with_servers(workers: int, *, moved_per_s: float, servers: int = 1, **worker_s: Any) -> Costs:
+    return replace(costs(workers, **worker_s), servers=servers, moved_per_s=Sample(moved_per_s, math.nan, 1))
+
+
+ALONE = with_servers(10, moved_per_s=200e6, compute=1.0, communication=0.2)
+FULL = "the servers or their links bind: 205 MB/s cross them, 200 on 10 workers, and communication takes 58 % of the"
+PLAIN = "communication with the servers binds, with 58 % of the workers' time"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (with_servers(20, moved_per_s=205e6, compute=1.0, communication=1.4), FULL),
+        (with_servers(20, moved_per_s=300e6, compute=1.0, communication=1.4), PLAIN),  # they gave more when asked
+        (with_servers(20, moved_per_s=205e6, compute=1.1, communication=1.52), PLAIN),  # one machine's cores are full
+        (with_servers(20, moved_per_s=205e6, compute=1.0, communication=1.4, servers=2), PLAIN),  # others than before
+        (with_servers(20, moved_per_s=0.0, compute=1.0, communication=1.4), PLAIN),  # nothing is known of bytes
+        (
+            with_servers(20, moved_per_s=205e6, compute=1.0, communication=0.2, waiting=1.2),
+            "waiting for other workers binds",
+        ),
+    ],
+)
+def test_the_servers_bind_where_more_workers_get_no_more_out_of_them(more: Costs, said: str) -> None:
+    assert str(binding.what_binds(ALONE, more)).startswith(said)
+
+
+def test_the_servers_are_not_blamed_where_noise_hides_whether_all_compute_longer() -> None:
+    """Compute grew by 0.3 s, and the margin is 0.45 s; communication by 1.2 s, which no chance explains."""
+    few, many = (
+        with_servers(n, moved_per_s=200e6, compute=compute, communication=communication, std=0.2, num=3)
+        for n, compute, communication in ((10, 1.0, 0.2), (20, 1.3, 1.4))
+    )
+    assert str(binding.what_binds(few, many)).startswith("communication with the servers binds")
+
+
+def test_growth_within_the_spread_binds_nothing() -> None:
+    few, many = (costs(n, compute=c, std=0.2, num=3) for n, c in ((4, 1.0), (5, 1.3)))
+    # 2.776 x 0.2 x sqrt(2 / 3) = 0.45 s, and compute grew by 0.3 s. Time fell from 250 s to 260 s, which is no fall.
+    found = binding.what_binds(few, many)
+    assert found.what == binding.NOTHING
+    assert str(found) == "no single cost stands out"
+
+
+@given(st.floats(1e-6, 1e6))
+def test_durations_are_said_to_three_digits(value_s: float) -> None:
+    said = words.seconds(value_s)
+    units = {"h": 3600, "min": 60, "s": 1}
+    parts = said.replace(",", "").split()
+    total_s = sum(float(number) * units[unit] for number, unit in zip(parts[::2], parts[1::2], strict=True))
+    assert total_s == pytest.approx(value_s, rel=0.06)
+
+
+def test_the_rest_of_a_study_is_estimated_from_what_has_ended(tmp_path: Path) -> None:
+    made = study(
+        tmp_path / "s",
+        {
+            ("single", 1, 0): reaching(7.0),
+            ("all-reduce", 1, 0): reaching(17.0),
+            ("ps-bsp", 1, 0): reaching(1.0, failure="x"),
+        },
+        seeds=(0, 1),
+    )
+    done = runner.outcomes(made.directory, made.spec.trials)
+    left = [trial for trial in made.spec.trials if trial not in done]
+    # Wall times are 10 s and 20 s; the strategy that failed is taken to be as the mean, 15 s.
+    assert runner.estimate_left_s(left, done) == pytest.approx(10 + 20 + 15)
+    assert runner.estimate_left_s(left, {}) is None

@@ -1,0 +1,107 @@
+"""Studies on the virtual engine: real ones, of a script that trains next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from paceline import Result, Study
+from paceline.errors import UsageError
+from paceline.lab import report, runner
+
+CLUSTER = """
+[[hosts]]
+count = 4
+bandwidth_gbit_per_s = 1.0
+latency_us = 0.0
+[compute]
+step_s = 50.0
+"""
+STEPS, EVAL_EVERY = 12, 4
+SCRIPT = f"""
+import paceline
+import torch
+
+worker = paceline.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(3 * {STEPS}, 2), batch_size=3)
+model, optimizer, loader = worker.prepare(model, optimizer, loader)
+evaluations = iter(range(100))
+
+
+@worker.evaluation
+def evaluate(model):
+    return {{"count": float(next(evaluations))}}
+
+
+for batch in loader:
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Study]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "slow.toml").write_text(CLUSTER)
+
+    def go(**settings: Any) -> Study:
+        given: dict[str, Any] = {"strategies": ["all-reduce", "ps-asp"], "workers": [1, 2], "seeds": 1}
+        given |= {"engine": "virtual", "cluster": tmp_path / "slow.toml", "eval_every": EVAL_EVERY, "device": "cpu"}
+        return Study.run(tmp_path / "train.py", **{**given, "out": tmp_path / "out", **settings})
+
+    return go
+
+
+def test_times_are_of_the_simulated_clock(run: Callable[..., Study], tmp_path: Path) -> None:
+    """A step takes 50 seconds there, and none of them here."""
+    study = run()
+    trials = study.frames.trials.set_index("trial")
+    assert set(trials["status"]) == {"finished"}
+    assert set(zip(trials["engine"], trials["cluster"], strict=True)) == {("virtual", "slow")}
+    assert set(study.frames.summary["cluster"]) == {"slow"}
+    assert trials.loc["all-reduce-n1-s0", "training_time_s"] == pytest.approx(STEPS * 50.0)
+    results = [Result(runner.directory_of(tmp_path / "out", trial)) for trial in study.spec.trials]
+    assert all(result.is_virtual for result in results)
+    assert sum(outcome.wall_s for outcome in runner.outcomes(tmp_path / "out", study.spec.trials).values()) < 60
+    again = run(out=tmp_path / "again").frames
+    for name in ("trials", "evaluations", "workers", "staleness", "pace", "summary"):
+        left, right = getattr(study.frames, name), getattr(again, name)
+        pd.testing.assert_frame_equal(left.drop(columns="study"), right.drop(columns="study"), check_exact=True)
+
+
+def test_another_cluster_is_another_study(run: Callable[..., Study], tmp_path: Path) -> None:
+    run(strategies=["all-reduce"])
+    (tmp_path / "slow.toml").write_text(CLUSTER.replace("50.0", "25.0"))
+    with pytest.raises(UsageError, match=r"the simulated cluster was .*slow\.toml, now .* with other settings"):
+        run(strategies=["all-reduce"])
+    with pytest.raises(UsageError, match=r"the simulated cluster was .*slow\.toml, now lab-1gbe; give another --out"):
+        run(strategies=["all-reduce"], cluster="lab-1gbe")
+    with pytest.raises(UsageError, match="engine was virtual, now ray"):
+        run(strategies=["all-reduce"], engine="ray", cluster=None)
+
+
+def test_what_has_no_room_is_left_out_and_a_failure_is_one_trials(run: Callable[..., Study], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT + "\nif worker.size == 2:\n    raise ValueError('on purpose')\n")
+    study = run(strategies=["ps-asp"], workers=[2, 3, 4])
+    assert [(out.variant.text, out.workers) for out in study.spec.left_out] == [("ps-asp", 4)]
+    assert study.frames.trials["status"].tolist() == ["failed", "finished"]
+    assert "on purpose" in study.frames.trials["reason"][0]
+
+
+def test_its_report_says_on_which_cluster(run: Callable[..., Study], tmp_path: Path) -> None:
+    study = run(target="count=2", strategies=["all-reduce"], max_time_s=9000.0)
+    page = report.page_of(study)
+    assert page.facts["Budget"] == "9000 virtual s"
+    assert "slow.toml" in page.facts["Cluster"]
+    assert f"--engine virtual --cluster {tmp_path / 'slow.toml'}" in page.command
+    html = report.render([page])
+    assert "Simulated cluster slow. Gradients are real" in html
+    assert "Times are virtual, those of the simulated cluster slow, and leave evaluation out." in html
+    assert study.verdict.lines[0].startswith("Reach count 2 fastest with all-reduce on ")

@@ -1,0 +1,66 @@
+"""What is shown of a run that is under way, on terminals of any width and without one."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from paceline.cli import watching
+from paceline.config import RunConfig
+from paceline.engines.progress import Progress
+
+LABELS = ["all-reduce x 128", "12/90 ps-bsp servers=2 combine=server x 16 seed 0"]
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("max_steps", [None, 1_000_000])
+@pytest.mark.parametrize("width", [80, 200])
+def test_progress_does_not_wrap_and_keeps_what_matters(width: int, max_steps: int | None, label: str) -> None:
+    console = Console(force_terminal=True, width=width, file=io.StringIO())
+    line = watching.ProgressLine(console, label, RunConfig(max_steps=max_steps), outlook=lambda: "12 min left")
+    busy = Progress(
+        iteration=87_654, time_s=12_345.6, samples=10**10, compute_s=1.0, communication_s=98.0, waiting_s=1.0,
+        metrics={"accuracy": 0.123456}, phase="training",
+    )  # fmt: skip
+    with line:
+        time.sleep(2 * watching._REFRESH_S)
+        line.on_progress(busy)
+        lines = console.render_lines(line._renderable())
+    texts = ["".join(segment.text for segment in segments) for segments in lines]
+    assert len(texts) == (1 if width == 200 else 2)
+    assert all(len(text) == width for text in texts)
+    assert label in texts[0]
+    assert "0:00:00" in texts[0]
+    assert "step 87654  12 min left  810,005 samples/s  accuracy 0.1235" in texts[-1]
+    assert "…" not in "".join(texts)
+    assert ("waiting 1%" in texts[-1]) == (width == 200)
+
+
+def test_a_fact_that_does_not_fit_is_left_out_whole() -> None:
+    console = Console(force_terminal=True, width=80, file=io.StringIO())
+    metrics = {"accuracy": 0.123456, "validation_loss_of_the_mean_of_all": 1234567.0, "another": 1.0}
+    with watching.ProgressLine(console, "x", RunConfig()) as line:
+        time.sleep(2 * watching._REFRESH_S)
+        line.on_progress(Progress(iteration=7, time_s=2.0, samples=600, metrics=metrics, phase="training"))
+        ((*segments,),) = console.render_lines(line._renderable())
+    text = "".join(segment.text for segment in segments)
+    assert "step 7  300 samples/s" in text
+    assert "accuracy" not in text
+
+
+def test_without_a_terminal_progress_is_plain_lines(monkeypatch) -> None:
+    monkeypatch.setattr(watching, "_PLAIN_INTERVAL_S", 0.0)
+    stream = io.StringIO()
+    with watching.ProgressLine(Console(file=stream), "ps-bsp x 2", RunConfig()) as line:
+        line.on_progress(Progress())
+        line.on_progress(Progress(iteration=7, time_s=2.0, samples=600, metrics={"loss": 0.5}, phase="training"))
+        line.on_output("worker-1", "hello [bold]you[/bold] " + "x" * 200)
+        print("(raylet) a notice of Ray's")
+    assert stream.getvalue().splitlines() == [
+        "ps-bsp x 2: starting",
+        "ps-bsp x 2: step 7  300 samples/s  loss 0.5",
+        "[worker-1] hello [bold]you[/bold] " + "x" * 200,
+    ]

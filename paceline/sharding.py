@@ -230,8 +230,8 @@ def _is_plain(batch_sampler: Any) -> bool:
     return type(sampler) is SequentialSampler
 
 
-# Virtual workers share a process, and so an epoch's order: drawing it takes 14 ms for 50,000 samples, which for each of
-# 20 workers was a fifth of what its gradients took.
+# Virtual workers share a process, and so an epoch's order: drawing it takes 14 ms for 50,000 samples, for
+# each of the workers.
 @functools.lru_cache(maxsize=2)
 def _plain_batches(
     seed: int, *, is_shuffled: bool, num_samples: int, batch_size: int, drop_last: bool

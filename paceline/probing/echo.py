@@ -10,7 +10,7 @@ from typing import final
 import torch
 import zmq
 
-from paceline.comm.wire import FRAME_BYTES, Keys, Kind, Listener, Message, from_frames
+from paceline.comm.wire import FRAME_BYTES, Keys, Kind, Listener, Message, from_frames, raw_bytes
 
 EPOCH = 1
 PING_BYTES = 8
@@ -62,5 +62,6 @@ class Echo:
             identity, *frames = self._listener.socket.recv_multipart(copy=False)
             message = Message.decode(frames, epoch=EPOCH)
             if message.payload:
-                from_frames(message.payload, [place])
+                num_bytes = sum(len(raw_bytes(frame)) for frame in message.payload)
+                from_frames(message.payload, [place[:num_bytes]])
             self._listener.send(identity.bytes, Message(Kind.OK, EPOCH))

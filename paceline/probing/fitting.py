@@ -12,6 +12,7 @@ from paceline.probing.steps import StepReport
 
 ALIKE = 0.15
 """Hosts whose numbers differ by less are described as one kind: two measurements of the same one do, too."""
+_EVEN = 0.05
 _MAX_TRACE = 400
 _BITS = 8
 _DIGITS = 4
@@ -50,6 +51,7 @@ def fit(
             message_us=_us(max(0.0, _median(pair.message_s - pair.latency_s for pair in pairs))),
             request_us=_us(_request_s(pairs) / 2),
             packing_gbyte_per_s=None if is_one else _rounded(_median(r.packing_bytes_per_s for r in network) / 1e9),
+            unevenness=_unevenness(network),
         ),
     )
 
@@ -183,6 +185,13 @@ def _operation_s(network: Sequence[NetworkReport], latency_s: float, *, num_host
     """Of a small all-reduce, what is not the rounds of its ring; on one host, its two copies take no time."""
     num_rounds = 2 * (num_hosts - 1)
     return max(0.0, _median(report.operation_s for report in network) - num_rounds * latency_s)
+
+
+def _unevenness(network: Sequence[NetworkReport]) -> float:
+    """What is hardly uneven is even, which is simulated faster."""
+    found = [report.unevenness for report in network if report.unevenness is not None]
+    unevenness = _rounded(_median(found)) if found else 0.0
+    return unevenness if unevenness >= _EVEN else 0.0
 
 
 def _counts(host: HostFacts) -> tuple[int, int]:

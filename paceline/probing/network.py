@@ -18,6 +18,7 @@ from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message, WireErr
 from paceline.engines.ray.cluster import own_address
 from paceline.engines.world import current
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
+from paceline.probing.sharing import measure_unevenness
 from paceline.probing.steps import tell
 
 _NUM_PINGS = 40
@@ -66,6 +67,8 @@ class NetworkReport:
     """Of a large all-reduce among all, by its tensor's size."""
     memory_bytes_per_s: float
     """At which an update reads and writes."""
+    unevenness: float | None = None
+    """Of connections to another host; none where this rank measured none."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class _Measurement:
                             found.append(self._measure(destination, *places[destination]))
                         elif collective.rank == destination:
                             self._attend(source)
-            collective.barrier()
+            unevenness = self._unevenness(places)
             packing_bytes_per_s = _packing_bytes_per_s(self._keys, echo.endpoint)
         finally:
             echo.close()
@@ -139,7 +142,20 @@ class _Measurement:
             if self._is_one_host(places)
             else 0.0,
             _memory_bytes_per_s(),
+            unevenness,
         )
+
+    def _unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:
+        """Of half the ranks to the other half, one way and then the other, unless all are on one host."""
+        collective = self._collective
+        found = None
+        for direction in (1, -1):
+            collective.barrier()
+            for source, destination in (pair[::direction] for pair in rounds(collective.size)[0]):
+                if collective.rank == source and not self._is_one_host(places):
+                    found = measure_unevenness(self._keys, places[destination][2], name=f"share-{source}")
+        collective.barrier()
+        return found
 
     def _is_one_host(self, places: Sequence[Sequence[object]]) -> bool:
         return len({place[0] for place in places}) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
+from paceline.comm.wire import Keys
 from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Racks, Servers, Site
 from paceline.engines.virtual.cluster_file import load, parse, shipped
 from paceline.engines.virtual.cluster_writing import as_toml
 from paceline.errors import BudgetReached, RunFailed, UsageError
 from paceline.probing import network, probe, steps
+from paceline.probing.echo import Echo
 from paceline.probing.fitting import HostFacts, fit
 from paceline.probing.network import NetworkReport, PairReport
+from paceline.probing.sharing import logarithms_of_shares, measure_unevenness
 from paceline.probing.steps import StepReport, StepWatch
 from paceline.strategies.replica import describe
 
@@ -234,6 +238,30 @@ def test_one_host_has_room_for_a_worker_a_core() -> None:
     assert cluster.num_slots == 4
 
 
+def test_how_unevenly_a_way_is_shared_is_the_middle_of_what_was_measured() -> None:
+    def fitted(*measured: float | None) -> float:
+        found = [dataclasses.replace(r, unevenness=u) for r, u in zip(reports(len(measured)), measured, strict=True)]
+        return fit(facts(len(measured)), taken(*[1.0] * len(measured)), found, about="it").communication.unevenness
+
+    assert fitted(0.2, 0.3, None, 0.7) == 0.3
+    assert fitted(0.04, 0.01) == 0.0  # hardly uneven
+    assert fitted(None, None) == 0.0
+
+
+def test_shares_by_hand() -> None:
+    assert logarithms_of_shares([10, 10, 10]) == [0.0, 0.0, 0.0]
+    assert logarithms_of_shares([20, 0, 10]) == pytest.approx([math.log(2), math.log(0.02), 0.0])
+
+
+def test_connections_to_one_listener_are_all_counted() -> None:
+    keys = Keys.generate()
+    echo = Echo(keys, host="127.0.0.1")
+    try:
+        assert 0 <= measure_unevenness(keys, echo.endpoint, name="it") < 3
+    finally:
+        echo.close()
+
+
 positive = st.floats(1e-6, 1e6)
 
 
@@ -281,7 +309,7 @@ def test_every_table_is_written() -> None:
         sites=(here, there),
         compute=Compute(sample_s=0.1, distribution="log-normal", variation=0.2),
         servers=Servers(placement="with workers", request_us=3.0),
-        communication=Communication(operation_us=1.0, packing_gbyte_per_s=0.5),
+        communication=Communication(operation_us=1.0, packing_gbyte_per_s=0.5, unevenness=0.3),
         shared_cores=2,
     )
     assert parse(as_toml(cluster), where="it") == cluster

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.engines.virtual import patterns
 from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Racks, Site
 from paceline.engines.virtual.exchange import Exchange
-from paceline.engines.virtual.network import Link, Network
+from paceline.engines.virtual.network import WINDOW_BYTES, Link, Network
 from paceline.engines.virtual.timeline import Timeline
 from paceline.engines.virtual.topology import Topology, place
 from paceline.errors import UsageError
@@ -25,11 +26,19 @@ M = 100e6  # bytes
 class Bench:
     """Some alike hosts, and messages among them."""
 
-    def __init__(self, num_hosts: int, *, latency_us: float = 0.0, chunk_bytes: float = 2**20) -> None:
+    def __init__(
+        self,
+        num_hosts: int,
+        *,
+        latency_us: float = 0.0,
+        chunk_bytes: float = 2**20,
+        unevenness: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         hosts = Hosts(count=num_hosts, bandwidth_gbit_per_s=1.0, latency_us=latency_us)
         self.timeline = Timeline()
         self.topology = Topology(Cluster(hosts=(hosts,), compute=Compute(step_s=1.0)))
-        self.network = Network(self.timeline, self.topology, chunk_bytes=chunk_bytes)
+        self.network = Network(self.timeline, self.topology, chunk_bytes=chunk_bytes, unevenness=unevenness, seed=seed)
         self.arrived: dict[object, float] = {}
 
     def send(self, source: int, destination: int, num_bytes: float, name: object) -> None:
@@ -44,6 +53,10 @@ class Bench:
 
     def _note(self, name: object) -> None:
         self.arrived[name] = self.timeline.now_s
+
+
+def _busy(network: Network) -> list[tuple[tuple[int, int, bool], Any]]:
+    return [(name, connection) for name, connection in network._connections.items() if connection.waiting]
 
 
 def exchange_s(num_ranks: int, pattern: patterns.Pattern, *, latency_us: float = 0.0) -> float:
@@ -74,11 +87,15 @@ def test_events_happen_in_order_of_time_then_of_asking() -> None:
 # --- single links ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("latency_us", [0.0, 300.0, 80_000.0])
+@pytest.mark.parametrize("unevenness", [0.0, 1.0])
 @pytest.mark.parametrize("num_bytes", [0.0, 1.0, 2.0**20, 2.0**20 + 1, M])
-def test_a_lone_message_takes_latency_and_size_over_bandwidth(num_bytes: float) -> None:
-    bench = Bench(2, latency_us=300.0)
+def test_a_lone_message_takes_latency_and_size_over_bandwidth(
+    num_bytes: float, unevenness: float, latency_us: float
+) -> None:
+    bench = Bench(2, latency_us=latency_us, unevenness=unevenness)
     bench.send(0, 1, num_bytes, "it")
-    assert bench.run() == pytest.approx(300e-6 + num_bytes / B, rel=1e-9)
+    assert bench.run() == pytest.approx(latency_us * 1e-6 + num_bytes / B, rel=1e-9)
 
 
 def test_the_least_bandwidth_of_a_path_counts_once() -> None:
@@ -134,14 +151,79 @@ def test_slow_senders_fill_a_fast_link_together() -> None:
     assert ends[-1] - began_s == pytest.approx(M / B, rel=1e-6)  # the receiver is no bottleneck
 
 
+def test_connections_share_a_link_in_proportion_to_their_windows() -> None:
+    """While all of them have something to send: what each got when the first was through."""
+    bench = Bench(5, unevenness=0.8)
+    for sender in range(1, 5):
+        bench.send(sender, 0, M, sender)
+    windows = {name[0]: connection.window_bytes for name, connection in bench.network._connections.items()}
+    assert max(windows.values()) > 1.5 * min(windows.values())
+    first = max(windows, key=windows.__getitem__)
+    while first not in bench.arrived:
+        bench.timeline.turn()
+    left = {name[0]: c.waiting[0].left_bytes + c.under_way_bytes for name, c in _busy(bench.network)}
+    for sender, left_bytes in left.items():
+        assert (M - left_bytes) / M == pytest.approx(windows[sender] / windows[first], rel=0.1)
+    assert bench.run() == pytest.approx(4 * M / B, rel=1e-6)  # and none of the link is lost
+
+
+def test_uneven_shares_make_what_needs_all_senders_late() -> None:
+    """Servers update a piece when its last gradient has come, though the link is full all the time."""
+
+    def took_s(unevenness: float, seed: int = 0) -> tuple[float, float]:
+        bench = Bench(9, unevenness=unevenness, seed=seed, chunk_bytes=2**16)
+        for sender in range(1, 9):
+            for piece in range(20):
+                bench.send(sender, 0, 2**20, (sender, piece))
+        end_s = bench.run()
+        return max(time_s for (_, piece), time_s in bench.arrived.items() if piece == 0), end_s  # type: ignore[misc]
+
+    first_s, all_s = 8 * 2**20 / B, 160 * 2**20 / B
+    assert took_s(0.0) == pytest.approx((first_s, all_s), rel=0.02)
+    even_s, _ = took_s(1e-6)
+    assert first_s <= even_s <= first_s + 8 * WINDOW_BYTES / B  # some are a window ahead of others
+    for seed in range(5):
+        late_s, end_s = took_s(0.7, seed)
+        assert late_s > 1.3 * even_s
+        assert end_s == pytest.approx(all_s, rel=1e-6)
+    assert took_s(0.7) == took_s(0.7) != took_s(0.7, seed=1)
+
+
+def test_a_connection_that_was_idle_begins_anew() -> None:
+    bench = Bench(2, unevenness=0.5)
+    windows: list[float] = []
+
+    def send() -> None:
+        bench.send(0, 1, 1e6, len(windows))
+        (connection,) = bench.network._connections.values()
+        windows.append(connection.window_bytes)
+
+    for time_s in (0.0, 0.1, 1.0):  # 8 ms each; hardly idle before the second, for long before the third
+        bench.at(time_s, send)
+    bench.run()
+    assert windows[0] == windows[1] != windows[2]
+
+
+def test_answers_do_not_wait_behind_what_is_sent() -> None:
+    for unevenness in (0.0, 0.3):
+        bench = Bench(2, unevenness=unevenness)
+        bench.send(0, 1, M, "push")
+        bench.network.send(0, 1, 1e6, bench._note, "answer", is_answer=True)
+        bench.run()
+        assert bench.arrived["answer"] < 10e6 / B < bench.arrived["push"]
+
+
 @given(
     messages=st.lists(
         st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3_000_000), st.floats(0, 0.05)), max_size=25
-    )
+    ),
+    unevenness=st.sampled_from([0.0, 0.5]),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_link_passes_more_than_it_can_and_order_is_kept(messages: list[tuple[int, int, int, float]]) -> None:
-    bench = Bench(5, latency_us=100.0, chunk_bytes=2**18)
+def test_no_link_passes_more_than_it_can_and_order_is_kept(
+    messages: list[tuple[int, int, int, float]], unevenness: float
+) -> None:
+    bench = Bench(5, latency_us=100.0, chunk_bytes=2**18, unevenness=unevenness)
     for number, (source, destination, num_bytes, begin_s) in enumerate(messages):
         name = (source, destination, number)
         bench.at(begin_s, lambda s=source, d=destination, b=num_bytes, n=name: bench.send(s, d, b, n))  # type: ignore[misc]

@@ -17,7 +17,8 @@ from paceline.records import EvaluationRecord, EventRecord, Record, Reporter, St
 
 _PULSE_S = 0.1
 # Records of steps wait for more of them: a launcher that takes many at a time keeps the cores from training for less
-# time. Evaluations and events do not wait, nor does anything that was recorded before them.
+# time, 0.5 instead of 1.1 % of a conv net's step. Evaluations and events do not wait, nor does anything that was
+# recorded before them.
 _PULSES_PER_BATCH = 5
 _LAST_WORDS_S = 2.0
 

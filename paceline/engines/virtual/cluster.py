@@ -149,6 +149,11 @@ class Communication:
         None,
         above=0,
     )
+    unevenness: float = setting(
+        "of connections that share a link: the standard deviation of the logarithm of what each gets; 0: all the same",
+        0.0,
+        least=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,8 +75,11 @@ class VirtualRun:
         self._host_names = cluster.names()
         self._timeline = Timeline()
         topology = Topology(cluster)
-        self._network = Network(self._timeline, topology)
-        self._server_network = Network(self._timeline, topology.between_workers_and_servers)
+        new_network = partial(
+            Network, self._timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed
+        )
+        self._network = new_network(topology)
+        self._server_network = new_network(topology.between_workers_and_servers)
         self._meeting = Meeting(
             self._timeline,
             self._network,

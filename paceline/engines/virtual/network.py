@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,15 @@ from paceline.engines.virtual.timeline import Timeline
 
 CHUNK_BYTES = 2**18
 """Small enough for messages of 1 MiB, as parameter servers send them, to share a link."""
+WINDOW_BYTES = 2**18
+"""What an uneven connection has under way in the median. Predictions hardly depend on it from here to 1 MiB."""
+_UNEVEN_CHUNK_BYTES = 2**16
+_RESTART_S = 0.2
+"""After being idle for so long a connection begins anew, as TCP's do: RFC 5681, section 4.1; Linux's least timeout."""
+
+
+_Flow = tuple[int, bool]
+"""The host that messages are for, and whether they are answers, which have a connection of their own."""
 
 
 @final
@@ -30,9 +41,9 @@ class Link:
     """When the last chunk that was taken will have passed."""
     moved_bytes: float = 0.0
     """Of all chunks taken so far."""
-    _flows: dict[int, deque[_Message]] = field(default_factory=dict)
+    _flows: dict[_Flow, deque[_Message]] = field(default_factory=dict)
     """Messages that wait at their sender, by the host that they are for."""
-    _turns: deque[int] = field(default_factory=deque)
+    _turns: deque[_Flow] = field(default_factory=deque)
     _is_serving: bool = False
 
     @property
@@ -53,6 +64,31 @@ class _Message:
     left_bytes: float
     action: Callable[..., object]
     arguments: tuple[Any, ...]
+    connection: _Connection | None = None
+    """None where senders serve hosts in turns."""
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One way between two hosts, with a window: what arrives lets as much follow.
+
+    Its rate is its window over the time that a chunk is under way, so that connections which meet at a link share it in
+    proportion to their windows, and a sender idles while all its windows wait elsewhere.
+    """
+
+    random: random.Random
+    unevenness: float
+    free_bytes: float
+    """What a link on its way holds while it waits for nobody; comes on top of every window."""
+    window_bytes: float = 0.0
+    under_way_bytes: float = 0.0
+    idle_since_s: float = -math.inf
+    waiting: deque[_Message] = field(default_factory=deque)
+
+    def restart(self) -> None:
+        """Draw a window."""
+        factor = math.exp(self.random.gauss(0.0, self.unevenness))
+        self.window_bytes = max(2.0 * _UNEVEN_CHUNK_BYTES, WINDOW_BYTES * factor) + self.free_bytes
 
 
 @final
@@ -70,27 +106,50 @@ class Network:
         paths: the links between hosts.
         chunk_bytes: of the largest chunk. With infinity messages pass whole, one after the other: less to simulate,
             and links are busy for as long.
+        unevenness: of connections that share a link, the standard deviation of the logarithm of their windows. With 0
+            senders serve hosts in turns instead, and all get as much.
+        seed: of the windows.
     """
 
-    def __init__(self, timeline: Timeline, paths: Paths, *, chunk_bytes: float = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        paths: Paths,
+        *,
+        chunk_bytes: float = CHUNK_BYTES,
+        unevenness: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         self._timeline, self._paths, self._chunk_bytes = timeline, paths, chunk_bytes
+        self._unevenness, self._seed = unevenness, seed
+        self._connections: dict[tuple[int, int, bool], _Connection] = {}
 
     def send(
-        self, source: int, destination: int, num_bytes: float, action: Callable[..., object], *arguments: Any
+        self,
+        source: int,
+        destination: int,
+        num_bytes: float,
+        action: Callable[..., object],
+        *arguments: Any,
+        is_answer: bool = False,
     ) -> None:
         """Start now; `action(*arguments)` is called when the last byte has arrived.
 
-        Messages between the same two hosts arrive in the order in which they were sent.
+        Messages between the same two hosts arrive in the order in which they were sent, but for answers, which keep to
+        their own.
         """
         path = self._paths(source, destination)
-        port = path[0]
-        flow = port._flows.get(destination)
         message = _Message(path, num_bytes, action, arguments)
-        if flow is not None:
-            flow.append(message)
+        if self._unevenness > 0 and len(path) > 1:
+            self._send_unevenly(message, (source, destination, is_answer))
             return
-        port._flows[destination] = deque((message,))
-        port._turns.append(destination)
+        port = path[0]
+        flow = (destination, is_answer)
+        if flow in port._flows:
+            port._flows[flow].append(message)
+            return
+        port._flows[flow] = deque((message,))
+        port._turns.append(flow)
         if not port._is_serving:
             if port.free_s <= self._timeline.now_s:
                 self._serve(port)
@@ -100,18 +159,18 @@ class Network:
 
     def _serve(self, port: Link) -> None:
         """The sender's link is free: pass one chunk of the flow whose turn it is."""
-        destination = port._turns.popleft()
-        flow = port._flows[destination]
-        message = flow[0]
+        flow = port._turns.popleft()
+        waiting = port._flows[flow]
+        message = waiting[0]
         chunk_bytes = min(message.left_bytes, self._chunk_bytes)
         message.left_bytes -= chunk_bytes
         is_last = message.left_bytes <= 0
         if is_last:
-            flow.popleft()
-        if flow:
-            port._turns.append(destination)
+            waiting.popleft()
+        if waiting:
+            port._turns.append(flow)
         else:
-            del port._flows[destination]
+            del port._flows[flow]
         timeline = self._timeline
         now_s = timeline.now_s
         start_s = max(now_s, port.free_s)  # later than now where messages of other paths pass this link, too
@@ -136,5 +195,43 @@ class Network:
         end_s = max(link.free_s, tail_s) + link.latency_s
         if hop + 1 < len(message.path):
             timeline.at(start_s + link.latency_s, self._enter, message, hop + 1, chunk_bytes, end_s, is_last)
+        elif message.connection is not None:
+            timeline.at(end_s, self._arrive, message, message.connection, chunk_bytes, is_last)
         elif is_last:
             timeline.at(end_s, message.action, *message.arguments)
+
+    # --- connections with windows --------------------------------------------------------------------------------
+
+    def _send_unevenly(self, message: _Message, name: tuple[int, int, bool]) -> None:
+        connection = self._connections.get(name)
+        if connection is None:
+            free_bytes = sum(link.latency_s for link in message.path) * min(link.bytes_per_s for link in message.path)
+            draws = random.Random(f"{self._seed} {name}")
+            connection = self._connections[name] = _Connection(draws, self._unevenness, free_bytes)
+        message.connection = connection
+        is_idle = not connection.waiting and not connection.under_way_bytes
+        if is_idle and self._timeline.now_s - connection.idle_since_s > _RESTART_S:
+            connection.restart()
+        connection.waiting.append(message)
+        self._fill(connection)
+
+    def _fill(self, connection: _Connection) -> None:
+        """Let go what the window has room for, but a chunk at least."""
+        while connection.waiting:
+            message = connection.waiting[0]
+            chunk_bytes = min(message.left_bytes, _UNEVEN_CHUNK_BYTES)
+            if connection.under_way_bytes and connection.under_way_bytes + chunk_bytes > connection.window_bytes:
+                return
+            message.left_bytes -= chunk_bytes
+            connection.under_way_bytes += chunk_bytes
+            is_last = message.left_bytes <= 0
+            if is_last:
+                connection.waiting.popleft()
+            self._enter(message, 0, chunk_bytes, self._timeline.now_s, is_last)
+
+    def _arrive(self, message: _Message, connection: _Connection, chunk_bytes: float, is_last: bool) -> None:
+        connection.under_way_bytes -= chunk_bytes
+        self._fill(connection)
+        connection.idle_since_s = self._timeline.now_s
+        if is_last:
+            message.action(*message.arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -222,7 +223,8 @@ class VirtualServer:
     def _send(self, worker: int, num_bytes: float, delivery: Delivery) -> None:
         """After what the server is at."""
         client = self.clients[worker]
-        self._timeline.at(self._free_s, self._network.send, self.host, client.host, num_bytes, client.deliver, delivery)
+        answer = partial(self._network.send, is_answer=True)
+        self._timeline.at(self._free_s, answer, self.host, client.host, num_bytes, client.deliver, delivery)
 
     def _touched_bytes(self, shard: int, num_gradients: int) -> float:
         part = self.parts[shard].shard

@@ -202,7 +202,10 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     assert paceline(monkeypatch, "strategies") == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert names == ["single", "all-reduce", "ring", "ps-bsp", "ps-ssp", "ps-asp", "ps-async"]
+    assert names == ["single", "all-reduce", "ring", "ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
+    assert [line.split()[:1] for line in lines].count(["backup_workers"]) == 1, (
+        "another name's options are not repeated"
+    )
     assert any(line.split()[:1] == ["staleness"] for line in lines)
 
 
@@ -265,6 +268,7 @@ def test_short_virtual_times_leave_strategies_room_for_their_names(tmp_path: Pat
         ("--strategies single --workers 2", "strategy single runs on 1 worker, not 2; use all-reduce or ps-bsp"),
         ("--strategies ,", "strategies: give at least one"),
         ("--strategies ps-asp,ps-async", "strategies: ps-asp is given twice"),
+        ("--strategies ps-sync,ps-bsp", "strategies: ps-bsp is given twice"),
         ("--workers one", "workers 'one': give numbers, as 1,2,4"),
         ("--workers 1,1", "workers: 1 is given twice"),
         ("--seeds few", "seeds 'few': give how many, as 3, or which, as 0,1,2"),

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 
 from paceline import launch
-from paceline.cli import common_options, tables
+from paceline.cli import common_options, exit_codes, tables
 from paceline.cli.timeline import in_words
-from paceline.cli.watching import EXIT_INTERRUPTED, ProgressLine
+from paceline.cli.watching import ProgressLine
 from paceline.config import DeviceChoice, RunConfig
 from paceline.errors import RunFailed, UsageError
 from paceline.lab import timeline as lab_timeline
@@ -113,7 +113,7 @@ def run(
             )
     except KeyboardInterrupt as interrupt:
         console.print(str(interrupt) or "interrupted", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
     except RunFailed:
         if timeline:
             _show_timeline_of_failed(directory, console)

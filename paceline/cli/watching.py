@@ -20,7 +20,6 @@ from paceline.engines.progress import Progress
 from paceline.lab import words
 from paceline.records import Record, summarise
 
-EXIT_INTERRUPTED = 130
 _REFRESH_S = 0.1
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 10

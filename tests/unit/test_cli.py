@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline import cli, demo_script, launch
 from paceline.checkpoint import Checkpoint, WorkerState
-from paceline.cli import compare, report, tables, watching
+from paceline.cli import commands, compare, exit_codes, report, tables, watching
 from paceline.engines.progress import Progress
 from paceline.engines.virtual import cluster_file
 from paceline.errors import RunFailed
@@ -382,8 +382,37 @@ def test_a_run_that_fails_has_a_timeline_too(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:
-    code = "import sys, paceline.cli.app; sys.exit(any(name.startswith('plotly') for name in sys.modules))"
+    code = (
+        "import sys; from paceline.cli import commands; [commands.load(name) for name in commands.SUMMARIES]; "
+        "sys.exit(any(name.startswith('plotly') for name in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line where torch, Ray and pandas cannot be imported."""
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'ray', 'pandas')); from paceline import cli; cli.main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_what_runs_nothing_loads_nothing(argument: str) -> None:
+    assert without_torch(argument).returncode == 0
+
+
+def test_a_missing_package_is_named() -> None:
+    ended = without_torch("doctor")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("bad  torch: ")
+    assert "remedy: pip install" in ended.stderr
+
+
+@pytest.mark.parametrize("name", commands.SUMMARIES)
+def test_the_list_of_commands_says_what_each_ones_help_does(name: str) -> None:
+    loaded = commands.load(name)
+    assert loaded.name == name
+    summary, _, _ = (loaded.help or "").partition("\n\n")
+    assert " ".join(summary.split()) == commands.SUMMARIES[name]
 
 
 def test_an_interrupted_study_says_how_to_go_on(monkeypatch, capsys) -> None:
@@ -391,7 +420,7 @@ def test_an_interrupted_study_says_how_to_go_on(monkeypatch, capsys) -> None:
         raise StudyInterrupted("interrupted; the same command goes on from there")
 
     monkeypatch.setattr(runner, "run_trials", interrupted)
-    assert paceline(monkeypatch, "compare", "train.py") == watching.EXIT_INTERRUPTED
+    assert paceline(monkeypatch, "compare", "train.py") == exit_codes.INTERRUPTED
     assert capsys.readouterr().err.endswith("interrupted; the same command goes on from there\n")
 
 

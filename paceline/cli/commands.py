@@ -1,0 +1,53 @@
+"""The commands, each loaded when it is run: most import torch and Ray, which takes seconds."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from paceline import cli
+
+SUMMARIES = {
+    "run": "Train SCRIPT under one strategy: real processes, on this machine or a Ray cluster, or on a simulated one.",
+    "compare": "Run SCRIPT under every combination of strategy, workers and seed, and say which gets there first.",
+    "plan": "Predict what a step of SCRIPT takes under every strategy, for every number of workers and servers of a "
+    "cluster.",
+    "report": "Make the report of a study again, from its records; of several studies, side by side in one report.",
+    "timeline": "Write what every worker and server did when, from a run's records: open it at ui.perfetto.dev.",
+    "demo": "Compare three strategies with 1 and 2 workers: which trains a small conv net on digits to 95 % first?",
+    "doctor": "Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is "
+    "wrong.",
+    "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
+    "strategies": "List every strategy with its options, one line each.",
+}
+"""What the list of commands says, which loads none: the first line of each one's own help."""
+
+
+@final
+class Commands(TyperGroup):
+    """Knows the commands by their summaries alone, and loads the one that is run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(str(name)), rest
+
+
+def add_to(app: typer.Typer) -> None:
+    """Have an app of the class `Commands` list them."""
+    for name, summary in SUMMARIES.items():
+        app.command(name, help=summary)(_not_loaded)
+
+
+def load(name: str) -> TyperCommand:
+    """The command itself: the function of its name in the module of its name."""
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(getattr(cli.load(name), name))
+    command = typer.main.get_command(alone)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
+def _not_loaded() -> None:
+    raise AssertionError("a summary is not run")

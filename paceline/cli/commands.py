@@ -43,10 +43,26 @@ def add_to(app: typer.Typer) -> None:
 def load(name: str) -> TyperCommand:
     """The command itself: the function of its name in the module of its name."""
     alone = typer.Typer(add_completion=False)
-    alone.command(name)(getattr(cli.load(name), name))
+    alone.command(name, cls=_Command)(getattr(cli.load(name), name))
     command = typer.main.get_command(alone)
-    assert isinstance(command, TyperCommand)
+    assert isinstance(command, _Command)
     return command
+
+
+@final
+class _Command(TyperCommand):
+    """Says where the script's own options go when it is given one as if it were the command's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            takes_script = any(parameter.name == "arguments" for parameter in self.params)
+            # By name: the class is click's or typer's own, as typer's version has it.
+            if takes_script and type(error).__name__ == "NoSuchOption":
+                own: Any = error
+                own.message += f". The script's own options go after --, as in: -- {own.option_name}"
+            raise
 
 
 def _not_loaded() -> None:

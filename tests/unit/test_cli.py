@@ -176,6 +176,20 @@ def test_unknown_command_and_unknown_setting(monkeypatch, capsys) -> None:
     assert "--workers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "compare", "plan", "probe"])
+def test_an_option_of_the_script_before_the_dashes(command: str, monkeypatch, capsys) -> None:
+    assert paceline(monkeypatch, command, "train.py", "--lr", "0.1") == USAGE
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "No such option: --lr. The script's own options go after --, as in: -- --lr" in said
+
+
+def test_an_unknown_option_of_a_command_without_a_script(monkeypatch, capsys) -> None:
+    assert paceline(monkeypatch, "report", "study", "--lr", "0.1") == USAGE
+    said = capsys.readouterr().err
+    assert "No such option: --lr" in said
+    assert "script" not in said
+
+
 def test_help_names_every_setting(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert paceline(monkeypatch, "run", "--help") == 0

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline import cli, demo_script, launch
 from paceline.checkpoint import Checkpoint, WorkerState
-from paceline.cli import commands, compare, exit_codes, report, tables, watching
+from paceline.cli import commands, compare, demo, exit_codes, report, tables, watching
 from paceline.engines.progress import Progress
 from paceline.engines.virtual import cluster_file
 from paceline.errors import RunFailed
@@ -393,6 +393,17 @@ def test_a_run_that_fails_has_a_timeline_too(monkeypatch: pytest.MonkeyPatch, tm
     assert paceline(monkeypatch, "run", "train.py", "--timeline") == 1
     (path,) = tmp_path.glob("runs/*-all-reduce-1/timeline.json.gz")
     assert capsys.readouterr().err.splitlines() == [f"Timeline: {path.relative_to(tmp_path)}", "failed: worker 1 died"]
+
+
+@pytest.mark.parametrize("options", [(), ("--out", "here")])
+def test_the_demo_says_where_its_files_are_kept(options: tuple[str, ...], monkeypatch, capsys) -> None:
+    kept: list[Path] = []
+    monkeypatch.setattr(demo, "conduct", lambda spec, out: kept.append(out))
+    assert paceline(monkeypatch, "demo", *options) == 0
+    (directory,) = kept
+    said = f"Its files are kept in {directory}; --out DIR keeps them elsewhere."
+    assert directory == Path("here") if options else directory.parent == Path("runs")
+    assert (said in capsys.readouterr().err) == (not options)
 
 
 def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:

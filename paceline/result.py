@@ -12,7 +12,15 @@ from torch import Tensor
 
 from paceline import manifest
 from paceline.errors import UsageError
-from paceline.records import EvaluationRecord, EventRecord, MetricRecord, StepRecord, UpdateRecord, read_records
+from paceline.records import (
+    EvaluationRecord,
+    EventRecord,
+    MetricRecord,
+    StepRecord,
+    UpdateRecord,
+    read_records,
+    summarise,
+)
 from paceline.session import MODEL_FILE
 
 
@@ -32,6 +40,18 @@ class Result:
         result = cls(Path(directory))
         manifest.read(result.directory)
         return result
+
+    def __str__(self) -> str:
+        """What was run, how far it came, and where its files are."""
+        name, workers = self.manifest["strategy"]["name"], self.manifest["num_workers"]
+        unit = "virtual s" if self.is_virtual else "s"
+        lines = [
+            f"{Path(self.manifest['program']).name}: {name} on {workers} worker{'' if workers == 1 else 's'}",
+            f"{self.iteration:,} iterations in {self.training_time_s:.2f} {unit} of training",
+            f"last evaluation: {summarise(self.metrics) or 'none'}",
+            f"files in {self.directory}",
+        ]
+        return "\n".join(lines)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from paceline import manifest
-from paceline.cli import common_options, exit_codes, report, tables
+from paceline.cli import common_options, crowding, exit_codes, report, tables
 from paceline.cli.watching import ProgressLine
 from paceline.engines.progress import Watcher
 from paceline.errors import UsageError
@@ -98,6 +98,8 @@ def conduct(
     console = Console(stderr=True)
     for left_out in spec.left_out:
         console.print(f"left out: {left_out.reason}", markup=False, highlight=False, soft_wrap=True)
+    most = max(trial.workers for trial in spec.trials)
+    crowding.warn(console, most, engine=spec.engine, address=spec.address)
     _say_where(console, spec, out)
     name = out.resolve().name
     watcher = StudyProgress(console, spec, name, tracking=tracking or Tracking(), timelines=timelines)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from paceline import launch
-from paceline.cli import common_options, exit_codes, tables
+from paceline.cli import common_options, crowding, exit_codes, tables
 from paceline.cli.timeline import in_words
 from paceline.cli.watching import ProgressLine
 from paceline.config import DeviceChoice, RunConfig
@@ -85,6 +85,7 @@ def run(
         "seed": seed,
         **{f"option.{key}": value for key, value in options.items()},
     }
+    crowding.warn(console, workers, engine=engine, address=address)
     try:
         with (
             ProgressLine(console, f"{strategy} x {workers}", config, engine=engine) as line,

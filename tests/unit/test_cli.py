@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from paceline.lab import runner
 from paceline.lab.outcome import Outcome
 from paceline.lab.runner import Position, StudyInterrupted
 from paceline.lab.spec import StudySpec
+from paceline.lab.study import Study
 from paceline.lab.tracking import Tracking
 from paceline.lab.virtual_cluster import VirtualCluster
 from tests.lab.made import reaching, spec, study, write_trial
@@ -404,6 +406,30 @@ def test_the_demo_says_where_its_files_are_kept(options: tuple[str, ...], monkey
     said = f"Its files are kept in {directory}; --out DIR keeps them elsewhere."
     assert directory == Path("here") if options else directory.parent == Path("runs")
     assert (said in capsys.readouterr().err) == (not options)
+
+
+def test_far_more_workers_than_cores_are_warned_of(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def nothing(*_: object, **__: object) -> None:
+        raise RunFailed("not run here")
+
+    monkeypatch.setattr(launch, "run", nothing)
+    monkeypatch.setattr(Study, "conduct", nothing)
+
+    def said(*arguments: object) -> str:
+        paceline(monkeypatch, *arguments)
+        return capsys.readouterr().err
+
+    warning = "workers on 2 cores take turns"
+    assert f"9 {warning}" in said("run", "train.py", "--workers", 9)
+    assert said("compare", "train.py", "--workers", "1,100,8").count(f"100 {warning}") == 1
+    assert warning not in said("run", "train.py", "--workers", 8)
+    assert warning not in said("run", "train.py", "--workers", 9, "--address", "10.0.0.1:6379")
+    assert warning not in said("run", "train.py", "--workers", 9, "--engine", "virtual", "--cluster", "lab-1gbe")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert warning not in said("run", "train.py", "--workers", 9)
 
 
 def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:

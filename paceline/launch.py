@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from paceline import manifest
+from paceline import machine_load, manifest
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.config import DeviceChoice, RunConfig, Target
@@ -117,6 +117,8 @@ def run(
     described |= {"resumed_from": str(resume) if resume is not None else None, "engine": engine}
     if virtual is not None:
         described["cluster"] = asdict(virtual)
+    else:  # a simulated clock does not mind who else computes
+        described["load"] = machine_load.describe()
     is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
     kept = checkpoint.iteration if checkpoint is not None and is_continued else None
     try:

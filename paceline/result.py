@@ -11,6 +11,7 @@ import safetensors.torch
 from torch import Tensor
 
 from paceline import manifest
+from paceline.clock import VIRTUAL, unit
 from paceline.errors import UsageError
 from paceline.records import (
     EvaluationRecord,
@@ -44,10 +45,9 @@ class Result:
     def __str__(self) -> str:
         """What was run, how far it came, and where its files are."""
         name, workers = self.manifest["strategy"]["name"], self.manifest["num_workers"]
-        unit = "virtual s" if self.is_virtual else "s"
         lines = [
             f"{Path(self.manifest['program']).name}: {name} on {workers} worker{'' if workers == 1 else 's'}",
-            f"{self.iteration:,} iterations in {self.training_time_s:.2f} {unit} of training",
+            f"{self.iteration:,} iterations in {self.training_time_s:.2f} {unit(self.engine)} of training",
             f"last evaluation: {summarise(self.metrics) or 'none'}",
             f"files in {self.directory}",
         ]
@@ -64,7 +64,7 @@ class Result:
     @property
     def is_virtual(self) -> bool:
         """Whether times are of a simulated clock."""
-        return self.engine == "virtual"
+        return self.engine == VIRTUAL
 
     @cached_property
     def steps(self) -> list[StepRecord]:

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from paceline import manifest
 from paceline.cli import common_options, crowding, exit_codes, report, tables
-from paceline.cli.watching import ProgressLine
 from paceline.engines.progress import Watcher
 from paceline.errors import UsageError
 from paceline.lab import timeline, words
@@ -27,6 +26,7 @@ from paceline.lab.study import Study
 from paceline.lab.tracking import Tracking
 from paceline.records import summarise
 from paceline.result import Result
+from paceline.watching import ProgressLine
 
 
 def compare(

@@ -12,12 +12,12 @@ from rich.console import Console
 from paceline import launch
 from paceline.cli import common_options, crowding, exit_codes, tables
 from paceline.cli.timeline import in_words
-from paceline.cli.watching import ProgressLine
 from paceline.config import DeviceChoice, RunConfig
 from paceline.errors import RunFailed, UsageError
 from paceline.lab import timeline as lab_timeline
 from paceline.lab.tracking import Tracking
 from paceline.strategies import build
+from paceline.watching import ProgressLine
 
 _NOTHING_TRAINED = (
     "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "

@@ -13,9 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline import cli, demo_script, launch
+from paceline import cli, demo_script, launch, watching
 from paceline.checkpoint import Checkpoint, WorkerState
-from paceline.cli import commands, compare, demo, exit_codes, report, tables, watching
+from paceline.cli import commands, compare, demo, exit_codes, report, tables
 from paceline.engines.progress import Progress
 from paceline.engines.virtual import cluster_file
 from paceline.errors import RunFailed

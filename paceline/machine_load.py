@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -31,7 +32,10 @@ class Usage:
         cores = [times for core, times in enumerate(every) if core in allowed] or every
         busy_s = sum(sum(times[:8]) - times.idle - times.iowait for times in cores)  # guests' is in user's already
         own = psutil.Process()
-        own_s = {process.pid: _used_s(process) for process in [own, *own.children(recursive=True)]}
+        own_s = {}
+        for process in [own, *own.children(recursive=True)]:
+            with suppress(psutil.Error):  # it has ended
+                own_s[process.pid] = sum(process.cpu_times()[:2])
         return cls(time.monotonic(), busy_s, own_s, len(cores))
 
 
@@ -61,11 +65,3 @@ def between(before: Usage, after: Usage) -> float:
     own_s = sum(used_s - before.own_s.get(pid, 0.0) for pid, used_s in after.own_s.items())
     others_s = after.busy_s - before.busy_s - own_s
     return min(1.0, max(0.0, others_s / ((after.at_s - before.at_s) * after.num_cores)))
-
-
-def _used_s(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-        return float(times.user + times.system)
-    except psutil.Error:  # it has ended
-        return 0.0

@@ -44,6 +44,7 @@ from rich.table import Table
 import paceline
 from paceline.engines.virtual import cluster_file
 from paceline.engines.virtual.cluster import Cluster
+from paceline.launch import Quiet
 from paceline.manifest import describe_machine
 from paceline.result import Result
 
@@ -177,6 +178,7 @@ def predicted_s(cell: Cell, cluster_text: str) -> float:
             engine="virtual",
             cluster=enlarged(cluster_text, num_hosts=cell.num_hosts),
             device="cpu",
+            watcher=Quiet(),
             out=Path(directory) / "run",
         )
         return cell.step_s(result)[0]

@@ -36,6 +36,7 @@ from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
 
 import paceline
+from paceline.launch import Quiet
 from paceline.manifest import describe_machine
 from paceline.records import NullReporter
 
@@ -122,6 +123,7 @@ def main() -> None:
             strategy=args.strategy,
             workers=args.workers,
             device="cpu",
+            watcher=Quiet(),
             out=Path(directory) / "run",
         )
         pairs = json.loads(out.read_text(encoding="utf-8"))

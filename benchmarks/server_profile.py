@@ -27,6 +27,7 @@ from rich.table import Table
 from throughput import train
 
 import paceline
+from paceline.launch import Quiet
 from paceline.manifest import describe_machine
 
 STRATEGIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
@@ -111,6 +112,7 @@ def account_of(name: str, *, model: str, num_workers: int, batch_size: int, seco
             workers=num_workers,
             max_time_s=seconds + warmup_s + 1.0,
             device="cpu",
+            watcher=Quiet(),
             out=directory,
         )
         steps = result.steps

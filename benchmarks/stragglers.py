@@ -25,6 +25,7 @@ from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
 
 import paceline
+from paceline.launch import Quiet
 from paceline.manifest import describe_machine
 
 BATCH_SIZE = 100
@@ -55,6 +56,7 @@ def rate(strategy: str, *, slowdown: float, seconds: float, warmup_seconds: floa
             workers=2,
             max_time_s=warmup_seconds + seconds,
             device="cpu",
+            watcher=Quiet(),
             out=Path(directory) / "run",
         )
         times_s = [step.time_s for step in result.steps if step.worker == 0 and step.time_s > warmup_seconds]

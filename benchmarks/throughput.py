@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
+from paceline.launch import Quiet
 from paceline.manifest import describe_machine
 
 EPOCH_SAMPLES = 1_000_000
@@ -83,6 +84,7 @@ def measure_paceline(
             options=options,
             max_time_s=warmup_seconds + seconds,
             device="cpu",
+            watcher=Quiet(),
             out=Path(directory) / "run",
         )
         steps = [step for step in result.steps if step.time_s > warmup_seconds]

@@ -6,6 +6,18 @@ import time
 from collections.abc import Callable
 from typing import final
 
+VIRTUAL = "virtual"
+"""The engine whose seconds are of a simulated clock."""
+
+
+def unit(engine: str) -> str:
+    """Of times on that engine's clock.
+
+    >>> unit("ray"), unit("virtual")
+    ('s', 'virtual s')
+    """
+    return "virtual s" if engine == VIRTUAL else "s"
+
 
 @final
 class TrainingClock:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from paceline import manifest
+from rich.console import Console
+
+from paceline import machine_load, manifest
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.config import DeviceChoice, RunConfig, Target
@@ -27,6 +31,7 @@ from paceline.records import Record, truncate
 from paceline.result import Result
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
+from paceline.watching import ProgressLine
 
 EngineChoice = Literal["ray", "virtual"]
 
@@ -82,6 +87,8 @@ def run(
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
+        watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
+            progress, elsewhere what scripts print alone.
 
     Raises:
         UsageError: something asked for does not exist or cannot be had. Nothing was started, unless only the script
@@ -117,28 +124,40 @@ def run(
     described |= {"resumed_from": str(resume) if resume is not None else None, "engine": engine}
     if virtual is not None:
         described["cluster"] = asdict(virtual)
+    else:  # a simulated clock does not mind who else computes
+        described["load"] = machine_load.describe()
     is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
     kept = checkpoint.iteration if checkpoint is not None and is_continued else None
+    watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
     try:
         if virtual is not None:
             job = VirtualJob(task, plan, workers, virtual, config, raw)
-            simulation = VirtualRun(job, directory, watcher or Quiet())
-            _write_manifest(directory, described)
-            if kept is not None:
-                truncate(directory, iteration=kept)
-            simulation.run()
+            with watched as watcher:
+                simulation = VirtualRun(job, directory, watcher)
+                _write_manifest(directory, described)
+                if kept is not None:
+                    truncate(directory, iteration=kept)
+                simulation.run()
             return Result(directory)
         _write_manifest(directory, described)
-        with connected(address):
+        with watched as watcher, connected(address):
             if kept is not None:
                 truncate(directory, iteration=kept)
             environment = own_environment() if chosen_address(address) is not None else {}
-            Supervisor(Job(task, plan, workers, config, raw, environment), directory, watcher or Quiet()).run()
+            Supervisor(Job(task, plan, workers, config, raw, environment), directory, watcher).run()
     except Interrupted:
         raise
     except KeyboardInterrupt:
         raise Interrupted(directory) from None
     return Result(directory)
+
+
+def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManager[Watcher]:
+    """A line of progress for whom it would reach; output that goes to a file stays as the scripts write it."""
+    console = Console(stderr=True)
+    if console.is_jupyter or (console.is_terminal and sys.stdout.isatty()):
+        return ProgressLine(console, label, config, engine=engine)
+    return nullcontext(Quiet())
 
 
 def check_engine(engine: str, *, cluster: object | None, address: str | None) -> None:

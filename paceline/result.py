@@ -11,8 +11,17 @@ import safetensors.torch
 from torch import Tensor
 
 from paceline import manifest
+from paceline.clock import VIRTUAL, unit
 from paceline.errors import UsageError
-from paceline.records import EvaluationRecord, EventRecord, MetricRecord, StepRecord, UpdateRecord, read_records
+from paceline.records import (
+    EvaluationRecord,
+    EventRecord,
+    MetricRecord,
+    StepRecord,
+    UpdateRecord,
+    read_records,
+    summarise,
+)
 from paceline.session import MODEL_FILE
 
 
@@ -33,6 +42,17 @@ class Result:
         manifest.read(result.directory)
         return result
 
+    def __str__(self) -> str:
+        """What was run, how far it came, and where its files are."""
+        name, workers = self.manifest["strategy"]["name"], self.manifest["num_workers"]
+        lines = [
+            f"{Path(self.manifest['program']).name}: {name} on {workers} worker{'' if workers == 1 else 's'}",
+            f"{self.iteration:,} iterations in {self.training_time_s:.2f} {unit(self.engine)} of training",
+            f"last evaluation: {summarise(self.metrics) or 'none'}",
+            f"files in {self.directory}",
+        ]
+        return "\n".join(lines)
+
     @cached_property
     def manifest(self) -> dict[str, Any]:
         return manifest.read(self.directory)
@@ -44,7 +64,7 @@ class Result:
     @property
     def is_virtual(self) -> bool:
         """Whether times are of a simulated clock."""
-        return self.engine == "virtual"
+        return self.engine == VIRTUAL
 
     @cached_property
     def steps(self) -> list[StepRecord]:

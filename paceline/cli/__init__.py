@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from types import ModuleType
+
+from paceline.cli import exit_codes
 
 
 def main() -> None:
     """Run the command line, or say which package keeps it from running."""
     try:
-        # Here, because it imports torch and Ray, which may be what is missing, and takes a second or two.
-        from paceline.cli.app import main as run_app
+        load("app").main()
+    except KeyboardInterrupt:
+        sys.exit(exit_codes.INTERRUPTED)
+
+
+def load(name: str) -> ModuleType:
+    """A module of the command line; where a package is missing that it needs, the program ends and says which."""
+    try:
+        return importlib.import_module(f"paceline.cli.{name}")
     except ImportError as error:
         print(f"bad  {error.name or 'a package'}: {error}", file=sys.stderr)
         print("     remedy: pip install -c constraints.txt . in Paceline's checkout", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    run_app()
+        sys.exit(exit_codes.FAILED)

@@ -10,26 +10,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli import compare, demo, doctor, plan, probe, report, run, strategies, timeline, watching
+from paceline.cli import commands, exit_codes
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
     name="paceline",
+    cls=commands.Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("run")(run.run)
-app.command("compare")(compare.compare)
-app.command("plan")(plan.plan)
-app.command("report")(report.report)
-app.command("timeline")(timeline.timeline)
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.command("probe")(probe.probe)
-app.command("strategies")(strategies.strategies)
-
-EXIT_FAILED, EXIT_USAGE = 1, 2
+commands.add_to(app)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -59,10 +50,10 @@ def main() -> None:
     except UsageError as error:
         console.print("[bold red]error:[/]", end=" ")
         console.print(str(error), markup=False, highlight=False)
-        sys.exit(EXIT_USAGE)
+        sys.exit(exit_codes.USAGE)
     except PacelineError as error:
         console.print("[bold red]failed:[/]", end=" ")
         console.print(str(error), markup=False, highlight=False)
-        sys.exit(EXIT_FAILED)
+        sys.exit(exit_codes.FAILED)
     except KeyboardInterrupt:
-        sys.exit(watching.EXIT_INTERRUPTED)
+        sys.exit(exit_codes.INTERRUPTED)

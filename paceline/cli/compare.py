@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 
 from paceline import manifest
-from paceline.cli import common_options, report, tables
-from paceline.cli.watching import EXIT_INTERRUPTED, ProgressLine
+from paceline.cli import common_options, crowding, exit_codes, report, tables
 from paceline.engines.progress import Watcher
 from paceline.errors import UsageError
 from paceline.lab import timeline, words
@@ -27,8 +26,7 @@ from paceline.lab.study import Study
 from paceline.lab.tracking import Tracking
 from paceline.records import summarise
 from paceline.result import Result
-
-EXIT_FAILED = 1
+from paceline.watching import ProgressLine
 
 
 def compare(
@@ -100,6 +98,8 @@ def conduct(
     console = Console(stderr=True)
     for left_out in spec.left_out:
         console.print(f"left out: {left_out.reason}", markup=False, highlight=False, soft_wrap=True)
+    most = max(trial.workers for trial in spec.trials)
+    crowding.warn(console, most, engine=spec.engine, address=spec.address)
     _say_where(console, spec, out)
     name = out.resolve().name
     watcher = StudyProgress(console, spec, name, tracking=tracking or Tracking(), timelines=timelines)
@@ -107,10 +107,10 @@ def conduct(
         study = Study.conduct(spec, out, watcher=watcher, retry_failed=retry_failed)
     except StudyInterrupted as interrupt:
         console.print(str(interrupt), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
     _show(study, report.write([study.directory]))
     if (study.frames.trials["status"] == FAILED).any():
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(exit_codes.FAILED)
 
 
 def _say_where(console: Console, spec: StudySpec, out: Path) -> None:

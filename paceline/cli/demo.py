@@ -26,9 +26,11 @@ def demo(
     seed: Annotated[int, typer.Option(help="The first of two.")] = 0,
 ) -> None:
     """Compare three strategies with 1 and 2 workers: which trains a small conv net on digits to 95 % first?"""
-    Console(stderr=True).print(
-        "Training to 95 % test accuracy on 1,797 handwritten digits: real processes on a local Ray."
-    )
+    console = Console(stderr=True, soft_wrap=True)
+    console.print("Training to 95 % test accuracy on 1,797 handwritten digits: real processes on a local Ray.")
+    if out is None:
+        out = Path("runs") / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        console.print(f"Its files are kept in {out}; --out DIR keeps them elsewhere.", highlight=False)
     spec = StudySpec.create(
         str(resources.files("paceline").joinpath("demo_script.py")),
         strategies=_STRATEGIES,
@@ -38,5 +40,5 @@ def demo(
         eval_every=_EVAL_EVERY,
         device="cpu",
     )
-    conduct(spec, out or Path("runs") / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    conduct(spec, out)
     Console().print("Next: paceline compare --help")

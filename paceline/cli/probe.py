@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli import common_options
-from paceline.cli.watching import EXIT_INTERRUPTED
+from paceline.cli import common_options, exit_codes
 from paceline.engines.virtual.cluster import Cluster
 from paceline.probing import probe as probing
 
@@ -46,7 +45,7 @@ def probe(
         probing.write(cluster, out)
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written", markup=False, highlight=False)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
     _show(cluster, out)
 
 

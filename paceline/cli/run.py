@@ -10,14 +10,14 @@ import typer
 from rich.console import Console
 
 from paceline import launch
-from paceline.cli import common_options, tables
+from paceline.cli import common_options, crowding, exit_codes, tables
 from paceline.cli.timeline import in_words
-from paceline.cli.watching import EXIT_INTERRUPTED, ProgressLine
 from paceline.config import DeviceChoice, RunConfig
 from paceline.errors import RunFailed, UsageError
 from paceline.lab import timeline as lab_timeline
 from paceline.lab.tracking import Tracking
 from paceline.strategies import build
+from paceline.watching import ProgressLine
 
 _NOTHING_TRAINED = (
     "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "
@@ -85,6 +85,7 @@ def run(
         "seed": seed,
         **{f"option.{key}": value for key, value in options.items()},
     }
+    crowding.warn(console, workers, engine=engine, address=address)
     try:
         with (
             ProgressLine(console, f"{strategy} x {workers}", config, engine=engine) as line,
@@ -113,7 +114,7 @@ def run(
             )
     except KeyboardInterrupt as interrupt:
         console.print(str(interrupt) or "interrupted", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
     except RunFailed:
         if timeline:
             _show_timeline_of_failed(directory, console)

@@ -13,7 +13,7 @@ def strategies() -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for entry in STRATEGIES.values():
         table.add_row(f"[bold]{entry.name}[/]", entry.summary)
-        if entry.alias_of == "ps-asp":
+        if entry.is_another_name:
             continue
         for name, (default, doc) in entry.docs.items():
             shown = "" if default is None else f" [dim](default {default})[/]"

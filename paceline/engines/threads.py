@@ -7,8 +7,11 @@ import os
 import torch
 
 
-def share_cores(num_processes: int) -> int:
-    """Give this process its share of the host's cores for torch's threads; returns how many."""
-    num_threads = max(1, len(os.sched_getaffinity(0)) // max(1, num_processes))
-    torch.set_num_threads(num_threads)
-    return num_threads
+def share_of(num_cores: int, num_processes: int) -> int:
+    """Of cores that some processes share, those of each; at least one."""
+    return max(1, num_cores // max(1, num_processes))
+
+
+def share_cores(num_processes: int) -> None:
+    """Give this process its share of the host's cores for torch's threads."""
+    torch.set_num_threads(share_of(len(os.sched_getaffinity(0)), num_processes))

@@ -71,6 +71,7 @@ COLUMNS: Mapping[str, Columns] = {
         "moved_bytes": "int64",
         "mean_staleness": "float64",
         "max_staleness": "int64",
+        "used_by_others": "float64",  # the part of the launcher's cores, just before the run
     },
     "evaluations": {
         **_TRIAL,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline import manifest
 from paceline.config import Target, rises
+from paceline.errors import UsageError
 from paceline.lab import analysis, runner, step_totals
 from paceline.lab.frames import FINISHED, MISSING, Frames, table
 from paceline.lab.outcome import Outcome
@@ -71,6 +73,7 @@ def _read(
         **_shares(totals),
         **_staleness_facts(totals),
         "moved_bytes": int(totals.workers["moved_bytes"].sum()),
+        "used_by_others": _used_by_others(directory),
     }
     rows.trials.append({**key, **_facts(spec, trial, outcome), **measured})
     rows.evaluations += [
@@ -119,7 +122,7 @@ _NOTHING = {
     **_NEVER,
     **dict.fromkeys(("iterations", "samples", "moved_bytes", "max_staleness"), 0),
     **dict.fromkeys(("training_time_s", "samples_per_s", "iterations_per_s"), math.nan),
-    **dict.fromkeys(("last_metric", "best_metric", "mean_staleness"), math.nan),
+    **dict.fromkeys(("last_metric", "best_metric", "mean_staleness", "used_by_others"), math.nan),
     **dict.fromkeys(("compute_share", "communication_share", "waiting_share", "hidden_share"), math.nan),
     "metric": "",
 }
@@ -174,6 +177,14 @@ def _shares(totals: StepTotals) -> dict[str, float]:
     shares = {f"{part}_share": part_s / whole_s if whole_s > 0 else math.nan for part, part_s in sums.items()}
     exchange_s = hidden_s + sums["communication"] + sums["waiting"]
     return {**shares, "hidden_share": hidden_s / exchange_s if exchange_s > 0 else 0.0}
+
+
+def _used_by_others(directory: Path) -> float:
+    """NaN where nobody wrote it down."""
+    try:
+        return float(manifest.read(directory)["load"]["used_by_others"])
+    except (UsageError, KeyError, TypeError):
+        return math.nan
 
 
 def _staleness_facts(totals: StepTotals) -> dict[str, Any]:

@@ -20,6 +20,8 @@ Row: TypeAlias = pd.Series
 
 _MAX_FAILURES = 8
 _MAX_REASON = 200
+_MAX_DISTURBED = 4
+_BUSY = 0.2  # of the machine: less is what a system does anyhow, and hardly seen in the time of a step
 _COMBINATION = ("strategy", "workers")
 _VISIBLE = 0.02  # of a time: what is smaller is not seen in two digits
 _LARGE_RESIDUAL = 0.1  # of the best speed-up: beyond it, Amdahl's law does not describe what was measured
@@ -92,8 +94,8 @@ class _Judge:
             ]
         else:
             answer = self._to_target(measured, Target.parse(text))
-        remarks = [*self._one_seed(measured), *self._diverged(), *self._failed(), *self._missing(), *self._simulated()]
-        return [*answer, *remarks]
+        doubts = [*self._one_seed(measured), *self._disturbed()]
+        return [*answer, *doubts, *self._diverged(), *self._failed(), *self._missing(), *self._simulated()]
 
     def _rows(self, chosen: pd.Series) -> list[Row]:
         return _each(self.summary[chosen])
@@ -220,6 +222,23 @@ class _Judge:
             return ["One seed only: the spread is not known, and a difference may be chance."]
         named = words.listed([_name(row) for row in alone])
         return [f"One seed only of {named}: how it varies is not known, and a difference may be chance."]
+
+    def _disturbed(self) -> list[str]:
+        """Trials that began beside other programs, whose times are not the strategy's alone."""
+        trials = self.trials[self.trials["used_by_others"] > _BUSY]
+        if trials.empty:
+            return []
+        bases = {(row["base_strategy"], row["base_workers"]) for row in _each(self.summary)}
+        names = dict.fromkeys(zip(trials["strategy"], trials["workers"], strict=True))
+        shown = [words.combination(*name) for name in names][:_MAX_DISTURBED]
+        left = len(names) - len(shown)
+        is_base = any(name in bases for name in names)
+        against = " What speed-ups are measured against is among them." if is_base else ""
+        return [
+            f"Other programs kept up to {words.percent(trials['used_by_others'].max())} of the machine busy as trials "
+            f"began, of {words.listed([*shown, f'{left} more'] if left else shown)}: their times mislead.{against} "
+            "Run the study again on a quiet machine."
+        ]
 
     def _diverged(self) -> list[str]:
         """Trials that trained to their end, and whose last evaluation is no number."""

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-VIRTUAL = "virtual"
-"""The engine whose seconds are of a simulated clock."""
+from paceline.clock import VIRTUAL as VIRTUAL
+from paceline.clock import unit as unit
+
 _MINUTE_S, _HOUR_S = 60, 3600
-
-
-def unit(engine: str) -> str:
-    """Of times on that engine's clock.
-
-    >>> unit("ray"), unit("virtual")
-    ('s', 'virtual s')
-    """
-    return "virtual s" if engine == VIRTUAL else "s"
 
 
 def duration(value_s: float, engine: str) -> str:

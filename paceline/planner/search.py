@@ -91,6 +91,11 @@ class Plan:
     noise: NoiseScale | None
     target_batch: int | None
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether how long a step computes follows from its operations and not from a measured time."""
+        return self.work.step_s is None and self.cluster.compute.is_counted
+
     @cached_property
     def frame(self) -> pd.DataFrame:
         """A row a point; times in seconds, bytes a step of all workers."""

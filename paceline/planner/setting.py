@@ -87,7 +87,7 @@ class Setting:
         if work.step_s is not None:
             cluster = replace(cluster, compute=replace(cluster.compute, step_s=work.step_s, sample_s=None))
         compute = cluster.compute
-        if compute.reference_s is None and compute.sample_s is None and not work.forward_flop:
+        if compute.is_counted and not work.forward_flop:
             raise UsageError(
                 "nothing says how long a step computes: give step_s in [compute] of the cluster's file or in the work"
             )

@@ -7,6 +7,11 @@ import math
 from paceline.lab import words
 from paceline.planner.search import CLOSE, Check, Knee, Plan, Point, best_of
 
+_COUNTED = (
+    "How long a step computes was counted, not measured: its operations over the gflop_per_s of the cluster's file. "
+    "Give step_s in [compute] there, or measure it with paceline probe."
+)
+
 
 def answer(plan: Plan) -> list[str]:
     """The most important first."""
@@ -15,6 +20,8 @@ def answer(plan: Plan) -> list[str]:
         lines.append(_noise(plan))
     elif plan.best.prediction.iteration_s < plan.best.prediction.step_s:
         lines.append("A stale gradient's samples count here as a fresh one's: --noise-scale weighs them.")
+    if plan.is_counted:
+        lines.append(_COUNTED)
     return [*lines, *_checks(plan.checks)]
 
 

@@ -26,6 +26,11 @@ class Entry:
     alias_of: str | None = None
 
     @property
+    def is_another_name(self) -> bool:
+        """Whether it is an alias that fixes nothing of its own, as `ring` does."""
+        return self.alias_of is not None and self.fixed == STRATEGIES[self.alias_of].fixed
+
+    @property
     def docs(self) -> dict[str, tuple[Any, str]]:
         """The options a user may set, with default and documentation."""
         docs = option_docs(self.strategy)
@@ -33,6 +38,7 @@ class Entry:
 
 
 _PS: tuple[str, ...] = ("servers", "nonfinite")
+_PS_SYNCHRONOUS = (*_PS, "backup_workers", "combine")
 _PS_ASYNCHRONOUS = (*_PS, "torn_reads")
 _TRUTHS = {"true": True, "false": False}
 _ENTRIES = (
@@ -50,9 +56,10 @@ _ENTRIES = (
         "ps-bsp",
         ParameterServer,
         {"consistency": "bsp"},
-        (*_PS, "backup_workers", "combine"),
+        _PS_SYNCHRONOUS,
         "parameter server, bulk synchronous: one update a clock, with the mean of all gradients",
     ),
+    Entry("ps-sync", ParameterServer, {"consistency": "bsp"}, _PS_SYNCHRONOUS, "the same as ps-bsp", alias_of="ps-bsp"),
     Entry(
         "ps-ssp",
         ParameterServer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
@@ -74,6 +75,27 @@ def test_max_time_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
     assert 0.25 <= result.training_time_s < 5
     if row.is_deterministic:
         assert len({len(steps_of(result, worker)) for worker in range(row.workers)}) == 1
+
+
+def keep_model_after_the_loop(worker: Worker, out: Path) -> None:
+    """Where nobody waits for it, rank 0 makes its last step after the others have left the loop."""
+    model, optimizer, loader = prepared(worker)
+    for number, (x, y, _) in enumerate(loader, start=1):
+        if worker.rank == 0 and number == len(loader) and not worker.strategy.is_synchronous():
+            while not (out / "model-1.kept").exists():
+                time.sleep(0.01)
+        step(worker, model, optimizer, x, y)
+    keep(out, f"model-{worker.rank}", model.state_dict())
+
+
+@every_row
+def test_what_a_worker_is_left_with_after_the_loop(row: Row, tmp_path: Path) -> None:
+    """The global parameters; or, where a worker is through before another, those without the other's last gradient."""
+    result = row.run(keep_model_after_the_loop, tmp_path)
+    final = result.model_state()
+    left = [kept(tmp_path, f"model-{rank}") for rank in range(row.workers)]
+    is_global = [all(torch.equal(model[name], final[name]) for name in final) for model in left]
+    assert is_global == ([True] * row.workers if row.updates_are_joint else [True, False])
 
 
 def stop_at_step_7(worker: Worker, out: Path) -> None:

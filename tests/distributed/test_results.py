@@ -58,6 +58,8 @@ def test_result_directory_is_complete(tmp_path: Path) -> None:
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["versions"]["ray"] == ray.__version__
     assert manifest["git_commit"] == head
+    assert manifest["load"]["average_1_min"] >= 0
+    assert 0 <= manifest["load"]["used_by_others"] <= 1
     assert manifest["machine"]["num_cores"] == len(os.sched_getaffinity(0))
     assert manifest["command"]
 
@@ -82,6 +84,8 @@ def test_result_directory_is_complete(tmp_path: Path) -> None:
     assert [e.iteration for e in result.evaluations][:1] == [0]
     assert result.evaluations[-1].iteration == 40
     assert {"started", "training", "checkpoint"} <= {event.name for event in result.events}
+    started = next(event for event in result.events if event.name == "started")
+    assert started.details["threads"] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
     saved = Checkpoint.decode((out / "checkpoint.pt").read_bytes(), where="checkpoint.pt")
     assert saved.iteration == 40
     model = result.model_state()

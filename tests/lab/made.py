@@ -33,6 +33,8 @@ class Made:
     """Of compute, communication and waiting."""
     staleness: int = 0
     failure: str | None = None
+    used_by_others: float | None = None
+    """What the manifest says of the machine; none: there is no manifest."""
 
 
 def reaching(time_s: float, *, samples: int = 1000, value: float = 0.5, **more: Any) -> Made:
@@ -86,5 +88,7 @@ def write_trial(directory: Path, made: Made, *, workers: int) -> None:
             writer.write([record])
     writer.write([EvaluationRecord(i, t, n, {"accuracy": value}, 5.0) for i, t, n, value in made.evaluations])
     writer.close()
+    if made.used_by_others is not None:
+        (directory / "manifest.json").write_text(json.dumps({"load": {"used_by_others": made.used_by_others}}))
     status = FAILED if made.failure is not None else FINISHED
     Outcome(status, made.failure or "", made.time_s + 3.0).write(directory)

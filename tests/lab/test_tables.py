@@ -35,7 +35,7 @@ def test_a_trial_worked_out_by_hand(tmp_path: Path) -> None:
     # Two workers take 4 steps of 2.5 s: 60 % compute, 10 % communication, 30 % waiting.
     made = Made(
         [(0, 0.0, 0, 0.1), (2, 5.0, 128, 0.45), (3, 7.5, 192, 0.52), (4, 10.0, 256, 0.48)],
-        time_s=10.0, num_steps=4, shares=(0.6, 0.1, 0.3), staleness=2,
+        time_s=10.0, num_steps=4, shares=(0.6, 0.1, 0.3), staleness=2, used_by_others=0.25,
     )  # fmt: skip
     frames = study(tmp_path / "made", {("ps-asp:servers=2", 2, 7): made}).frames
     trial = only(frames.trials)
@@ -49,7 +49,7 @@ def test_a_trial_worked_out_by_hand(tmp_path: Path) -> None:
         "iterations_to_target": 3, "samples_to_target": 192, "worker_s_to_target": 15.0, "server_s_to_target": 15.0,
         "metric": "accuracy", "last_metric": 0.48, "best_metric": 0.52, "compute_share": 0.6,
         "communication_share": 0.1, "waiting_share": 0.3, "hidden_share": 0.0, "moved_bytes": 8000,
-        "mean_staleness": 2.0, "max_staleness": 2,
+        "mean_staleness": 2.0, "max_staleness": 2, "used_by_others": 0.25,
     }  # fmt: skip
     assert trial.to_dict() == {name: pytest.approx(value) for name, value in expected.items()}
     assert frames.evaluations["time_s"].tolist() == [0.0, 5.0, 7.5, 10.0]

@@ -44,6 +44,27 @@ def test_the_fastest_the_cheapest_and_what_binds(tmp_path: Path) -> None:
     ]
 
 
+def test_trials_beside_other_programs_are_named(tmp_path: Path) -> None:
+    quiet = {("all-reduce", n, 0): reaching(100.0 / n, used_by_others=0.1) for n in (1, 2, 4)}
+
+    def said(name: str, **used: float) -> list[str]:
+        trials = {key: replace(made, used_by_others=used.get(f"on_{key[1]}", 0.1)) for key, made in quiet.items()}
+        return [line for line in lines(tmp_path / name, trials) if line.startswith("Other programs")]
+
+    assert said("quiet") == []
+    assert said("beside", on_2=0.3, on_4=0.55) == [
+        "Other programs kept up to 55 % of the machine busy as trials began, of all-reduce on 2 workers and all-reduce "
+        "on 4 workers: their times mislead. Run the study again on a quiet machine."
+    ]
+    assert said("base", on_1=0.3) == [
+        "Other programs kept up to 30 % of the machine busy as trials began, of all-reduce on 1 worker: their times "
+        "mislead. What speed-ups are measured against is among them. Run the study again on a quiet machine."
+    ]
+    many = {("all-reduce", n, 0): reaching(100.0 / n, used_by_others=0.9) for n in range(1, 8)}
+    (line,) = [line for line in lines(tmp_path / "many", many) if line.startswith("Other programs")]
+    assert "all-reduce on 4 workers and 3 more: their" in line
+
+
 def test_amdahls_law_describes_what_speeds_up(tmp_path: Path) -> None:
     """Fitted as far as 10 workers: f = 0.215 / 1.45 = 0.148, so at most 6.7 times, though 20 workers take 60 s."""
     curve = {1: 100.0, 5: 30.0, 10: 25.0, 20: 60.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -12,9 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline import cli, demo_script, launch
+from paceline import cli, demo_script, launch, watching
 from paceline.checkpoint import Checkpoint, WorkerState
-from paceline.cli import compare, report, tables, watching
+from paceline.cli import commands, compare, demo, exit_codes, report, tables
 from paceline.engines.progress import Progress
 from paceline.engines.virtual import cluster_file
 from paceline.errors import RunFailed
@@ -22,6 +23,7 @@ from paceline.lab import runner
 from paceline.lab.outcome import Outcome
 from paceline.lab.runner import Position, StudyInterrupted
 from paceline.lab.spec import StudySpec
+from paceline.lab.study import Study
 from paceline.lab.tracking import Tracking
 from paceline.lab.virtual_cluster import VirtualCluster
 from tests.lab.made import reaching, spec, study, write_trial
@@ -176,6 +178,20 @@ def test_unknown_command_and_unknown_setting(monkeypatch, capsys) -> None:
     assert "--workers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "compare", "plan", "probe"])
+def test_an_option_of_the_script_before_the_dashes(command: str, monkeypatch, capsys) -> None:
+    assert paceline(monkeypatch, command, "train.py", "--lr", "0.1") == USAGE
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "No such option: --lr. The script's own options go after --, as in: -- --lr" in said
+
+
+def test_an_unknown_option_of_a_command_without_a_script(monkeypatch, capsys) -> None:
+    assert paceline(monkeypatch, "report", "study", "--lr", "0.1") == USAGE
+    said = capsys.readouterr().err
+    assert "No such option: --lr" in said
+    assert "script" not in said
+
+
 def test_help_names_every_setting(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert paceline(monkeypatch, "run", "--help") == 0
@@ -202,7 +218,10 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     assert paceline(monkeypatch, "strategies") == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert names == ["single", "all-reduce", "ring", "ps-bsp", "ps-ssp", "ps-asp", "ps-async"]
+    assert names == ["single", "all-reduce", "ring", "ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
+    assert [line.split()[:1] for line in lines].count(["backup_workers"]) == 1, (
+        "another name's options are not repeated"
+    )
     assert any(line.split()[:1] == ["staleness"] for line in lines)
 
 
@@ -265,6 +284,7 @@ def test_short_virtual_times_leave_strategies_room_for_their_names(tmp_path: Pat
         ("--strategies single --workers 2", "strategy single runs on 1 worker, not 2; use all-reduce or ps-bsp"),
         ("--strategies ,", "strategies: give at least one"),
         ("--strategies ps-asp,ps-async", "strategies: ps-asp is given twice"),
+        ("--strategies ps-sync,ps-bsp", "strategies: ps-bsp is given twice"),
         ("--workers one", "workers 'one': give numbers, as 1,2,4"),
         ("--workers 1,1", "workers: 1 is given twice"),
         ("--seeds few", "seeds 'few': give how many, as 3, or which, as 0,1,2"),
@@ -377,9 +397,73 @@ def test_a_run_that_fails_has_a_timeline_too(monkeypatch: pytest.MonkeyPatch, tm
     assert capsys.readouterr().err.splitlines() == [f"Timeline: {path.relative_to(tmp_path)}", "failed: worker 1 died"]
 
 
+@pytest.mark.parametrize("options", [(), ("--out", "here")])
+def test_the_demo_says_where_its_files_are_kept(options: tuple[str, ...], monkeypatch, capsys) -> None:
+    kept: list[Path] = []
+    monkeypatch.setattr(demo, "conduct", lambda spec, out: kept.append(out))
+    assert paceline(monkeypatch, "demo", *options) == 0
+    (directory,) = kept
+    said = f"Its files are kept in {directory}; --out DIR keeps them elsewhere."
+    assert directory == Path("here") if options else directory.parent == Path("runs")
+    assert (said in capsys.readouterr().err) == (not options)
+
+
+def test_far_more_workers_than_cores_are_warned_of(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def nothing(*_: object, **__: object) -> None:
+        raise RunFailed("not run here")
+
+    monkeypatch.setattr(launch, "run", nothing)
+    monkeypatch.setattr(Study, "conduct", nothing)
+
+    def said(*arguments: object) -> str:
+        paceline(monkeypatch, *arguments)
+        return capsys.readouterr().err
+
+    warning = "workers on 2 cores take turns"
+    assert f"9 {warning}" in said("run", "train.py", "--workers", 9)
+    assert said("compare", "train.py", "--workers", "1,100,8").count(f"100 {warning}") == 1
+    assert warning not in said("run", "train.py", "--workers", 8)
+    assert warning not in said("run", "train.py", "--workers", 9, "--address", "10.0.0.1:6379")
+    assert warning not in said("run", "train.py", "--workers", 9, "--engine", "virtual", "--cluster", "lab-1gbe")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert warning not in said("run", "train.py", "--workers", 9)
+
+
 def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:
-    code = "import sys, paceline.cli.app; sys.exit(any(name.startswith('plotly') for name in sys.modules))"
+    code = (
+        "import sys; from paceline.cli import commands; [commands.load(name) for name in commands.SUMMARIES]; "
+        "sys.exit(any(name.startswith('plotly') for name in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line where torch, Ray and pandas cannot be imported."""
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'ray', 'pandas')); from paceline import cli; cli.main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_what_runs_nothing_loads_nothing(argument: str) -> None:
+    assert without_torch(argument).returncode == 0
+
+
+def test_a_missing_package_is_named() -> None:
+    ended = without_torch("doctor")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("bad  torch: ")
+    assert "remedy: pip install" in ended.stderr
+
+
+@pytest.mark.parametrize("name", commands.SUMMARIES)
+def test_the_list_of_commands_says_what_each_ones_help_does(name: str) -> None:
+    loaded = commands.load(name)
+    assert loaded.name == name
+    summary, _, _ = (loaded.help or "").partition("\n\n")
+    assert " ".join(summary.split()) == commands.SUMMARIES[name]
 
 
 def test_an_interrupted_study_says_how_to_go_on(monkeypatch, capsys) -> None:
@@ -387,7 +471,7 @@ def test_an_interrupted_study_says_how_to_go_on(monkeypatch, capsys) -> None:
         raise StudyInterrupted("interrupted; the same command goes on from there")
 
     monkeypatch.setattr(runner, "run_trials", interrupted)
-    assert paceline(monkeypatch, "compare", "train.py") == watching.EXIT_INTERRUPTED
+    assert paceline(monkeypatch, "compare", "train.py") == exit_codes.INTERRUPTED
     assert capsys.readouterr().err.endswith("interrupted; the same command goes on from there\n")
 
 

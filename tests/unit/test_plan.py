@@ -140,6 +140,22 @@ def test_sentences_say_what_the_numbers_do() -> None:
     assert wording.answer(alone)[0].startswith("One worker alone")
 
 
+def test_a_time_that_was_counted_is_said_and_one_that_was_measured_is_not() -> None:
+    hosts = Hosts(count=4, bandwidth_gbit_per_s=1.0, gflop_per_s=8.0)
+    work = replace(WORK, forward_flop=1e9)
+
+    def remarks(compute: Compute, work: Work) -> list[str]:
+        found = plan(Cluster(hosts=(hosts,), compute=compute), work, num_checks=0)
+        return [line for line in wording.answer(found) if "counted, not measured" in line]
+
+    (said,) = remarks(Compute(), work)
+    assert "step_s in [compute]" in said
+    assert "paceline probe" in said
+    timed = Compute(step_s=0.1), Compute(sample_s=0.01), Compute(distribution="trace", trace_s=(0.1, 0.2))
+    assert not any(remarks(compute, work) for compute in timed)
+    assert not remarks(Compute(), replace(work, step_s=0.1))
+
+
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 
@@ -243,11 +259,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     shown = capsys.readouterr().out
     for name in ("single", "all-reduce", "ps-bsp", "sooner", "Gradient noise scale: about 100 samples", "simulator"):
         assert name in shown
+    counted = "How long a step computes was counted, not measured"
+    assert counted in shown
     table = pd.read_csv(out / "plan.csv")
     assert table["workers"].max() == 4
     assert (table["step_s"] > 0).all()
     page = (out / "plan.html").read_text(encoding="utf-8")
     assert "train.py on commodity-10gbe" in page
+    assert counted in page
     assert "http://" not in page.split("<script>")[0]
 
 

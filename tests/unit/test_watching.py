@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from paceline.cli import watching
+import paceline
+from paceline import launch, watching
 from paceline.config import RunConfig
 from paceline.engines.progress import Progress
 
@@ -64,3 +67,43 @@ def test_without_a_terminal_progress_is_plain_lines(monkeypatch) -> None:
         "ps-bsp x 2: step 7  300 samples/s  loss 0.5",
         "[worker-1] hello [bold]you[/bold] " + "x" * 200,
     ]
+
+
+# --- from Python -----------------------------------------------------------------------------------------------------
+
+
+def greet() -> None:
+    worker = paceline.init()
+    print(f"hello from {worker.rank}")
+
+
+def shown_of_a_run(monkeypatch: pytest.MonkeyPatch, out: Path, *, stdout_is_terminal: bool, **console: bool) -> str:
+    """What goes to the console while a function is run that nobody watches."""
+    stream = io.StringIO()
+    monkeypatch.setattr(launch, "Console", lambda stderr: Console(file=stream, width=200, **console))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: stdout_is_terminal)
+    paceline.run(greet, engine="virtual", cluster="lab-1gbe", workers=2, out=out)
+    return stream.getvalue()
+
+
+def test_on_a_terminal_a_run_from_python_shows_its_progress(monkeypatch, capsys, tmp_path: Path) -> None:
+    shown = shown_of_a_run(monkeypatch, tmp_path / "run", stdout_is_terminal=True, force_terminal=True)
+    assert "all-reduce x 2" in shown
+    assert "hello from 1" in shown
+    assert capsys.readouterr().out == ""
+
+
+def test_in_a_notebook_it_does_so_too(monkeypatch, tmp_path: Path) -> None:
+    displayed: list[object] = []
+    monkeypatch.setattr("rich.jupyter.display", lambda segments, text: displayed.append(text))
+    shown_of_a_run(monkeypatch, tmp_path / "run", stdout_is_terminal=False, force_jupyter=True)
+    assert any("hello from 1" in str(text) for text in displayed)
+
+
+@pytest.mark.parametrize("stderr_is_terminal", [False, True])
+def test_where_output_goes_to_a_file_it_is_what_scripts_print(
+    stderr_is_terminal: bool, monkeypatch, capsys, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    assert not shown_of_a_run(monkeypatch, out, stdout_is_terminal=False, force_terminal=stderr_is_terminal)
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[worker-0] hello from 0", "[worker-1] hello from 1"]

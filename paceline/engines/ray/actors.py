@@ -31,7 +31,7 @@ from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
 from paceline.engines.ray.output import captured
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
-from paceline.engines.threads import share_cores
+from paceline.engines.threads import share_of
 from paceline.engines.world import World, enter
 from paceline.layout import Layout
 from paceline.memory import keep_freed_memory
@@ -50,6 +50,7 @@ class WorkerInfo:
     store_port: int
     """Where this worker's torch.distributed store listens, should it become rank 0 of several hosts."""
     num_devices: int
+    num_cores: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,14 @@ class WorldSpec:
         """The ranks of each host, in the order of its first."""
         return [self.ranks_on(node_id) for node_id in dict.fromkeys(worker.node_id for worker in self.workers)]
 
+    def num_threads(self, rank: int) -> int:
+        """That a worker computes with: its share of its host's cores.
+
+        Servers are not counted: under bsp they compute while workers wait, else they take what their updates need.
+        """
+        worker = self.workers[rank]
+        return share_of(worker.num_cores, len(self.ranks_on(worker.node_id)))
+
     def ranks_on(self, node_id: str) -> list[int]:
         return [rank for rank, worker in enumerate(self.workers) if worker.node_id == node_id]
 
@@ -110,6 +119,7 @@ class WorkerActor:
             self._memory.address,
             self._store.port,
             torch.cuda.device_count(),
+            len(os.sched_getaffinity(0)),
         )
 
     def run(
@@ -168,8 +178,7 @@ class WorkerActor:
     ) -> World:
         me = spec.workers[rank]
         local_ranks = spec.ranks_on(me.node_id)
-        # Servers are not counted: under bsp they compute while workers wait, else they take what their updates need.
-        share_cores(len(local_ranks))
+        torch.set_num_threads(spec.num_threads(rank))
         keep_freed_memory()
         device = _device_of(me, local_ranks.index(rank)) if spec.uses_cuda else torch.device("cpu")
         collective = self._connect(spec, rank, device)

@@ -162,7 +162,8 @@ class Supervisor:
             has_own_gpus,
             job.checkpoint is not None,
         )
-        self._controller.event("started", pids=self._members.pids, hosts=spec.num_hosts)
+        threads = [spec.num_threads(rank) for rank in range(spec.size)]
+        self._controller.event("started", pids=self._members.pids, hosts=spec.num_hosts, threads=threads)
         server_actors = [actor for name, actor in self._members.actors.items() if name.startswith("server")]
         for actor, name in zip(server_actors, [n for n in names if n.startswith("server")], strict=True):
             self._members.pending[actor.serve.remote()] = name

@@ -120,6 +120,11 @@ class Compute:
         return abs(math.fsum(self.gradient_shares) - 1) < _SHARE_TOLERANCE
 
     @property
+    def is_counted(self) -> bool:
+        """Whether operations are counted, for want of a time."""
+        return self.reference_s is None and self.sample_s is None
+
+    @property
     def reference_s(self) -> float | None:
         """Of a whole step, where that is given; a trace's mean where nothing else is."""
         if self.step_s is None and self.sample_s is None and self.trace_s:
@@ -185,8 +190,7 @@ class Cluster:
                     f"hosts {hosts.name!r} are at site {hosts.site!r}, which is none of the [[sites]]: "
                     f"{', '.join(sorted(known)) or 'there are none'}"
                 )
-        is_counted = self.compute.reference_s is None and self.compute.sample_s is None
-        if is_counted and any(hosts.gflop_per_s is None and hosts.slots for hosts in self.hosts):
+        if self.compute.is_counted and any(hosts.gflop_per_s is None and hosts.slots for hosts in self.hosts):
             raise UsageError(
                 "give step_s or sample_s in [compute], or gflop_per_s in every [[hosts]] that takes workers"
             )

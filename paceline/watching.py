@@ -15,12 +15,11 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from paceline.clock import unit
 from paceline.config import RunConfig
 from paceline.engines.progress import Progress
-from paceline.lab import words
 from paceline.records import Record, summarise
 
-EXIT_INTERRUPTED = 130
 _REFRESH_S = 0.1
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 10
@@ -58,7 +57,7 @@ class ProgressLine:
         left = console.width - len(label) - _FIXED_WIDTH - (_BAR_WIDTH + 1) * len(bars)
         self._has_second_line = left < _FACTS_WIDTH
         self._facts_width = console.width - len(_INDENT) if self._has_second_line else left
-        self._unit = words.unit(engine)
+        self._unit = unit(engine)
         self._facts = "starting"
         beside = [] if self._has_second_line else [TextColumn("{task.fields[facts]}")]
         self._bar = Bar(SpinnerColumn(), TextColumn("{task.description}"), *bars, *beside, TimeElapsedColumn())

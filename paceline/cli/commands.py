@@ -1,0 +1,69 @@
+"""The commands, each loaded when it is run: most import torch and Ray, which takes seconds."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from paceline import cli
+
+SUMMARIES = {
+    "run": "Train SCRIPT under one strategy: real processes, on this machine or a Ray cluster, or on a simulated one.",
+    "compare": "Run SCRIPT under every combination of strategy, workers and seed, and say which gets there first.",
+    "plan": "Predict what a step of SCRIPT takes under every strategy, for every number of workers and servers of a "
+    "cluster.",
+    "report": "Make the report of a study again, from its records; of several studies, side by side in one report.",
+    "timeline": "Write what every worker and server did when, from a run's records: open it at ui.perfetto.dev.",
+    "demo": "Compare three strategies with 1 and 2 workers: which trains a small conv net on digits to 95 % first?",
+    "doctor": "Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is "
+    "wrong.",
+    "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
+    "strategies": "List every strategy with its options, one line each.",
+}
+"""What the list of commands says, which loads none: the first line of each one's own help."""
+
+
+@final
+class Commands(TyperGroup):
+    """Knows the commands by their summaries alone, and loads the one that is run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(str(name)), rest
+
+
+def add_to(app: typer.Typer) -> None:
+    """Have an app of the class `Commands` list them."""
+    for name, summary in SUMMARIES.items():
+        app.command(name, help=summary)(_not_loaded)
+
+
+def load(name: str) -> TyperCommand:
+    """The command itself: the function of its name in the module of its name."""
+    alone = typer.Typer(add_completion=False)
+    alone.command(name, cls=_Command)(getattr(cli.load(name), name))
+    command = typer.main.get_command(alone)
+    assert isinstance(command, _Command)
+    return command
+
+
+@final
+class _Command(TyperCommand):
+    """Says where the script's own options go when it is given one as if it were the command's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            takes_script = any(parameter.name == "arguments" for parameter in self.params)
+            # By name: the class is click's or typer's own, as typer's version has it.
+            if takes_script and type(error).__name__ == "NoSuchOption":
+                own: Any = error
+                own.message += f". The script's own options go after --, as in: -- {own.option_name}"
+            raise
+
+
+def _not_loaded() -> None:
+    raise AssertionError("a summary is not run")

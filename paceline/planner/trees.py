@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -43,6 +42,12 @@ class Trees:
     levels: tuple[tuple[Level, ...], ...]
     """Of each tree, the root's first."""
     size: int
+
+    @property
+    def edges(self) -> tuple[Numbers, Numbers]:
+        """Parents and children of both."""
+        levels = [level for tree in self.levels for level in tree]
+        return np.concatenate([each.parents for each in levels]), np.concatenate([each.children for each in levels])
 
     @classmethod
     def of(cls, hosts: Numbers, fabric: Fabric) -> Trees:

@@ -41,7 +41,7 @@ def test_what_theory_says_is_equal(n: int) -> None:
 
 
 def test_messages_one_after_the_other_by_hand() -> None:
-    """Three messages of 2 s: posting one takes 1 s, and then the card is what is waited for; or 5 s, and then posting."""
+    """Three messages of 2 s. Posting one takes 1 s, and the card is what is waited for; or 5 s, and it is posting."""
     assert costs.burst_s(3, each_s=2.0, message_s=1.0) == 1 + 3 * 2
     assert costs.burst_s(3, each_s=2.0, message_s=5.0) == 3 * 5 + 2
     assert costs.reduce_broadcast_s(3, 0.001, bytes_per_s=B, message_s=1.0) == pytest.approx(1 + 2)

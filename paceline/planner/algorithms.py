@@ -17,6 +17,7 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
     size = len(ranks)
     if size == 1:
         return 0.0
+    pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.message_s}
     if algorithm == "ring":
         return sum(setting.ring_of_ranks.parts_s(num_bytes))
     if algorithm == "halving-doubling":
@@ -26,22 +27,15 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
         root = np.full(size - 1, ranks[0])
         rate = (size - 1) * float(fabric.shares_per_s(ranks[1:], root).min())
         latency_s = float(fabric.latency_s(ranks[1:], root).max())
-        return costs.reduce_broadcast_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, piece_bytes=PIECE_BYTES)
-    latency_s = float(fabric.farthest_s(ranks, ranks).max())
+        return costs.reduce_broadcast_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, **pieces)
     if algorithm == "all-to-all":
+        latency_s = float(fabric.farthest_s(ranks, ranks).max())
         one_way_s = fabric.busiest(_among_all(setting, num_bytes / size)).busy_s
         rate = (size - 1) * num_bytes / (size * one_way_s)
-        return costs.all_to_all_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s)
-    parents, children = setting.tree_edges
-    one_way_s = fabric.busiest(fabric.messages(ranks[children], ranks[parents], num_bytes / 2)).busy_s
-    typical_s = float(fabric.latency_s(ranks[children], ranks[parents]).mean())
-    return costs.tree_s(
-        size,
-        num_bytes,
-        bytes_per_s=num_bytes / one_way_s if size > 2 else num_bytes / 2 / one_way_s,
-        latency_s=typical_s,
-        piece_bytes=PIECE_BYTES,
-    )
+        return costs.all_to_all_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, **pieces)
+    parents, children = (ranks[ends] for ends in setting.trees.edges)
+    one_way_s = fabric.busiest(fabric.messages(children, parents, num_bytes / 2)).busy_s
+    return setting.trees.time_s(num_bytes, one_way_s=one_way_s, message_s=setting.message_s)
 
 
 def loads(algorithm: str, setting: Setting, num_bytes: float) -> Loads:
@@ -56,7 +50,7 @@ def loads(algorithm: str, setting: Setting, num_bytes: float) -> Loads:
         root = np.full(size - 1, ranks[0])
         return fabric.messages(ranks[1:], root, num_bytes) + fabric.messages(root, ranks[1:], num_bytes)
     if algorithm == "tree":
-        parents, children = (ranks[ends] for ends in setting.tree_edges)
+        parents, children = (ranks[ends] for ends in setting.trees.edges)
         return fabric.messages(children, parents, num_bytes / 2) + fabric.messages(parents, children, num_bytes / 2)
     total = fabric.nothing
     for sources, destinations, size_bytes in setting.halving_stages(num_bytes):
@@ -78,4 +72,4 @@ def _rate_of_halving(setting: Setting, num_bytes: float) -> tuple[float, float]:
     times_s = [size_bytes / float(fabric.shares_per_s(here, there).min()) for here, there, size_bytes in stages]
     latencies_s = [float(fabric.latency_s(here, there).max()) for here, there, _ in stages]
     ideal = costs.halving_doubling_s(setting.num_workers, num_bytes, bytes_per_s=1.0)
-    return ideal / sum(times_s), sum(latencies_s) / len(latencies_s)
+    return ideal / sum(times_s), sum(latencies_s) / len(latencies_s) + setting.message_s

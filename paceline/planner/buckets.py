@@ -34,7 +34,7 @@ def of(strategy: AllReduce, setting: Setting) -> list[Bucket]:
     large_bytes = min(total, bucket_size.LARGE_BYTES)
     small_s, large_s = (sum(setting.ring.parts_s(num_bytes)) for num_bytes in (bucket_size.SMALL_BYTES, large_bytes))
     bytes_per_s = (large_bytes - bucket_size.SMALL_BYTES) / max(large_s - small_s, 1e-9)
-    return _cut(setting, bucket_size.fitting(small_s, bytes_per_s))
+    return _cut(setting, bucket_size.fitting(small_s + setting.operation_s, bytes_per_s))
 
 
 def ready_parts(buckets: list[Bucket], setting: Setting) -> list[float]:

@@ -34,30 +34,24 @@ def halving_doubling_s(num_ranks: int, num_bytes: float, *, bytes_per_s: float, 
     return folding_s + 2 * (paired - 1) / paired * num_bytes / bytes_per_s + 2 * levels * latency_s
 
 
-def tree_s(
-    num_ranks: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0, piece_bytes: float
-) -> float:
-    """All-reduce up and down two trees: 2 (M / B + (h - 1) (2 p / B + L) + L), of height h and pieces of p bytes.
+def burst_s(num_messages: int, *, each_s: float, message_s: float = 0.0) -> float:
+    """So many messages that a rank posts one after the other, until the last has left: c + t + (k - 1) max(c, t).
 
-    Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
-    Computing 35(12), 2009, section 3. A rank that has two children in one tree gets M / 2 from each, which fills its
-    card once; pieces follow one another up, and the result comes down when the last has gone up. So the leading term
-    is once M / B each way where pieces are small.
+    Args:
+        each_s: t, for which one keeps the card busy.
+        message_s: c, that the rank is at posting one.
     """
-    if num_ranks == 1:
-        return 0.0
-    height = max(1, math.ceil(math.log2(num_ranks)))
-    piece_bytes = min(piece_bytes, num_bytes / 2)
-    if num_ranks == 2:
-        # Each is the root of one tree and the leaf of the other: half of the tensor goes either way, twice, and the
-        # first piece of one half waits for that of the other.
-        return (num_bytes + 2 * piece_bytes) / bytes_per_s + 4 * latency_s
-    one_way_s = num_bytes / bytes_per_s + (height - 1) * (2 * piece_bytes / bytes_per_s + latency_s) + latency_s
-    return 2 * one_way_s
+    return message_s + each_s + (num_messages - 1) * max(message_s, each_s)
 
 
 def reduce_broadcast_s(
-    num_ranks: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0, piece_bytes: float = math.inf
+    num_ranks: int,
+    num_bytes: float,
+    *,
+    bytes_per_s: float,
+    latency_s: float = 0.0,
+    piece_bytes: float = math.inf,
+    message_s: float = 0.0,
 ) -> float:
     """Through one rank: (n - 1) M / B in, as much out, which begins with the first piece that is reduced.
 
@@ -66,19 +60,31 @@ def reduce_broadcast_s(
     """
     if num_ranks == 1:
         return 0.0
-    one_way_s = (num_ranks - 1) * num_bytes / bytes_per_s
-    tail_s = (num_ranks - 1) * min(piece_bytes, num_bytes) / bytes_per_s
-    return one_way_s + tail_s + 2 * latency_s
+    piece_bytes = min(piece_bytes, num_bytes)
+    piece_s = piece_bytes / bytes_per_s
+    out_s = burst_s(num_ranks - 1, each_s=piece_s, message_s=message_s)
+    return message_s + pipeline_s([(num_ranks - 1) * piece_s, out_s], num_bytes / piece_bytes) + 2 * latency_s
 
 
-def all_to_all_s(num_ranks: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0) -> float:
+def all_to_all_s(
+    num_ranks: int,
+    num_bytes: float,
+    *,
+    bytes_per_s: float,
+    latency_s: float = 0.0,
+    piece_bytes: float = math.inf,
+    message_s: float = 0.0,
+) -> float:
     """By direct exchange, everyone with everyone: 2 (n - 1) M / (n B) + 2 L.
 
     Thakur, Rabenseifner and Gropp, section 4.4, all pairs at once. The same as servers on every worker's host.
     """
     if num_ranks == 1:
         return 0.0
-    return 2 * (num_ranks - 1) * num_bytes / (num_ranks * bytes_per_s) + 2 * latency_s
+    piece_bytes = min(piece_bytes, num_bytes / num_ranks)
+    pieces = math.ceil(num_bytes / num_ranks / piece_bytes)
+    each_s = num_bytes / num_ranks / pieces / bytes_per_s
+    return 2 * (burst_s((num_ranks - 1) * pieces, each_s=each_s, message_s=message_s) + latency_s)
 
 
 def separate_servers_way_s(

@@ -17,13 +17,14 @@ Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 """Of hosts, racks, sites or ranks."""
 
-_KINDS = ("up", "down", "memory", "rack_up", "rack_down", "core", "site_up", "site_down")
+_KINDS = ("up", "down", "memory", "rack_up", "rack_down", "core", "site_up", "site_down", "packing", "machine")
 
 
 @final
 @dataclass(frozen=True)
 class Loads:
-    """Bytes on every link, or rates or times, by kind of link: of hosts' cards and memories, racks, the core, sites."""
+    """Bytes on every link, or rates or times, by kind of link: of hosts' cards and memories, racks, the core, sites;
+    and through what packs for servers: each host's core, and those of a machine that hosts share."""
 
     up: Floats
     down: Floats
@@ -33,6 +34,8 @@ class Loads:
     core: Floats
     site_up: Floats
     site_down: Floats
+    packing: Floats
+    machine: Floats
 
     def __add__(self, other: Loads) -> Loads:
         return Loads(*(getattr(self, kind) + getattr(other, kind) for kind in _KINDS))
@@ -70,6 +73,8 @@ class Fabric:
         self._half_s = np.array([host.latency_us * 1e-6 / 2 for host in hosts])
         self._between_racks_s = racks.latency_us * 1e-6 if racks is not None else 0.0
         self._site_s = np.array([site.latency_ms * 1e-3 for site in sites] or [0.0])
+        gbyte_per_s = cluster.communication.packing_gbyte_per_s
+        packing_rate = np.inf if gbyte_per_s is None else gbyte_per_s * 1e9
         num_racks = int(self.rack_of[-1]) + 1
         rack_rate = racks.bandwidth_gbit_per_s * BYTES_PER_GBIT if racks is not None else np.inf
         core_rate = np.inf
@@ -86,8 +91,15 @@ class Fabric:
             core=np.array([core_rate]),
             site_up=site_rates,
             site_down=site_rates,
+            packing=np.full(self.num_hosts, packing_rate),
+            machine=np.array([packing_rate * (cluster.shared_cores or np.inf)]),
         )
         """Bytes per second."""
+
+    @property
+    def packing_bytes_per_s(self) -> float:
+        """Of a lone message: a core packs it, and unpacks it where it comes to; on one machine that takes two."""
+        return float(min(self.rates.packing[0], self.rates.machine[0] / 2))
 
     @cached_property
     def nothing(self) -> Loads:
@@ -113,10 +125,18 @@ class Fabric:
             core=np.array([between.sum()]),
             site_up=_summed(self.site_of[sources], afar, len(count.site_up)),
             site_down=_summed(self.site_of[destinations], afar, len(count.site_down)),
+            packing=count.packing,
+            machine=count.machine,
         )
 
-    def everyone_to_everyone(self, sources: Numbers, destinations: Numbers, num_bytes: float) -> Loads:
-        """Of one message from every source to every destination; a host may come several times in either."""
+    def everyone_to_everyone(
+        self, sources: Numbers, destinations: Numbers, num_bytes: float, *, is_packed: bool = False
+    ) -> Loads:
+        """Of one message from every source to every destination; a host may come several times in either.
+
+        Args:
+            is_packed: cores encrypt and copy what leaves a host, and what comes to one.
+        """
         sends = np.bincount(sources, minlength=self.num_hosts).astype(np.float64)
         takes = np.bincount(destinations, minlength=self.num_hosts).astype(np.float64)
 
@@ -129,7 +149,10 @@ class Fabric:
         rack_up, rack_down = leaving(self.rack_of, len(self.rates.rack_up))
         site_up, site_down = leaving(self.site_of, len(self.rates.site_up))
         core = np.array([rack_up.sum()])
-        return Loads(up, down, sends * takes * num_bytes, rack_up, rack_down, core, site_up, site_down)
+        packing = up + down if is_packed else self.nothing.packing
+        machine = np.array([packing.sum()])
+        memory = sends * takes * num_bytes
+        return Loads(up, down, memory, rack_up, rack_down, core, site_up, site_down, packing, machine)
 
     def latency_s(self, sources: Numbers, destinations: Numbers) -> Floats:
         """Of a message from each source to the destination in the same place, one way."""
@@ -174,13 +197,13 @@ class Fabric:
         return best
 
     def _name(self, kind: str, number: int) -> str:
-        if kind == "core":
-            return "the core"
+        if kind in ("core", "machine"):
+            return "the core" if kind == "core" else "the shared cores"
         if kind.startswith("rack"):
             return f"the cable of rack {number} ({kind.removeprefix('rack_')})"
         if kind.startswith("site"):
             return f"the line of site {self._site_names[number]} ({kind.removeprefix('site_')})"
-        return f"{self._names[number]}'s {'memory' if kind == 'memory' else f'card ({kind})'}"
+        return f"{self._names[number]}'s {kind if kind in ('memory', 'packing') else f'card ({kind})'}"
 
 
 def _summed(places: Numbers, amounts: Floats, size: int) -> Floats:

@@ -57,7 +57,7 @@ class Prediction:
     busiest: Busiest
     """What an exchange of all workers, a step each, keeps busy longest."""
     resource: str
-    """What kind of thing that is: a server's card, a worker's card, a rack's cable, the core, the servers' memory."""
+    """What kind of thing that is: a server's card, a worker's card, a rack's cable, the core, the servers' own work."""
     link_bytes: Mapping[str, float] = field(default_factory=dict)
     """In a step of all workers, through the most loaded link of each kind, the fuller direction."""
     step_s_low: float = 0.0
@@ -130,10 +130,15 @@ def _of_all_reduce(strategy: AllReduce, setting: Setting) -> Prediction:
     if setting.num_workers == 1:
         return _summed_up(strategy, setting, slowest_s=slowest_s, end_s=slowest_s, loads=setting.fabric.nothing)
     if strategy.algorithm == "auto":
-        ready_s = [slowest_s * part for part in buckets.ready_parts(sizes, setting)]
+        # Starting an exchange holds up backward.
+        computed_s = slowest_s + len(sizes) * setting.operation_s
+        ready_s = [
+            slowest_s * part + number * setting.operation_s
+            for number, part in enumerate(buckets.ready_parts(sizes, setting), 1)
+        ]
         parts = [setting.ring.parts_s(bucket.num_bytes) for bucket in sizes]
         ends_s = costs.queue_ends_s(ready_s, [busy_s for busy_s, _ in parts])
-        end_s = max(end + rest for end, (_, rest) in zip(ends_s, parts, strict=True))
+        end_s = max(computed_s, max(end + rest for end, (_, rest) in zip(ends_s, parts, strict=True)))
         alone_s = sum(busy_s for busy_s, _ in parts) + parts[-1][1]
         loads = setting.ring.loads(sum(bucket.num_bytes for bucket in sizes))
     else:
@@ -154,15 +159,15 @@ def _of_servers(strategy: ParameterServer, setting: Setting) -> Prediction:
     free_s = _asynchronous_step_s(setting, exchange)
     mean_s, slowest_s = setting.mean_s, stragglers.expected_s(setting.groups)
     # Who begins together and is never told apart by computing stays together, and waits for links with all others.
-    together_s = mean_s + exchange.push_s + exchange.after_push_s + float(exchange.latency_s.max())
+    together_s = mean_s + exchange.ask_s + exchange.push_s + exchange.after_push_s + float(exchange.latency_s.max())
     computing_s, end_s = mean_s, free_s
     bounds_s = free_s, max(free_s, together_s) if setting.is_constant else free_s
     if strategy.consistency == "ssp":
         staleness = DEFAULT_STALENESS if strategy.staleness is None else strategy.staleness
         computing_s = max(mean_s, _window_s(setting, slowest_s, staleness))
         # Where links are full, who waits for others gives them the links: no step is shorter than what those need.
-        full_s = setting.num_workers * max(exchange.hub_s, exchange.update_s)
-        end_s = max(free_s, full_s, computing_s + float(exchange.trips_s.mean()))
+        full_s = setting.num_workers * max(exchange.hub_s, exchange.served_s)
+        end_s = max(free_s, full_s, computing_s + exchange.ask_s + float(exchange.trips_s.mean()))
         computing_s = min(computing_s, end_s)
         bounds_s = free_s, max(end_s, slowest_s + free_s - mean_s, bounds_s[1])
     return _summed_up(
@@ -171,7 +176,7 @@ def _of_servers(strategy: ParameterServer, setting: Setting) -> Prediction:
         slowest_s=computing_s,
         end_s=end_s,
         loads=exchange.loads,
-        update_s=exchange.update_s * setting.num_workers,
+        served_s=exchange.served_s * setting.num_workers,
         bounds_s=bounds_s,
     )
 
@@ -179,12 +184,11 @@ def _of_servers(strategy: ParameterServer, setting: Setting) -> Prediction:
 def _asynchronous_step_s(setting: Setting, exchange: ServerExchange) -> float:
     """Of a worker, on the average of all."""
     num_workers, overhead_s = setting.num_workers, setting.work.overhead_s
-    updates_s = num_workers * exchange.update_s
-    own_s = float(exchange.own_push_s.mean())
-    besides_s = float(exchange.trips_s.mean()) - own_s + overhead_s
+    own_s = float(exchange.own_both_s.mean())
+    besides_s = exchange.ask_s + float(exchange.trips_s.mean()) - own_s + overhead_s
     cycle_s = num_workers / sum(group.count / (group.times.expected_s + besides_s) for group in setting.groups)
     rate = costs.asynchronous_rate(num_workers, cycle_s=cycle_s, own_s=own_s, shared_s=exchange.hub_s)
-    return max(num_workers / rate, updates_s) - overhead_s
+    return max(num_workers / rate, num_workers * exchange.served_s) - overhead_s
 
 
 def _window_s(setting: Setting, slowest_s: float, staleness: int) -> float:
@@ -205,7 +209,7 @@ def _of_synchronous_servers(strategy: ParameterServer, setting: Setting) -> Pred
     counted = setting.num_workers - strategy.backup_workers
     exchange = server_exchange(setting, num_gradients=counted)
     slowest_s = stragglers.expected_s(setting.groups, left_out=strategy.backup_workers)
-    end_s = slowest_s + _after_slowest_s(setting, exchange, counted)
+    end_s = slowest_s + exchange.ask_s + _after_slowest_s(setting, exchange, counted)
     end_s += float(exchange.latency_s.max())
     return _summed_up(
         strategy,
@@ -213,7 +217,7 @@ def _of_synchronous_servers(strategy: ParameterServer, setting: Setting) -> Pred
         slowest_s=slowest_s,
         end_s=end_s,
         loads=exchange.loads,
-        update_s=exchange.update_s,
+        served_s=exchange.update_s + setting.num_workers * exchange.request_s,
         counted=counted,
     )
 
@@ -247,7 +251,7 @@ def _summed_up(
     end_s: float,
     loads: Loads,
     hidden_s: float = 0.0,
-    update_s: float = 0.0,
+    served_s: float = 0.0,
     counted: int | None = None,
     bounds_s: tuple[float, float] | None = None,
 ) -> Prediction:
@@ -255,7 +259,7 @@ def _summed_up(
     Args:
         slowest_s: of the workers that are waited for, their computing.
         end_s: of a step, without what comes besides computing and exchange.
-        update_s: for which a server's memory is busy in a step of all workers.
+        served_s: for which a server is busy with requests and updates in a step of all workers.
         counted: workers whose gradients count.
     """
     work, fabric = setting.work, setting.fabric
@@ -265,9 +269,9 @@ def _summed_up(
     samples_per_s = counted * work.samples / step_s
     busiest = fabric.busiest(loads)
     resource = setting.kind_of(busiest)
-    if update_s > busiest.busy_s:
-        resource = "the servers' memory"
-        busiest = Busiest("the servers' memory", setting.work.parameter_bytes, update_s)
+    if served_s > busiest.busy_s:
+        resource = "the servers' own work"
+        busiest = Busiest(resource, setting.work.parameter_bytes, served_s)
     low_s, high_s = bounds_s or (end_s, end_s)
     return Prediction(
         strategy=name_of(strategy),

@@ -22,7 +22,7 @@ class SynchronousRun:
     def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
         self._rule = _rule_of(strategy, setting)
         self._exchange = server_exchange(setting, num_gradients=setting.num_workers - strategy.backup_workers)
-        self._overhead_s, self._draws = setting.work.overhead_s, draws
+        self._besides_s, self._draws = setting.work.overhead_s + self._exchange.ask_s, draws
         self._own_push_s, self._own_pull_s = self._exchange.own_push_s.tolist(), self._exchange.own_pull_s.tolist()
         self._way_s: list[float] = (self._exchange.latency_s / 2).tolist()
         self._starts_s: list[float] = []  # of the pushes since the last clock
@@ -44,7 +44,7 @@ class SynchronousRun:
 
     def _compute(self, worker: int, now_s: float) -> None:
         self._num_begun += 1
-        end_s = now_s + self._overhead_s + self._draws.next_s(worker)
+        end_s = now_s + self._besides_s + self._draws.next_s(worker)
         heapq.heappush(self._begun, (end_s, self._num_begun, worker))
 
     def _push(self, worker: int, begin_s: float) -> float | None:
@@ -74,18 +74,19 @@ class AsynchronousRun:
 
     def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
         self._rule = _rule_of(strategy, setting)
-        self._draws, self._overhead_s = draws, setting.work.overhead_s
         exchange = server_exchange(setting, num_gradients=1)
+        self._draws, self._besides_s = draws, setting.work.overhead_s + exchange.ask_s
         num_workers = setting.num_workers
         self._part = 1 / exchange.num_pieces
         self._own_s = exchange.own_push_s.tolist()
         self._back_s = exchange.own_pull_s.tolist()
         self._latency_s = (exchange.latency_s - exchange.overlap_s).tolist()
-        self._update_s = exchange.update_s
+        self._served_s = exchange.served_s
         both = exchange.both_s / max(exchange.push_s, exchange.pull_s)  # where a link carries both ways
-        self._pushing = _Shared(both * exchange.push_s / num_workers, float(exchange.own_push_s.min()))
-        self._pulling = _Shared(both * exchange.pull_s / num_workers, float(exchange.own_pull_s.min()))
-        self._memory_free_s = 0.0
+        own = float((exchange.own_both_s / np.maximum(exchange.own_push_s, exchange.own_pull_s)).min())
+        self._pushing = _Shared(both * exchange.push_s / num_workers, own * float(exchange.own_push_s.min()))
+        self._pulling = _Shared(both * exchange.pull_s / num_workers, own * float(exchange.own_pull_s.min()))
+        self._server_free_s = 0.0
         self._clocks = [0] * num_workers
         self._began_s = [0.0] * num_workers
         self._leaves_s = [0.0] * num_workers  # when the last piece can be answered
@@ -120,15 +121,17 @@ class AsynchronousRun:
 
     def _compute(self, worker: int, now_s: float) -> None:
         self._num_due += 1
-        end_s = now_s + self._overhead_s + self._draws.next_s(worker)
+        end_s = now_s + self._besides_s + self._draws.next_s(worker)
         heapq.heappush(self._due, (end_s, self._num_due, worker))
 
     def _pushed(self, worker: int, now_s: float, ends_s: list[float]) -> None:
         """All of a gradient has come: the last piece is updated, and may be answered."""
-        arrived_s = max(now_s, self._began_s[worker] + self._own_s[worker])
-        last_s = self._update_s * self._part
-        self._memory_free_s = max(self._memory_free_s + self._update_s - last_s, arrived_s) + last_s
-        self._leaves_s[worker] = done_s = self._memory_free_s
+        began_s, own_s = self._began_s[worker], self._own_s[worker]
+        last_s = self._served_s * self._part
+        # The server has begun when it was free, and when the first piece was there.
+        begun_s = max(self._server_free_s, began_s + own_s * self._part)
+        self._server_free_s = max(begun_s + self._served_s - last_s, now_s, began_s + own_s) + last_s
+        self._leaves_s[worker] = done_s = self._server_free_s
         ends_s.append(done_s)
         self._rule.push(worker, self._clocks[worker])
         self._clocks[worker] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ class ServerExchange:
 
     own_push_s: Floats
     own_pull_s: Floats
+    own_both_s: Floats
+    """Of what is busy longest with both, since both ways pass it."""
     push_s: float
     """Of all workers' gradients, through the busiest link on their ways."""
     pull_s: float
@@ -27,6 +30,10 @@ class ServerExchange:
     """Of the busiest link, with what it carries both ways."""
     update_s: float
     """On the slowest server, of as many gradients as form one update."""
+    request_s: float
+    """That a server is at one worker's requests, a piece each, besides."""
+    ask_s: float
+    """That a worker is at asking."""
     latency_s: Floats
     """Of each worker, there and back."""
     num_pieces: float
@@ -46,10 +53,13 @@ class ServerExchange:
     @property
     def after_push_s(self) -> float:
         """From when all gradients have come, which all began at once, until the last parameters have."""
-        pieces = self.num_pieces
-        stages = [self.push_s / pieces, self.update_s / pieces, self.pull_s / pieces]
+        pieces, count = self.num_pieces, len(self.own_push_s)
+        requests_s = count * self.request_s
+        stages = [self.push_s / pieces, (requests_s + self.update_s) / pieces, self.pull_s / pieces]
         shared_s = sum(stages) + (pieces - 1) / pieces * self.both_s
-        return max(costs.pipeline_s(stages, pieces), shared_s) - self.push_s + self.clash_s
+        # A server takes the requests of a piece while others of it still come; the last one comes last.
+        taken_s = (count - 1) / count * min(requests_s, self.push_s) / pieces
+        return max(costs.pipeline_s(stages, pieces), shared_s) - taken_s - self.push_s + self.clash_s
 
     def answered_s(self, starts_s: Floats) -> Floats:
         """When the last parameters have come, without latency, of workers that begin to push at these times, in order.
@@ -65,7 +75,7 @@ class ServerExchange:
         sent = np.minimum(1.0, np.floor((last_s[..., None] - starts_s) / own_s / chunk) * chunk + 1 / self.num_pieces)
         first_s = np.maximum(last_s + own_s / self.num_pieces, _passed_s(starts_s, sent * each_s))
         all_in_s = np.maximum(last_s + own_s, _passed_s(starts_s, np.full_like(starts_s, each_s)))
-        piece_s = self.update_s / self.num_pieces
+        piece_s = (self.request_s + self.update_s) / self.num_pieces
         end_s: Floats = np.maximum(all_in_s + self.after_push_s, first_s + piece_s + self.pull_s + self.clash_s)
         return end_s
 
@@ -73,9 +83,16 @@ class ServerExchange:
     def trips_s(self) -> Floats:
         """Of each worker's gradient there and its parameters back, where it meets no other."""
         pieces = self.num_pieces
-        stages = np.stack([self.own_push_s, np.full_like(self.own_push_s, self.update_s), self.own_pull_s]) / pieces
-        trips: Floats = stages.sum(axis=0) + (pieces - 1) * stages.max(axis=0) - self.overlap_s + self.latency_s
+        served_s = np.full_like(self.own_push_s, self.served_s)
+        stages = np.stack([self.own_push_s, served_s, self.own_pull_s]) / pieces
+        slowest = np.maximum(stages.max(axis=0), self.own_both_s / pieces)
+        trips: Floats = stages.sum(axis=0) + (pieces - 1) * slowest - self.overlap_s + self.latency_s
         return trips
+
+    @property
+    def served_s(self) -> float:
+        """For which a server is at one worker's gradient, where each is an update."""
+        return self.request_s + self.update_s
 
     @property
     def hub_s(self) -> float:
@@ -88,12 +105,12 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
     Args:
         num_gradients: that form one update.
     """
-    fabric, work = setting.fabric, setting.work
+    fabric, work, cluster = setting.fabric, setting.work, setting.cluster
     workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
     num_workers, num_servers = len(workers), len(servers)
     range_bytes = work.parameter_bytes / num_servers
-    push = fabric.everyone_to_everyone(workers, servers, range_bytes)
-    pull = fabric.everyone_to_everyone(servers, workers, range_bytes)
+    push = fabric.everyone_to_everyone(workers, servers, range_bytes, is_packed=True)
+    pull = fabric.everyone_to_everyone(servers, workers, range_bytes, is_packed=True)
     push_s, pull_s = fabric.busiest(push).busy_s, fabric.busiest(pull).busy_s
     is_local = len({*setting.places.workers, *setting.places.servers}) == 1
     is_apart = not {*setting.places.workers} & {*setting.places.servers}
@@ -101,14 +118,21 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
     piece_bytes = min(range_bytes, FRAME_BYTES if is_cut else range_bytes)
     last_bytes = (range_bytes % piece_bytes or piece_bytes) % CHUNK_BYTES or CHUNK_BYTES
     touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
-    card = float(min(fabric.rates.down[workers].min(), fabric.rates.down[servers].min()))
+    packing = fabric.packing_bytes_per_s
+    card = float(min(fabric.rates.down[workers].min(), fabric.rates.down[servers].min(), packing))
+    own_push_s = _own_s(setting, fabric.rates.up, fabric.rates.down, range_bytes)
+    own_pull_s = _own_s(setting, fabric.rates.down, fabric.rates.up, range_bytes)
+    own_packed_s = _remote_bytes(setting, range_bytes) / packing
     return ServerExchange(
-        own_push_s=_own_s(setting, fabric.rates.up, fabric.rates.down, range_bytes),
-        own_pull_s=_own_s(setting, fabric.rates.down, fabric.rates.up, range_bytes),
+        own_push_s=np.maximum(own_push_s, own_packed_s),
+        own_pull_s=np.maximum(own_pull_s, own_packed_s),
+        own_both_s=np.maximum(np.maximum(own_push_s, own_pull_s), 2 * own_packed_s),
         push_s=push_s,
         pull_s=pull_s,
         both_s=fabric.busiest(push + pull).busy_s,
         update_s=float((touched_bytes / fabric.rates.memory[servers]).max()),
+        request_s=math.ceil(range_bytes / piece_bytes) * cluster.servers.request_us * 1e-6,
+        ask_s=cluster.communication.request_us * 1e-6,
         latency_s=2 * fabric.farthest_s(workers, servers),
         num_pieces=range_bytes / piece_bytes,
         turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers,
@@ -132,8 +156,16 @@ def _own_s(setting: Setting, near: Floats, far: Floats, range_bytes: float) -> F
     """A range to or from every server, through a worker's own card and each server's, of either direction."""
     workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
     here = np.bincount(servers, minlength=setting.fabric.num_hosts)[workers]
-    card_s = (len(servers) - here) * range_bytes / near[workers]
+    card_s = _remote_bytes(setting, range_bytes) / near[workers]
     server_s = np.where(here < len(servers), range_bytes / far[servers].min(), 0.0)
     memory_s = here * range_bytes / setting.fabric.rates.memory[workers]
     own_s: Floats = np.maximum(np.maximum(card_s, server_s), memory_s)
     return own_s
+
+
+def _remote_bytes(setting: Setting, range_bytes: float) -> Floats:
+    """Of each worker, one way: to servers on other hosts."""
+    servers = np.array(setting.places.servers)
+    here = np.bincount(servers, minlength=setting.fabric.num_hosts)[np.array(setting.places.workers)]
+    remote: Floats = (len(servers) - here) * range_bytes
+    return remote

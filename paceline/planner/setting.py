@@ -9,7 +9,6 @@ from typing import final
 
 import numpy as np
 
-from paceline.comm.algorithms.tree import edges
 from paceline.engines.virtual.cluster import Cluster
 from paceline.engines.virtual.compute import StepCost
 from paceline.engines.virtual.topology import MEMORY_LATENCY_S, Places, place
@@ -17,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.planner import costs
 from paceline.planner.fabric import Busiest, Fabric, Floats, Loads, Numbers, fabric_of
 from paceline.planner.stragglers import Group, StepTimes
+from paceline.planner.trees import Trees
 from paceline.planner.work import Work
 
 
@@ -30,6 +30,8 @@ class Ring:
     """The host of each place in the ring."""
     num_inner: Numbers
     """Further workers of each of these hosts."""
+    message_s: float = 0.0
+    """A rank is at sending a message."""
 
     @cached_property
     def hop_bytes_per_s(self) -> float:
@@ -41,7 +43,7 @@ class Ring:
     @cached_property
     def hop_latencies_s(self) -> Floats:
         """From each place to the next."""
-        return self.fabric.latency_s(self.leaders, np.roll(self.leaders, -1))
+        return self.fabric.latency_s(self.leaders, np.roll(self.leaders, -1)) + self.message_s
 
     def parts_s(self, num_bytes: float) -> tuple[float, float]:
         """For how long it keeps its busiest link or memory busy, and how much longer it takes, alone."""
@@ -81,12 +83,15 @@ class Setting:
     def of(cls, cluster: Cluster, work: Work, *, num_workers: int, num_servers: int) -> Setting:
         """
         Raises:
-            UsageError: the cluster has no room, or nothing says how long a step computes.
+            UsageError: the cluster has no room, was measured with another model, or nothing says how long a step
+                computes.
         """
         described = cluster
         if work.step_s is not None:
             cluster = replace(cluster, compute=replace(cluster.compute, step_s=work.step_s, sample_s=None))
         compute = cluster.compute
+        if shares := compute.shares_of(len(work.tensor_bytes)):
+            work = replace(work, backward_shares=shares)
         if compute.is_counted and not work.forward_flop:
             raise UsageError(
                 "nothing says how long a step computes: give step_s in [compute] of the cluster's file or in the work"
@@ -95,8 +100,8 @@ class Setting:
         hosts = cluster.each_host()
         sharing = Counter(places.workers)
 
-        def mean_s(host: int, num_sharing: int) -> float:
-            cost = StepCost(cluster, hosts[host], num_sharing=num_sharing)
+        def mean_s(host: int, num_sharing: int, num_hosts: int = len(sharing)) -> float:
+            cost = StepCost(cluster, hosts[host], num_sharing=num_sharing, num_hosts=num_hosts)
             return cost.seconds(num_samples=work.samples, forward_flop=work.forward_flop)
 
         first_of: dict[int, int] = {}
@@ -104,7 +109,7 @@ class Setting:
         counts = Counter(kinds)
         groups = [Group(StepTimes(compute, mean_s(*kind)), count) for kind, count in counts.items()]
         numbers = {kind: number for number, kind in enumerate(counts)}
-        alone = StepTimes(compute, mean_s(places.workers[0], 1))
+        alone = StepTimes(compute, mean_s(places.workers[0], 1, 1))
         group_of = tuple(numbers[kind] for kind in kinds)
         return cls(cluster, work, places, tuple(groups), group_of, alone.expected_s, fabric_of(described))
 
@@ -141,13 +146,21 @@ class Setting:
     def ring_of_ranks(self) -> Ring:
         """Through every rank, as `comm.algorithms.ring` goes."""
         ranks = np.array(self.places.workers)
-        return Ring(self.fabric, ranks, np.zeros_like(ranks))
+        return Ring(self.fabric, ranks, np.zeros_like(ranks), self.message_s)
 
     @cached_property
-    def tree_edges(self) -> tuple[Numbers, Numbers]:
-        """Parents and children of both trees, as ranks."""
-        found = np.array([edge for tree in edges(self.num_workers) for edge in tree], dtype=np.int64)
-        return found[:, 0], found[:, 1]
+    def trees(self) -> Trees:
+        return Trees.of(np.array(self.places.workers), self.fabric)
+
+    @property
+    def operation_s(self) -> float:
+        """A worker is at a collective operation; backward goes on after it."""
+        return self.cluster.communication.operation_us * 1e-6
+
+    @property
+    def message_s(self) -> float:
+        """A worker is at sending a message."""
+        return self.cluster.communication.message_us * 1e-6
 
     def halving_stages(self, num_bytes: float) -> list[tuple[Numbers, Numbers, float]]:
         """Who sends how much to whom, one stage after the other."""
@@ -160,7 +173,7 @@ class Setting:
         found = []
         for here, there, size in _halving(len(ranks), num_bytes):
             sent_s = size / fabric.shares_per_s(ranks[here], ranks[there]) + fabric.latency_s(ranks[here], ranks[there])
-            found.append((here, there, sent_s))
+            found.append((here, there, sent_s + self.message_s))
         return found
 
     def kind_of(self, busiest: Busiest) -> str:
@@ -173,6 +186,7 @@ class Setting:
                 else ("a server's card" if has_server else "a worker's card")
             )
         words = {"memory": "a host's memory", "core": "the core", "": "nothing"}
+        words |= {"packing": "a host's packing", "machine": "the shared cores"}
         return words.get(busiest.kind, "a rack's cable" if busiest.kind.startswith("rack") else "a site's line")
 
     def link_bytes(self, loads: Loads) -> dict[str, float]:
@@ -188,6 +202,9 @@ class Setting:
             "core": float(loads.core[0]) if self.cluster.racks is not None else 0.0,
             "site's line": float(sites.max()),
         }
+        if self.cluster.communication.packing_gbyte_per_s is not None:
+            found["host's packing"] = float(loads.packing.max())
+            found["shared cores"] = float(loads.machine[0]) if self.cluster.shared_cores is not None else 0.0
         return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes > 0}
 
 

@@ -115,8 +115,8 @@ def _behind_backward(
     hosts = [np.array(ranks) for ranks in setting.places.ranks_by_host]
     ends_s = now_s
     free_s = 0.0
-    for num_bytes, part in zip(sizes_bytes, parts, strict=True):
-        ready_s = now_s + part * computing_s
+    for number, (num_bytes, part) in enumerate(zip(sizes_bytes, parts, strict=True), 1):
+        ready_s = now_s + part * computing_s + number * setting.operation_s
         busy_s, _ = setting.ring.parts_s(num_bytes)
         begin_s = np.array([ready_s[ranks].max() for ranks in hosts]) if len(hosts) < len(ready_s) else ready_s
         begin_s = np.maximum(begin_s, free_s)
@@ -125,7 +125,7 @@ def _behind_backward(
         ends_s = np.empty_like(now_s)
         for ranks, end_s in zip(hosts, host_ends_s.tolist(), strict=True):
             ends_s[ranks] = end_s
-    over_s: Floats = np.maximum(ends_s, now_s + computing_s)
+    over_s: Floats = np.maximum(ends_s, now_s + computing_s + len(sizes_bytes) * setting.operation_s)
     return over_s
 
 

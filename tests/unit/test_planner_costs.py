@@ -40,6 +40,14 @@ def test_what_theory_says_is_equal(n: int) -> None:
     assert costs.all_to_all_s(n, M, bytes_per_s=B) == pytest.approx(ring)
 
 
+def test_messages_one_after_the_other_by_hand() -> None:
+    """Three messages of 2 s. Posting one takes 1 s, and the card is what is waited for; or 5 s, and it is posting."""
+    assert costs.burst_s(3, each_s=2.0, message_s=1.0) == 1 + 3 * 2
+    assert costs.burst_s(3, each_s=2.0, message_s=5.0) == 3 * 5 + 2
+    assert costs.reduce_broadcast_s(3, 0.001, bytes_per_s=B, message_s=1.0) == pytest.approx(1 + 2)
+    assert costs.all_to_all_s(3, 0.001, bytes_per_s=B, latency_s=0.5, message_s=1.0) == pytest.approx(2 * (2 + 0.5))
+
+
 def test_pipelines_and_queues_by_hand() -> None:
     assert costs.pipeline_s([1.0, 3.0, 2.0], 4) == 6 + 3 * 3
     assert costs.pipeline_s([1.0, 3.0, 2.0], 1) == 6

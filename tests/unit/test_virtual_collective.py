@@ -10,6 +10,9 @@ import torch
 
 from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.base import Collective
+from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
+from paceline.planner import Work, algorithms
+from paceline.planner.setting import Setting
 from tests.ranks import RankFailed
 from tests.unit.test_collectives import (
     test_all_gather,
@@ -80,11 +83,24 @@ def test_all_reduce_takes_the_textbook_time(size: int, algorithm: str, expected_
 
 
 @pytest.mark.parametrize(("size", "depth"), [(2, 1), (4, 2), (8, 3), (16, 4)])
-def test_tree_takes_three_latencies_a_level(size: int, depth: int) -> None:
-    """Two up and down a tree, and one since a rank takes the pieces of both trees in turns."""
+def test_tree_takes_two_latencies_a_level(size: int, depth: int) -> None:
+    """Up and down; neither tree waits for the other."""
     world = VirtualWorld(size, latency_us=LATENCY_S * 1e6)
     world.run(reduce, 16, "tree")
-    assert world.took_s == pytest.approx(3 * depth * LATENCY_S, rel=0.01)
+    assert world.took_s == pytest.approx(2 * depth * LATENCY_S, rel=0.01)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 14])
+@pytest.mark.parametrize("num_elements", [500_000, 2_500_000, 8_000_000])
+def test_a_plan_knows_what_two_trees_take(size: int, num_elements: int) -> None:
+    """Of one piece in either tree to four, also where the number of ranks is no power of two."""
+    world = VirtualWorld(size, latency_us=LATENCY_S * 1e6)
+    world.run(reduce, num_elements, "tree")
+    hosts = Hosts(count=size, bandwidth_gbit_per_s=GIGABIT * 8e-9, latency_us=LATENCY_S * 1e6)
+    cluster = Cluster(hosts=(hosts,), compute=Compute(step_s=1.0))
+    num_bytes = 4.0 * num_elements
+    setting = Setting.of(cluster, Work(tensor_bytes=(int(num_bytes),), samples=1), num_workers=size, num_servers=0)
+    assert algorithms.time_s("tree", setting, num_bytes) == pytest.approx(world.took_s, rel=0.035)
 
 
 def test_waiting_is_told_from_communicating() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -29,13 +28,17 @@ def tree(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> N
         return
     places = _places(collective.rank, collective.size)
     halves = [pieces_of(half) for half in chunks_of(flat, 2)]
-    # The order in which every rank goes through the pieces: alternately of one tree and the other.
-    order = [(place, piece) for pair in zip_longest(*halves) for place, piece in zip(places, pair, strict=True)]
-    steps = [(place, piece) for place, piece in order if piece is not None]
-    receiving = [[_receive(collective, piece, child) for child in place.children] for place, piece in steps]
+    # The tree first in which this rank is a leaf and waits for nobody: if pieces of both took turns, each tree would
+    # wait for the other (40 MB among 8 ranks on simulated links of 1 Gbit/s: 3.1 s so, 0.9 s without turns). On the
+    # way back it is last. Rank 0 of an odd number is no leaf; of 3, both trees' messages come to it from the same
+    # rank, whose order this is: the second tree's first.
+    backwards = zip(reversed(places), reversed(halves), strict=True)
+    trees = sorted(backwards, key=lambda tree: bool(tree[0].children))
+    up = [(place, piece) for place, pieces in trees for piece in pieces]
+    down = [(place, piece) for place, pieces in reversed(trees) for piece in pieces]
+    receiving = [[_receive(collective, piece, child) for child in place.children] for place, piece in up]
     sending: list[Work] = []
-    returning: list[Work | None] = []
-    for (place, piece), from_children in zip(steps, receiving, strict=True):
+    for (place, piece), from_children in zip(up, receiving, strict=True):
         total = PartialSum(piece)
         for part, work in from_children:
             work.wait()
@@ -43,11 +46,9 @@ def tree(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> N
         total.store(divisor=divisor_of(op, size=collective.size) if place.parent is None else 1)
         if place.parent is not None:
             sending.append(collective.send(piece, destination=place.parent))
-            # The result comes to the same place; the parent has taken the sum by then.
-            returning.append(collective.recv(piece, source=place.parent))
-        else:
-            returning.append(None)
-    for (place, piece), result in zip(steps, returning, strict=True):
+    # The result comes to where the sum was, which the parent has taken by then.
+    returning = [None if place.parent is None else collective.recv(piece, source=place.parent) for place, piece in down]
+    for (place, piece), result in zip(down, returning, strict=True):
         if result is not None:
             result.wait()
         sending.extend(collective.send(piece, destination=child) for child in place.children)

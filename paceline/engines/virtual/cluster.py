@@ -119,6 +119,19 @@ class Compute:
     def _is_whole(self) -> bool:
         return abs(math.fsum(self.gradient_shares) - 1) < _SHARE_TOLERANCE
 
+    def shares_of(self, num_parameters: int) -> tuple[float, ...]:
+        """`gradient_shares`, for a model with so many parameters.
+
+        Raises:
+            UsageError: the cluster was measured with another model.
+        """
+        if self.gradient_shares and len(self.gradient_shares) != num_parameters:
+            raise UsageError(
+                f"the cluster's gradient_shares are of a model with {len(self.gradient_shares)} parameters, and this "
+                f"one has {num_parameters}; probe with this script, or take gradient_shares out of its file"
+            )
+        return self.gradient_shares
+
     @property
     def is_counted(self) -> bool:
         """Whether operations are counted, for want of a time."""

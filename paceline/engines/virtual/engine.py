@@ -192,8 +192,7 @@ class VirtualRun:
                 num_sharing=len(local_ranks),
                 num_hosts=len(self._places.ranks_by_host),
             ),
-            backward_share=job.cluster.compute.backward_share,
-            gradient_shares=job.cluster.compute.gradient_shares,
+            compute=job.cluster.compute,
             before_step=self._require_going,
         )
         context = Context(

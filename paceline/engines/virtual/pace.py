@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from paceline.engines.virtual.cluster import Compute
 from paceline.engines.virtual.compute import ComputeTimes, StepCost
 from paceline.engines.virtual.flops import ForwardCount
 from paceline.engines.virtual.process import Process
@@ -23,8 +24,7 @@ class Pace:
     when the layers whose gradients it holds would be done.
 
     Args:
-        backward_share: of a step.
-        gradient_shares: of backward, each parameter's; none: those of the counted operations.
+        compute: how long that is, and what part of it each gradient takes.
         before_step: called when a step's computing begins; may raise to end the worker.
     """
 
@@ -34,15 +34,14 @@ class Pace:
         times: ComputeTimes,
         cost: StepCost,
         *,
-        backward_share: float,
-        gradient_shares: Sequence[float] = (),
+        compute: Compute,
         before_step: Callable[[], None],
     ) -> None:
         self._process, self._times, self._cost = process, times, cost
-        self._backward_share, self._before_step = backward_share, before_step
+        self._compute, self._before_step = compute, before_step
         self._replica: Replica | None = None
         self._count: ForwardCount | None = None
-        self._given_shares = list(gradient_shares)
+        self._given_shares: list[float] = []
         self._shares: list[float] = []
         self._flop_per_sample = 0.0
         self._backward_s: float | None = None  # of a backward pass through what was computed last
@@ -55,11 +54,7 @@ class Pace:
         Raises:
             UsageError: the cluster was measured with another model.
         """
-        if self._given_shares and len(self._given_shares) != len(replica.parameters):
-            raise UsageError(
-                f"the cluster's gradient_shares are of a model with {len(self._given_shares)} parameters, and this one "
-                f"has {len(replica.parameters)}; probe with this script, or take gradient_shares out of its file"
-            )
+        self._given_shares = list(self._compute.shares_of(len(replica.parameters)))
         self._replica = replica
         replica.model.register_forward_pre_hook(self._begin_forward)
         replica.model.register_forward_hook(self._end_forward, with_kwargs=True)
@@ -80,10 +75,10 @@ class Pace:
             self._count = None
         mean_s = self._cost.seconds(num_samples=num_samples, forward_flop=self._flop_per_sample * num_samples)
         if not torch.is_grad_enabled():
-            self._process.advance(mean_s * (1 - self._backward_share))
+            self._process.advance(mean_s * (1 - self._compute.backward_share))
             return
         step_s = self._times.draw(mean_s)
-        self._backward_s = step_s * self._backward_share
+        self._backward_s = step_s * self._compute.backward_share
         self._process.advance(step_s - self._backward_s)
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:

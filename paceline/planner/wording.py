@@ -11,6 +11,10 @@ _COUNTED = (
     "How long a step computes was counted, not measured: its operations over the gflop_per_s of the cluster's file. "
     "Give step_s in [compute] there, or measure it with paceline probe."
 )
+_EVEN = (
+    "Connections are taken to share links evenly, which the cluster's file says they do not: servers with many workers are "
+    "slower than planned; --engine virtual shows by how much."
+)
 
 
 def answer(plan: Plan) -> list[str]:
@@ -22,6 +26,8 @@ def answer(plan: Plan) -> list[str]:
         lines.append("A stale gradient's samples count here as a fresh one's: --noise-scale weighs them.")
     if plan.is_counted:
         lines.append(_COUNTED)
+    if plan.cluster.communication.unevenness:
+        lines.append(_EVEN)
     return [*lines, *_checks(plan.checks)]
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import cli
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Servers
+from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Servers
 from paceline.errors import UsageError
 from paceline.planner import Work, wording
 from paceline.planner.noise import NoiseScale
@@ -154,6 +154,16 @@ def test_a_time_that_was_counted_is_said_and_one_that_was_measured_is_not() -> N
     timed = Compute(step_s=0.1), Compute(sample_s=0.01), Compute(distribution="trace", trace_s=(0.1, 0.2))
     assert not any(remarks(compute, work) for compute in timed)
     assert not remarks(Compute(), replace(work, step_s=0.1))
+
+
+def test_a_plan_says_that_it_takes_links_to_be_shared_evenly_where_they_are_not() -> None:
+    hosts = Hosts(count=4, bandwidth_gbit_per_s=1.0)
+    for unevenness, count in ((0.0, 0), (0.4, 1)):
+        cluster = Cluster(
+            hosts=(hosts,), compute=Compute(step_s=0.1), communication=Communication(unevenness=unevenness)
+        )
+        said = wording.answer(plan(cluster, WORK, num_checks=0))
+        assert len([line for line in said if "share links evenly" in line]) == count
 
 
 # --- scripts ---------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_each_key_counts_as_on_the_virtual_engine(
     cluster = with_key(key, placement, **drawn)
     measured_s = engine_step_s(tmp_path, cluster, strategy, options, workers)
     given = {"strategy": strategy, "workers": workers, "work": WORK, "options": options}
-    tolerance = 0.08 if is_asynchronous else 0.06 if placement == "with workers" else 0.03
+    tolerance = 0.08 if is_asynchronous or placement == "with workers" else 0.03
     assert predict(cluster, **given).step_s == pytest.approx(measured_s, rel=tolerance)  # type: ignore[arg-type]
     assert simulate(cluster, **given, steps=60).step_s == pytest.approx(measured_s, rel=tolerance)  # type: ignore[arg-type]
 

@@ -16,10 +16,9 @@ import pytest
 
 from paceline.result import Result
 from paceline.worker import Worker
-from tests.conformance.rows import Row, prepared, step, steps_of
+from tests.conformance.rows import Row, prepared, step, steps_of, wait_until
 
 SLOW_S = 0.1
-PATIENCE_S = 40.0
 EPOCH_STEPS = 8
 NUM_WORKERS = 3
 
@@ -56,10 +55,7 @@ def train_apart(worker: Worker, out: Path, *, goal: Goal, fast_epochs: int = 1, 
 
 def wait_for(others: list[Path], goal: Callable[[int], int], *, most: int) -> None:
     goals = [min(goal(num_steps(other)), most) for other in others]
-    give_up_s = time.monotonic() + PATIENCE_S
-    while any(num_steps(other) < due for other, due in zip(others, goals, strict=True)):
-        assert time.monotonic() < give_up_s, "the others were held back"
-        time.sleep(0.002)
+    wait_until(lambda: all(num_steps(other) >= due for other, due in zip(others, goals, strict=True)))
 
 
 def num_steps(tally: Path) -> int:

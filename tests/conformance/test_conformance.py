@@ -31,6 +31,7 @@ from tests.conformance.rows import (
     step,
     steps_of,
     train,
+    wait_until,
 )
 
 # --- prepare -------------------------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ def accumulate(worker: Worker, out: Path) -> None:
 def test_accumulation_makes_one_step_of_several_batches(row: Row, tmp_path: Path) -> None:
     result = row.run(accumulate, tmp_path)
     num_steps = NUM_SAMPLES // BATCH_SIZE // row.workers // 4
-    assert [len(steps_of(result, worker)) for worker in range(row.workers)] == [num_steps] * row.workers
+    require_through(row, [len(steps_of(result, worker)) for worker in range(row.workers)], num_steps)
     assert {record.samples for record in result.steps} == {4 * BATCH_SIZE}
 
 
@@ -166,12 +167,16 @@ def test_groups_keep_their_settings(row: Row, tmp_path: Path) -> None:
 
 
 def overflow(worker: Worker, out: Path) -> None:
-    """One worker's third gradient is NaN in one parameter."""
+    """One worker's third gradient is NaN in one parameter, and no other one ends the run before."""
     model, optimizer, loader = prepared(worker)
+    last_is_there = out / "last-is-there"
     for number, (x, y, _) in enumerate(loader, 1):
         loss = F.cross_entropy(model(x), y)
         if number == 3 and worker.rank == worker.size - 1:
             loss = loss + model.get_parameter("2.bias").sum() * torch.nan
+            last_is_there.touch()
+        elif number == 3:
+            wait_until(last_is_there.exists)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -218,7 +223,7 @@ def train_with_pauses(worker: Worker, out: Path) -> None:
             step(worker, model, optimizer, x, y)
             time.sleep(0.004)  # after the step: it belongs to the next one
             if worker.rank == worker.size - 1:
-                time.sleep(0.01)
+                time.sleep(0.02)
 
 
 @every_row

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.conformance import rows, virtual_engine
 from tests.conformance.test_asynchrony import *  # noqa: F403
-from tests.conformance.test_asynchrony import SLOW_S
 from tests.conformance.test_conformance import *  # noqa: F403
 from tests.conformance.test_ends import (
     test_a_worker_that_is_done_early_takes_part_in_the_others_pauses,
@@ -42,9 +39,3 @@ __all__ = [
 def on_the_virtual_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "local_engine", virtual_engine)
     monkeypatch.setattr("tests.conformance.test_equivalence.local_engine", virtual_engine)
-    monkeypatch.setattr("tests.conformance.test_asynchrony.wait_for", sleep_for_many_steps)
-
-
-def sleep_for_many_steps(*_: object, **__: object) -> None:
-    """No need to look at how far the others are: simulated time says it."""
-    time.sleep(SLOW_S)

@@ -20,7 +20,7 @@ import psutil
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train.py"
 PACELINE = str(Path(sys.executable).parent / "paceline")
-GRACE_S = 5.0
+GRACE_S = 20.0
 AGENTS_GRACE_S = 90.0
 """Ray's own agents, if they were just starting when all was killed, look for a Ray that is gone for a minute."""
 _TAG = "PACELINE_TEST_TAG"
@@ -50,7 +50,7 @@ class Command:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
-    def wait(self, *, timeout_s: float = 90.0) -> str:
+    def wait(self, *, timeout_s: float = 240.0) -> str:
         """The output, once the command has ended."""
         self.process.wait(timeout=timeout_s)
         self._output.seek(0)
@@ -91,7 +91,7 @@ class Command:
         for line in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         self._output.close()
 
 

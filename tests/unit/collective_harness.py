@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -22,7 +23,7 @@ from paceline.comm.shared_memory import SharedMemoryCollective
 from paceline.comm.torch_distributed import connect_gloo
 from tests.ranks import Ranks, hear, read, serve, tell
 
-MEETING_S = 30.0
+MEETING_S = 60.0
 
 
 @final
@@ -61,7 +62,7 @@ def _meet(backend: str, rank: int, size: int, port: int, connection: Connection)
         return AloneCollective()
     if backend == "shared_memory":
         return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=MEETING_S)
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=MEETING_S))
     return connect_gloo(store, rank=rank, size=size, address="127.0.0.1", deadline_s=MEETING_S)
 
 
@@ -78,6 +79,14 @@ def caught(function: Callable[[], Any]) -> tuple[str, str, float]:
     except Exception as error:
         return type(error).__name__, str(error), time.time()
     return "", "", time.time()
+
+
+def wait_for(file: Path) -> None:
+    """Until another rank has made it."""
+    give_up_s = time.monotonic() + MEETING_S
+    while not file.exists():
+        assert time.monotonic() < give_up_s, f"nobody made {file}"
+        time.sleep(0.01)
 
 
 def later(delay_s: float, function: Callable[..., Any], *arguments: Any) -> threading.Timer:

@@ -19,7 +19,7 @@ _PULSE_S = 0.1
 # Records of steps wait for more of them: a launcher that takes many at a time keeps the cores from training for less
 # time. Evaluations and events do not wait, nor does anything that was recorded before them.
 _PULSES_PER_BATCH = 5
-_LAST_WORDS_S = 2.0
+_LAST_WORDS_S = 5.0  # how long a member that ends waits for a busy launcher to take what it has left to say
 
 
 @dataclass(frozen=True)

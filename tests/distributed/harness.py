@@ -81,7 +81,7 @@ class Command:
 
         def is_clean() -> bool:
             names.clear()
-            names.update(_unowned(shared_memory() - self.shared_memory_before))
+            names.update(unowned(shared_memory() - self.shared_memory_before))
             return not names
 
         assert wait_until(is_clean, within_s=within_s), f"shared memory is left: {names}"
@@ -99,7 +99,7 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
-def _unowned(names: set[str]) -> set[str]:
+def unowned(names: set[str]) -> set[str]:
     """Without those that a living process has mapped: what a dead one left is mapped by nobody."""
     for process in psutil.process_iter() if names else ():
         with contextlib.suppress(psutil.Error, OSError):

@@ -36,13 +36,15 @@ def train(worker: Worker, out: Path, *, slow_s: float) -> None:
             step(worker, model, optimizer, x, y)
 
 
-def train_apart(worker: Worker, out: Path, *, goal: Goal, fast_epochs: int = 1, slow_s: float = 0.0) -> None:
-    """The last worker makes one epoch, and waits before each step until the others have made the steps of `goal`."""
+def train_apart(
+    worker: Worker, out: Path, *, goal: Goal, fast_epochs: int = 1, slow_epochs: int = 1, slow_s: float = 0.0
+) -> None:
+    """The last worker waits before each step until the others have made the steps of `goal`, or all of theirs."""
     model, optimizer, loader = prepared(worker)
     is_slow = worker.rank == worker.size - 1
     others = [out / f"steps-{rank}" for rank in range(worker.size - 1)]
     own_steps = 0
-    for _ in range(1 if is_slow else fast_epochs):
+    for _ in range(slow_epochs if is_slow else fast_epochs):
         for x, y, _ in loader:
             if is_slow:
                 wait_for(others, partial(goal, own_steps), most=fast_epochs * EPOCH_STEPS)
@@ -135,9 +137,12 @@ def test_nobody_waits_without_a_bound(tmp_path: Path) -> None:
 
 
 def test_backup_workers_leave_the_slow_one_behind(tmp_path: Path) -> None:
-    """Two steps of the others close the clock that the slow one computes for: its gradient always comes too late."""
+    """Two steps of the others close the clock that the slow one computes for: its gradient always comes too late.
+
+    It has as many steps to make, for the first worker through its data ends the run.
+    """
     row = Row("ps-bsp", "ps-bsp", NUM_WORKERS, {"backup_workers": 1})
-    result = row.run(partial(train_apart, goal=partial(more, 2), fast_epochs=3), tmp_path)
+    result = row.run(partial(train_apart, goal=partial(more, 2), fast_epochs=3, slow_epochs=3), tmp_path)
     assert [len(steps_of(result, worker)) for worker in range(2)] == [3 * EPOCH_STEPS] * 2
     assert result.iteration == 3 * EPOCH_STEPS
     assert {record.staleness for record in steps_of(result, 2)} == {-1}

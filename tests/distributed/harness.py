@@ -23,6 +23,7 @@ PACELINE = str(Path(sys.executable).parent / "paceline")
 GRACE_S = 20.0
 AGENTS_GRACE_S = 90.0
 """Ray's own agents, if they were just starting when all was killed, look for a Ray that is gone for a minute."""
+_AGENTS = ("ray/dashboard/agent.py", "ray/_private/runtime_env/agent", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 _TAG = "PACELINE_TEST_TAG"
 
 
@@ -71,12 +72,15 @@ class Command:
             with contextlib.suppress(psutil.Error):
                 is_its_own = process.environ().get(_TAG) == self.tag
                 if is_its_own and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[:300]}")
         return found
 
     def assert_nothing_left(self, *, within_s: float = GRACE_S) -> None:
-        left = wait_until(lambda: not self.processes(), within_s=within_s) or self.processes()
-        assert left is True, f"processes are left: {left}"
+        def own() -> list[str]:
+            return [line for line in self.processes() if not any(agent in line for agent in _AGENTS)]
+
+        assert wait_until(lambda: not own(), within_s=within_s), f"processes are left: {own()}"
+        assert wait_until(lambda: not self.processes(), within_s=AGENTS_GRACE_S), f"agents are left: {self.processes()}"
         names: set[str] = set()
 
         def is_clean() -> bool:

@@ -69,7 +69,7 @@ def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, register
         assert kept(tmp_path / "with", f"metrics-{rank}") == result.evaluations[-2].metrics  # the last one comes later
     assert all(evaluation.duration_s > 0.999 * EVALUATION_S for evaluation in result.evaluations)
     between_s = [later.time_s - earlier.time_s for earlier, later in pairwise(result.evaluations)]
-    assert min(between_s) < EVALUATION_S  # each would hold one evaluation if they were on the clock
+    assert min(between_s[1:]) < EVALUATION_S  # each would hold one evaluation if those in pauses were on the clock
     if row.is_deterministic and registers_on_all:
         without = row.run(script, tmp_path / "without", max_steps=20)
         assert checksum(without.model_state()) == checksum(state)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-LEFTOVERS_GRACE_S = 5.0
+LEFTOVERS_GRACE_S = 30.0
 
 # Helpers of multiprocessing that by design live as long as the process that started them.
 STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

@@ -12,8 +12,8 @@ _COUNTED = (
     "Give step_s in [compute] there, or measure it with paceline probe."
 )
 _EVEN = (
-    "Connections are taken to share links evenly, which the cluster's file says they do not: servers with many workers are "
-    "slower than planned; --engine virtual shows by how much."
+    "Connections are taken to share links evenly, which the cluster's file says they do not: servers with many workers "
+    "are slower than planned; --engine virtual shows by how much."
 )
 
 

@@ -40,6 +40,7 @@ from tests.forks import FORKS
 
 EPOCH = 1
 GATHER_S = 0.7
+PATIENCE_S = 40.0
 STOP_FILE = "stop"
 """A script that makes this file in its result directory asks the run to end, as a user's Ctrl-C does."""
 
@@ -85,6 +86,18 @@ def run(
     if failures:
         raise RunFailed("\n".join(failures))
     return Result(out)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """A script waits for what other workers do, however long that takes.
+
+    Raises:
+        AssertionError: they never did it.
+    """
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < give_up_s, "waited for other workers in vain"
+        time.sleep(0.002)
 
 
 @contextlib.contextmanager
@@ -238,10 +251,12 @@ def _work(
             finish()
     except BaseException as failure:
         error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
+        connection.send(("ended", records, error))  # before others can find that it has left, and say that
     for end in reversed(ends):
         with contextlib.suppress(Exception):
             end.close()
-    connection.send(("ended", records, error))
+    if error is None:
+        connection.send(("ended", records, error))
 
 
 def _collective(

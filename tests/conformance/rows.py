@@ -119,6 +119,11 @@ def step(worker: Worker, model: nn.Module, optimizer: Optimizer, x: Tensor, y: T
     worker.log(loss=loss)
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """A script waits for what other workers do."""
+    local_engine.wait_until(is_so)
+
+
 def flat(model: nn.Module) -> Tensor:
     """All parameters as one vector, detached."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

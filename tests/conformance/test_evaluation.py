@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.conformance.rows import (
     step,
 )
 
-EVALUATION_S = 0.2
+EVALUATION_S = 0.3
 
 
 def evaluate(worker: Worker, out: Path, *, registers_on_all: bool = True) -> None:
@@ -67,7 +68,8 @@ def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, register
     for rank in range(row.workers):
         assert kept(tmp_path / "with", f"metrics-{rank}") == result.evaluations[-2].metrics  # the last one comes later
     assert all(evaluation.duration_s > 0.999 * EVALUATION_S for evaluation in result.evaluations)
-    assert result.training_time_s < 4 * EVALUATION_S  # four of the five would be on the clock if any were
+    between_s = [later.time_s - earlier.time_s for earlier, later in pairwise(result.evaluations)]
+    assert min(between_s[1:]) < EVALUATION_S  # each would hold one evaluation if those in pauses were on the clock
     if row.is_deterministic and registers_on_all:
         without = row.run(script, tmp_path / "without", max_steps=20)
         assert checksum(without.model_state()) == checksum(state)

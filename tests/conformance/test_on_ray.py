@@ -16,8 +16,7 @@ from tests.conformance.reference import train_alone
 from tests.conformance.rows import ROWS, Row, launched, prepared, step
 from tests.conformance.scripts import EXACT, SCRIPTS, assert_close, train
 from tests.conformance.scripts import launched as launched_reference
-from tests.conformance.test_asynchrony import largest_lead
-from tests.conformance.test_asynchrony import train as train_with_a_slow_worker
+from tests.conformance.test_asynchrony import SLOW_S, largest_lead, train_apart, up_to
 from tests.conformance.test_resume import assert_same, train_everything
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -130,5 +129,6 @@ def test_run_resumes_in_place(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_stale_synchronous_run_with_a_slow_worker(tmp_path: Path) -> None:
     row = Row("ps-ssp", "ps-ssp", 3, {"staleness": 2, "servers": 2})
-    result = run(row, partial(launched, train_with_a_slow_worker, tmp_path), tmp_path / "run", max_steps=45)
+    script = partial(train_apart, goal=partial(up_to, 2), slow_s=SLOW_S)
+    result = run(row, partial(launched, script, tmp_path), tmp_path / "run")
     assert [largest_lead(result, server, 3) for server in range(2)] == [2, 2]

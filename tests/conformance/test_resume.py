@@ -186,7 +186,7 @@ def test_resume_of_a_finished_run_only_saves_the_model(row: Row, tmp_path: Path)
 def train_slowly_on_rank_1(worker: Worker, out: Path) -> None:
     model, optimizer, loader = prepared(worker)
     for x, y, _ in loader:
-        time.sleep(0.05 * (worker.rank == 1))
+        time.sleep(0.5 * (worker.rank == 1))
         step(worker, model, optimizer, x, y)
 
 

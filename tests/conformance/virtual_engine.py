@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ CLUSTER = Cluster(
 )
 
 
+OTHERS_TIME_S = 0.1
+
+
 class Silent:
     """Watches without a word."""
 
@@ -34,6 +38,11 @@ class Silent:
 
     def on_records(self, records: Sequence[Record]) -> None:
         pass
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """A script sleeps for many steps of the others: simulated time says without a look what they will have done."""
+    time.sleep(OTHERS_TIME_S)
 
 
 def run(

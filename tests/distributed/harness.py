@@ -20,9 +20,10 @@ import psutil
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train.py"
 PACELINE = str(Path(sys.executable).parent / "paceline")
-GRACE_S = 5.0
+GRACE_S = 20.0
 AGENTS_GRACE_S = 90.0
 """Ray's own agents, if they were just starting when all was killed, look for a Ray that is gone for a minute."""
+_AGENTS = ("ray/dashboard/agent.py", "ray/_private/runtime_env/agent", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 _TAG = "PACELINE_TEST_TAG"
 
 
@@ -50,7 +51,7 @@ class Command:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
-    def wait(self, *, timeout_s: float = 90.0) -> str:
+    def wait(self, *, timeout_s: float = 240.0) -> str:
         """The output, once the command has ended."""
         self.process.wait(timeout=timeout_s)
         self._output.seek(0)
@@ -71,17 +72,20 @@ class Command:
             with contextlib.suppress(psutil.Error):
                 is_its_own = process.environ().get(_TAG) == self.tag
                 if is_its_own and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[:300]}")
         return found
 
     def assert_nothing_left(self, *, within_s: float = GRACE_S) -> None:
-        left = wait_until(lambda: not self.processes(), within_s=within_s) or self.processes()
-        assert left is True, f"processes are left: {left}"
+        def own() -> list[str]:
+            return [line for line in self.processes() if not any(agent in line for agent in _AGENTS)]
+
+        assert wait_until(lambda: not own(), within_s=within_s), f"processes are left: {own()}"
+        assert wait_until(lambda: not self.processes(), within_s=AGENTS_GRACE_S), f"agents are left: {self.processes()}"
         names: set[str] = set()
 
         def is_clean() -> bool:
             names.clear()
-            names.update(_unowned(shared_memory() - self.shared_memory_before))
+            names.update(unowned(shared_memory() - self.shared_memory_before))
             return not names
 
         assert wait_until(is_clean, within_s=within_s), f"shared memory is left: {names}"
@@ -91,7 +95,7 @@ class Command:
         for line in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         self._output.close()
 
 
@@ -99,7 +103,7 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
-def _unowned(names: set[str]) -> set[str]:
+def unowned(names: set[str]) -> set[str]:
     """Without those that a living process has mapped: what a dead one left is mapped by nobody."""
     for process in psutil.process_iter() if names else ():
         with contextlib.suppress(psutil.Error, OSError):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -19,6 +20,7 @@ from tests.distributed.harness import events
 
 EPOCH = 3
 HOST = "127.0.0.1"
+WITHIN_S = 60.0
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def service(service_keys: Keys) -> Iterator[ParameterService]:
     thread.join()
 
 
-def ask(keys: Keys, endpoint: str, message: Message, *, timeout_s: float = 5.0) -> Message | None:
+def ask(keys: Keys, endpoint: str, message: Message, *, timeout_s: float = 60.0) -> Message | None:
     """What is answered, if anything is."""
     caller = Caller(keys, endpoint=endpoint, identity="worker-0")
     try:
@@ -55,9 +57,9 @@ def ask(keys: Keys, endpoint: str, message: Message, *, timeout_s: float = 5.0) 
         caller.close()
 
 
-def listen(controller: Controller, *, for_s: float) -> None:
+def listen(controller: Controller, *, for_s: float, until: Callable[[], Any] = lambda: False) -> None:
     until_s = time.monotonic() + for_s
-    while time.monotonic() < until_s:
+    while not until() and time.monotonic() < until_s:
         controller.turn(timeout_s=0.05)
 
 
@@ -98,10 +100,10 @@ def test_launcher_refuses_a_stale_epoch(controller: Controller, tmp_path: Path) 
     address = controller.address
     caller = Caller(address.keys, endpoint=address.endpoint, identity="worker-0")
     caller.send(Message(Kind.PULSE, EPOCH - 1, iteration=7))
-    listen(controller, for_s=0.5)
+    listen(controller, for_s=WITHIN_S, until=lambda: events(tmp_path))
     assert controller.num_steps == {}
     caller.send(Message(Kind.PULSE, EPOCH, iteration=8))
-    listen(controller, for_s=0.5)
+    listen(controller, for_s=WITHIN_S, until=lambda: controller.num_steps)
     caller.close()
     assert controller.num_steps == {"worker-0": 8}
     assert [event["name"] for event in events(tmp_path)] == ["refused"]
@@ -124,7 +126,7 @@ def test_members_write_only_files_of_a_run(controller: Controller, tmp_path: Pat
     caller = Caller(address.keys, endpoint=address.endpoint, identity="worker-0")
     before = set(tmp_path.parent.rglob("*"))
     caller.send(Message(Kind.FILE, EPOCH, body={"name": name}, payload=[b"content"]))
-    listen(controller, for_s=0.5)
+    listen(controller, for_s=WITHIN_S, until=lambda: caller.socket.poll(0))
     answer = Message.decode(caller.socket.recv_multipart(copy=False), epoch=EPOCH)
     caller.close()
     assert answer.kind is Kind.FILE_WRITTEN

@@ -33,10 +33,10 @@ def test_doctor_of_a_cluster_that_is_not_there(start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_demo(start, tmp_path: Path) -> None:
     command = start("demo", "--out", tmp_path / "demo", COLUMNS="80")
-    output = command.wait(timeout_s=240)
+    output = command.wait(timeout_s=540)
     assert command.status == 0, output
     ended = re.findall(r"^\d+/12 (\S+) x (\d) seed (\d): accuracy (\d\.\d+) after \S+ s$", output, re.MULTILINE)
     assert [(name, workers, seed) for name, workers, seed, _ in ended] == [

@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.harness import AGENTS_GRACE_S, TRAIN, is_training, pids, wait_until
 
 pytestmark = pytest.mark.ray
-LIMIT_S = 10.0
+LIMIT_S = 60.0  # the deadline, at which the survivors would find out by themselves, is 300 s
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, vic
         assert re.search(r"died after update \d+ or shortly after$", output, re.MULTILINE)
     assert "Traceback" not in output
     assert "raylet" not in output
-    command.assert_nothing_left(within_s=1.0)
+    command.assert_nothing_left()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_killed_launcher(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = start(
         "run", TRAIN, "--strategy", "ps-bsp", "--workers", 2, "--out", out, "--",
         "--step-s", 0.05, "--loaders", 2, "--child",
     )  # fmt: skip
-    assert wait_until(lambda: is_training(out), within_s=60)
+    assert wait_until(lambda: is_training(out), within_s=120)
     assert len(command.processes()) >= 10
     command.process.kill()
     began_s = time.monotonic()
@@ -72,7 +72,7 @@ def test_killed_launcher(start, tmp_path: Path) -> None:
 def test_two_deaths_at_once_are_both_named(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = start("run", TRAIN, "--workers", 3, "--out", out, "--", "--step-s", 0.05)
-    assert wait_until(lambda: is_training(out), within_s=60)
+    assert wait_until(lambda: is_training(out), within_s=120)
     members = pids(out)
     for name in ("worker-0", "worker-2"):
         os.kill(members[name], signal.SIGKILL)

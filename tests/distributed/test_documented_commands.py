@@ -75,7 +75,7 @@ def cluster() -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_run(page: Path, cluster: str, tmp_path: Path) -> None:
     commands = [c for c in commands_of(page) if c.startswith(RUN_HERE) and not c.startswith(NOT_HERE)]
@@ -90,6 +90,6 @@ def test_commands_run(page: Path, cluster: str, tmp_path: Path) -> None:
     environment = os.environ | {"PATH": path, "RAY_ADDRESS": cluster}
     for command in commands:
         done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=360, check=False
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -86,7 +86,7 @@ def test_import_error(tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         run_text(tmp_path, "import no_such_module\n", workers=2)
     message = str(caught.value)
-    assert message.startswith("worker 0 ")
+    assert re.match(r"worker [01] ", message)
     assert "failed after step 0: ModuleNotFoundError: No module named 'no_such_module'" in message
     assert message.count("Traceback") == 1
     assert re.findall(r'File "([^"]+)"', message) == [str(tmp_path / "script.py")]
@@ -177,14 +177,14 @@ def test_nonfinite_gradients_can_be_skipped(tmp_path: Path, strategy: str) -> No
 @pytest.mark.parametrize("strategy", ["ps-bsp"])
 def test_hanging_rank_is_named(tmp_path: Path, strategy: str) -> None:
     began_s = time.time()
-    message = failure(tmp_path, "hang", "--rank", 1, "--step", 5, strategy=strategy, deadline_s=5.0)
+    message = failure(tmp_path, "hang", "--rank", 1, "--step", 5, strategy=strategy, deadline_s=15.0)
     started = [event for event in (tmp_path / "out" / "events.jsonl").read_text().splitlines() if "training" in event]
     assert started
     print(f"{strategy}: {time.time() - began_s:.1f} s, start-up included")
     assert message.startswith(f"worker 1 (process {pids(tmp_path / 'out')['worker-1']}) hangs after step 4; worker 0 ")
-    assert "5" in message.split("hangs after step 4")[1]
+    assert "15 s" in message.split("hangs after step 4")[1]
     assert "Traceback" not in message
-    assert time.time() - began_s < 30
+    assert time.time() - began_s < 90
 
 
 def test_another_cluster_than_the_connected_one_is_refused(tmp_path: Path) -> None:

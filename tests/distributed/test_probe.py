@@ -29,13 +29,14 @@ def test_a_probe_of_this_machine_is_a_cluster_to_simulate(start: Callable[..., C
     assert 1e-5 < cluster.compute.step_s < 1.0
     assert 0.05 < cluster.compute.backward_share < 0.95
     assert len(cluster.compute.trace_s) >= 8
+    num_steps = len(cluster.compute.trace_s)
     result = paceline.run(
-        DEMO, strategy="ps-bsp", workers=1, engine="virtual", cluster=cluster, max_steps=8, out=tmp_path / "run",
-        watcher=Listener(),
+        DEMO, strategy="ps-bsp", workers=1, engine="virtual", cluster=cluster, max_steps=num_steps,
+        out=tmp_path / "run", watcher=Listener(),
     )  # fmt: skip
-    # One worker computes as it did when it was probed; a batch of 32 takes twice as long as one of 16 only if it is
-    # not the first that the run sees, which sets what a step is.
-    assert result.training_time_s == pytest.approx(8 * cluster.compute.step_s, rel=0.5)
+    # One worker computes as it did when it was probed, the whole trace once; a batch of 32 takes twice as long as one
+    # of 16 only if it is not the first that the run sees, which sets what a step is.
+    assert result.training_time_s == pytest.approx(num_steps * cluster.compute.step_s, rel=0.5)
 
 
 @pytest.mark.slow
@@ -52,10 +53,10 @@ def test_a_script_that_fails_is_named_and_no_file_is_written(start: Callable[...
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_nothing_behind(start: Callable[..., Command], tmp_path: Path) -> None:
-    command = start("probe", TRAIN, "--steps", "100000", "--max-time", "60", "--", "--step-s", "0.01")
-    assert wait_until(lambda: "2/3" in _said(command), within_s=60)
+    command = start("probe", TRAIN, "--steps", "100000", "--max-time", "600", "--", "--step-s", "0.01")
+    assert wait_until(lambda: "2/3" in _said(command), within_s=120)
     command.interrupt()
-    said = command.wait(timeout_s=30)
+    said = command.wait()
     assert command.status == 130
     assert "interrupted; nothing was written" in said
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("output-")] == []

@@ -246,7 +246,7 @@ def test_ddp_names_a_killed_rank(pair: TorchWorld) -> None:
     try:
         message, ended_s = pair.result(0)
         assert "rank 1 is lost" in message
-        assert ended_s - killed_s < 10.0
+        assert ended_s - killed_s < 30.0  # half of the group's timeout
     finally:
         pair.close()
 
@@ -269,12 +269,12 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["gradient 6.0 paceline"] * 2
 
 
 def test_importing_paceline_does_not_import_the_backend() -> None:
     code = "import sys, paceline; sys.exit(any(name.startswith('paceline.torch_backend') for name in sys.modules))"
-    done: Any = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    done: Any = subprocess.run([sys.executable, "-c", code], timeout=240, check=False)
     assert done.returncode == 0

@@ -244,15 +244,15 @@ def test_workers_that_a_killed_launcher_left_are_waited_for(
     run(seeds=1)
     scratch = tmp_path / "out" / "trials" / f".{ORDER[0]}.partial"
     (tmp_path / "out" / "trials" / ORDER[0]).rename(scratch)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1.5)"]) as left:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as left:
         writer = RecordWriter(scratch)
         writer.write([EventRecord("started", "run", 0, 0.0, {"pids": {"worker-0": left.pid}})])
         writer.close()
-        threading.Thread(target=left.wait).start()
         assert runner._is_running(left.pid, since_s=time.time())
         assert not runner._is_running(left.pid, since_s=psutil.Process(left.pid).create_time() - 2)
         machine.fault = lambda name: alive.append(left.poll() is None)
         alive: list[bool] = []
+        threading.Timer(1.0, left.communicate).start()  # says no word, at which it ends
         run(seeds=1)
         assert alive == [False]
 

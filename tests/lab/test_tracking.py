@@ -232,7 +232,7 @@ def test_a_service_that_does_not_answer_holds_up_nobody(
     began_s = time.monotonic()
     tracking = offered(mlflow=opened)
     follow(tracking, four_steps_a_second(4))
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 30  # of the 60 s after which the service would answer
     said = "mlflow has not taken everything 0.1 s after the run's end: the rest may be lost, and it is told no more\n"
     assert capsys.readouterr().err == said
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -22,7 +22,7 @@ from paceline.comm.shared_memory import SharedMemoryCollective
 from paceline.comm.torch_distributed import connect_gloo
 from tests.ranks import Ranks, hear, read, serve, tell
 
-MEETING_S = 30.0
+MEETING_S = 60.0
 
 
 @final
@@ -35,16 +35,15 @@ class World(Ranks):
         self._deadline_s = deadline_s
 
     def open(self) -> None:
-        port = _free_port()
-        ranks = [self.fork(_serve, self.backend, rank, self.size, self._deadline_s, port) for rank in range(self.size)]
-        addresses = [hear(connection, f"start of rank {rank}") for rank, connection in enumerate(ranks)]
+        ranks = [self.fork(_serve, self.backend, rank, self.size, self._deadline_s) for rank in range(self.size)]
+        told = [hear(connection, f"start of rank {rank}") for rank, connection in enumerate(ranks)]
         for connection in ranks:
-            tell(connection, addresses)
+            tell(connection, told)
 
 
-def _serve(backend: str, rank: int, size: int, deadline_s: float | None, port: int, connection: Connection) -> None:
+def _serve(backend: str, rank: int, size: int, deadline_s: float | None, connection: Connection) -> None:
     torch.set_num_threads(1)
-    collective = _meet(backend, rank, size, port, connection)
+    collective = _meet(backend, rank, size, connection)
     # Ranks may be slow to meet on a busy machine; the deadline that a test wants counts from then on.
     collective.set_deadline(deadline_s)
     serve(connection, collective)
@@ -53,22 +52,24 @@ def _serve(backend: str, rank: int, size: int, deadline_s: float | None, port: i
     os._exit(0)
 
 
-def _meet(backend: str, rank: int, size: int, port: int, connection: Connection) -> Collective:
+def _meet(backend: str, rank: int, size: int, connection: Connection) -> Collective:
     control = SharedMemoryCollective.prepare()
-    tell(connection, (True, astuple(control.address)))
-    addresses = [SegmentAddress(*numbers) for numbers in read(connection)]
+    store = _store(size) if backend == "gloo" and rank == 0 else None
+    tell(connection, (True, (astuple(control.address), store.port if store is not None else 0)))
+    told = read(connection)
     if backend == "alone":
         return AloneCollective()
     if backend == "shared_memory":
+        addresses = [SegmentAddress(*numbers) for numbers, _ in told]
         return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=MEETING_S)
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=20))
+    store = store or _store(size, port=told[0][1])
     return connect_gloo(store, rank=rank, size=size, address="127.0.0.1", deadline_s=MEETING_S)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _store(size: int, *, port: int = 0) -> dist.TCPStore:
+    """The one that rank 0 keeps at a port of the system's choice, or the way to it."""
+    patience = timedelta(seconds=MEETING_S)
+    return dist.TCPStore("127.0.0.1", port, size, port == 0, timeout=patience, wait_for_workers=False)
 
 
 def caught(function: Callable[[], Any]) -> tuple[str, str, float]:
@@ -78,6 +79,14 @@ def caught(function: Callable[[], Any]) -> tuple[str, str, float]:
     except Exception as error:
         return type(error).__name__, str(error), time.time()
     return "", "", time.time()
+
+
+def wait_for(file: Path) -> None:
+    """Until another rank has made it."""
+    give_up_s = time.monotonic() + MEETING_S
+    while not file.exists():
+        assert time.monotonic() < give_up_s, f"nobody made {file}"
+        time.sleep(0.01)
 
 
 def later(delay_s: float, function: Callable[..., Any], *arguments: Any) -> threading.Timer:

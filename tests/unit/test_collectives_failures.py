@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ import torch
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
 from paceline.errors import Aborted, UsageError
-from tests.unit.collective_harness import World, caught, later
+from tests.unit.collective_harness import World, caught, later, wait_for
 from tests.unit.collective_programs import perform, random_calls
 
 BACKENDS = ("shared_memory", "gloo")
-DEADLINE_S = 5.0
+DEADLINE_S = 40.0
+SHORT_S = 3.0
+"""A deadline that is to run out; a busy machine may hold up for most of it the rank that comes in time."""
 
 
 def run_until_killed(collective: Collective, seed: int, victim: int, num_calls: int) -> tuple[str, str, float]:
@@ -53,7 +56,7 @@ def require_that_survivors_name_the_dead(backend: str, seed: int) -> None:
             name, message, after_s = world.result(rank)
             assert name == "PeerLost", (seed, rank, message)
             assert f"rank {victim} is lost" in message, (seed, rank)
-            assert after_s < DEADLINE_S, (seed, rank, message)
+            assert after_s < DEADLINE_S / 2, (seed, rank, message)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -87,7 +90,7 @@ WAITS: dict[str, Callable[[Collective], Any]] = {
 def test_a_deadline_names_the_missing_rank(backend: str) -> None:
     with ExitStack() as stack:
         # All at once: nearly all of the time is spent asleep.
-        worlds = {what: stack.enter_context(World(backend, 3, deadline_s=0.7)) for what in WAITS}
+        worlds = {what: stack.enter_context(World(backend, 3)) for what in WAITS}
         for what, world in worlds.items():
             world.start(run_late, what)
         for what, world in worlds.items():
@@ -96,22 +99,22 @@ def test_a_deadline_names_the_missing_rank(backend: str) -> None:
                 assert first[0] == "DeadlineExceeded", first[1]
                 assert "rank 2 has not taken part in" in first[1]
                 assert what in first[1]
-                assert "within 0.7 s" in first[1]
+                assert f"within {SHORT_S} s" in first[1]
                 assert second[0] == "DeadlineExceeded"
                 assert "unusable" in second[1]
 
 
 def run_late(collective: Collective, what: str) -> list[tuple[str, str, float]]:
     collective.barrier()
+    collective.set_deadline(SHORT_S)
     if collective.rank == 2:
-        time.sleep(1.5)
         return []
     return [caught(lambda: WAITS[what](collective)), caught(collective.barrier)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_deadline_counts_for_what_was_agreed_on_before(backend: str) -> None:
-    with World(backend, 3, deadline_s=0.7) as world:
+    with World(backend, 3, deadline_s=SHORT_S) as world:
         for name, message, _ in world.run(run_late_again)[:2]:
             assert name == "DeadlineExceeded"
             assert "rank 2 has not taken part in all_reduce(sum)" in message
@@ -121,7 +124,6 @@ def run_late_again(collective: Collective) -> tuple[str, str, float]:
     for _ in range(5):
         collective.all_reduce(torch.ones(3)).wait()
     if collective.rank == 2:
-        time.sleep(1.5)
         return "", "", 0.0
     return caught(lambda: collective.all_reduce(torch.ones(3)).wait())
 
@@ -136,18 +138,17 @@ def test_all_missing_ranks_are_named(backend: str) -> None:
 
 def run_alone_at_barrier(collective: Collective) -> tuple[str, str, float]:
     if collective.rank:
-        time.sleep(1.0)
         return "", "", 0.0
     return caught(collective.barrier)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_leaves_says_why(backend: str) -> None:
-    with World(backend, 2) as pair:
+    with World(backend, 2, deadline_s=DEADLINE_S) as pair:
         name, message, after_s = pair.run(run_leave)[0]
     assert name == "PeerLost"
     assert "rank 1 is lost: it left" in message
-    assert after_s < 3.0
+    assert after_s < DEADLINE_S / 2
 
 
 def run_leave(collective: Collective) -> tuple[str, str, float]:
@@ -162,33 +163,34 @@ def run_leave(collective: Collective) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("waiting_for", ["all_reduce", "recv"])
-def test_abort_from_another_thread(backend: str, waiting_for: str) -> None:
+def test_abort_from_another_thread(backend: str, waiting_for: str, tmp_path: Path) -> None:
+    """Rank 1 comes only once rank 0 has stopped waiting for it."""
     with World(backend, 2) as pair:
-        results = pair.run(run_aborted, waiting_for)
-    for name, message, _ in results[0][:2]:
+        results = pair.run(run_aborted, waiting_for, tmp_path / "is-over")
+    for name, message, _ in results[0]:
         assert name == "Aborted"
         assert "the run is over" in message
-    assert results[0][2] < 1.0
     name, message, _ = results[1][0]
     assert name == "PeerLost"
     assert "rank 0" in message
     assert "the run is over" in message
 
 
-def run_aborted(collective: Collective, waiting_for: str) -> list[Any]:
+def run_aborted(collective: Collective, waiting_for: str, is_over: Path) -> list[Any]:
     collective.barrier()
     if collective.rank == 1:
-        time.sleep(1.0)
+        wait_for(is_over)
         # What rank 0 had put in place before it was aborted still counts.
         return [caught(lambda: [collective.all_reduce(torch.ones(3)).wait() for _ in range(2)])]
-    started_s = time.perf_counter()
     later(0.2, collective.abort, "the run is over")
     tensor = torch.ones(3)
     wait = {
         "all_reduce": lambda: collective.all_reduce(tensor).wait(),
         "recv": lambda: collective.recv(tensor, source=1).wait(),
     }[waiting_for]
-    return [caught(wait), caught(collective.barrier), time.perf_counter() - started_s]
+    errors = [caught(wait), caught(collective.barrier)]
+    is_over.touch()
+    return errors
 
 
 def test_alone_ends_with_abort_and_close() -> None:

@@ -19,12 +19,13 @@ from paceline.comm.base import REDUCE_OPS, Collective, ReduceOp
 from paceline.comm.hierarchical import HierarchicalCollective, connect_hierarchical
 from paceline.comm.world_ranks import in_world
 from paceline.errors import UsageError
-from tests.unit.collective_harness import MEETING_S, World, caught, later
+from tests.unit.collective_harness import MEETING_S, World, caught, later, wait_for
 from tests.unit.many_works import run_many, sums_of_many
 
 Hosts = tuple[tuple[int, ...], ...]
 LAYOUTS: tuple[Hosts, ...] = (((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1, 2), (3, 4)))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8)
+LATE_S = 2.5  # so long that no delay of a busy machine comes near it
 LENGTHS = (0, 1, 5, 1000, 16_385, 70_001)
 
 _opened: list[HierarchicalCollective] = []  # of one of the processes
@@ -78,7 +79,7 @@ def hierarchy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def pairs(tmp_path: Path) -> Iterator[Hierarchy]:
     """Two hosts with two ranks each, for a test that ends them."""
-    opened = Hierarchy(LAYOUTS[0], tmp_path, deadline_s=8.0)
+    opened = Hierarchy(LAYOUTS[0], tmp_path, deadline_s=40.0)
     with opened.world:
         yield opened
 
@@ -203,18 +204,17 @@ def test_other_operations(hierarchy: Hierarchy, name: str) -> None:
         assert (found is None) == (flat is None)
 
 
-def test_a_barrier_waits_for_the_last(hierarchy: Hierarchy) -> None:
-    for waited_s in hierarchy.run(run_barrier)[:-1]:
-        assert waited_s > 0.2
+def test_a_barrier_waits_for_the_last(hierarchy: Hierarchy, tmp_path: Path) -> None:
+    assert all(hierarchy.run(run_barrier, tmp_path / "last-has-come"))
 
 
-def run_barrier(collective: Collective) -> float:
+def run_barrier(collective: Collective, last_has_come: Path) -> bool:
     collective.barrier()
-    started_s = time.perf_counter()
     if collective.rank == collective.size - 1:
         time.sleep(0.25)
+        last_has_come.touch()
     collective.barrier()
-    return time.perf_counter() - started_s
+    return last_has_come.exists()
 
 
 # ---- many works under way ----------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_time_and_bytes_are_summed(hierarchy: Hierarchy) -> None:
     for rank, (waited_s, communicated_s, moved_bytes) in enumerate(hierarchy.run(run_timed)):
         is_late = rank == hierarchy.size - 1
         # A rank waits for its host in shared memory, for other hosts in gloo, whose waits count as communication.
-        assert waited_s + communicated_s > 0.25 or is_late
+        assert waited_s + communicated_s > LATE_S / 4 or is_late
         assert communicated_s > 0
         assert moved_bytes >= 4_000_000 / max(map(len, hierarchy.hosts))
 
@@ -270,7 +270,7 @@ def run_timed(collective: Collective) -> tuple[float, float, int]:
     timing = collective.timing
     before = (timing.waiting_s, timing.communication_s, timing.moved_bytes)
     if collective.rank == collective.size - 1:
-        time.sleep(0.3)
+        time.sleep(LATE_S)
     collective.all_reduce(memory).wait()
     return timing.waiting_s - before[0], timing.communication_s - before[1], timing.moved_bytes - before[2]
 
@@ -333,11 +333,11 @@ def test_survivors_of_a_killed_rank_raise(pairs: Hierarchy, victim: int, num_ele
         name, message, at = pairs.world.result(rank)
         assert name == "PeerLost", message
         assert f"world rank {victim} is lost" in message
-        assert at - killed_at < 5.0
+        assert at - killed_at < 20.0  # half of the deadline
 
 
 def test_a_deadline_names_who_is_missing(tmp_path: Path) -> None:
-    hasty = Hierarchy(LAYOUTS[0], tmp_path, deadline_s=1.5)
+    hasty = Hierarchy(LAYOUTS[0], tmp_path, deadline_s=4.0)
     with hasty.world:
         results = hasty.run(run_late)
     kind, message, _ = results[2]
@@ -351,36 +351,32 @@ def test_a_deadline_names_who_is_missing(tmp_path: Path) -> None:
 def run_late(collective: Collective) -> tuple[str, str, float]:
     memory = collective.allocate(4 * 300_000).view(torch.float32)
     if collective.rank == 3:
-        time.sleep(2.2)
         return "", "", 0.0
     return caught(lambda: collective.all_reduce(memory).wait())
 
 
-def test_abort_from_another_thread(pairs: Hierarchy) -> None:
-    results = pairs.run(run_aborted)
-    for name, message, _ in results[0][:2]:
+def test_abort_from_another_thread(pairs: Hierarchy, tmp_path: Path) -> None:
+    results = pairs.run(run_aborted, tmp_path / "is-over")
+    for name, message, _ in results[0]:
         assert name == "Aborted"
         assert "the run is over" in message
-    assert results[0][2] < 1.5
     kind, message, _ = results[1][0]
     assert kind == "PeerLost", message
     assert "world rank 0" in message
     assert "the run is over" in message
 
 
-def run_aborted(collective: Collective) -> list[Any]:
+def run_aborted(collective: Collective, is_over: Path) -> list[Any]:
+    """Rank 3 comes only once rank 0 has stopped waiting for it."""
     collective.barrier()
-    started_s = time.perf_counter()
     if collective.rank == 0:
         later(0.2, collective.abort, "the run is over")
     if collective.rank == 3:
-        time.sleep(1.0)
-        return []
-    return [
-        caught(lambda: collective.all_reduce(torch.ones(3)).wait()),
-        caught(collective.barrier),
-        time.perf_counter() - started_s,
-    ]
+        wait_for(is_over)
+    errors = [caught(lambda: collective.all_reduce(torch.ones(3)).wait()), caught(collective.barrier)]
+    if collective.rank == 0:
+        is_over.touch()
+    return errors
 
 
 def test_ranks_of_a_host_that_disagree_find_out(pairs: Hierarchy) -> None:

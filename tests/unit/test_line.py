@@ -49,8 +49,8 @@ def test_a_late_answer_wakes_the_worker(bell: Bell) -> None:
     answering = threading.Timer(0.1, lambda: server.send([b"answer", b""]))
     answering.start()
     began_s = time.monotonic()
-    assert worker.receive(timeout_s=10) == [b"answer", b""]
-    assert time.monotonic() - began_s < 5
+    assert worker.receive(timeout_s=60) == [b"answer", b""]
+    assert time.monotonic() - began_s < 30
     answering.join()
     worker.close()
     server.close()

@@ -21,11 +21,13 @@ class AllGather:
 
     def exchange(self, rank: int, row: bytes) -> Sequence[bytes]:
         self.rows[rank] = row
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return self.rows
 
 
-def meet(size: int, *, absent: int = -1, stranger: bool = False) -> list[PeerWatch | Exception]:
+def meet(
+    size: int, *, absent: int = -1, stranger: bool = False, deadline_s: float = 60.0
+) -> list[PeerWatch | Exception]:
     """Every rank's watch, or why it got none; `absent` gives its address but connects to nobody."""
     gather = AllGather(size)
     found: list[PeerWatch | Exception] = [RuntimeError("nothing")] * size
@@ -42,7 +44,7 @@ def meet(size: int, *, absent: int = -1, stranger: bool = False) -> list[PeerWat
             return rows
 
         try:
-            found[rank] = PeerWatch.meet(exchange, rank=rank, address="127.0.0.1", deadline_s=1.0)
+            found[rank] = PeerWatch.meet(exchange, rank=rank, address="127.0.0.1", deadline_s=deadline_s)
         except Exception as error:
             found[rank] = error
 
@@ -67,7 +69,7 @@ def test_an_address_has_a_fixed_length() -> None:
         rows.append(row)
         return rows
 
-    watch = PeerWatch.meet(exchange, rank=0, address="127.0.0.1", deadline_s=1.0)
+    watch = PeerWatch.meet(exchange, rank=0, address="127.0.0.1", deadline_s=60.0)
     assert [len(row) for row in rows] == [ADDRESS_BYTES]
     assert watch.missing(1) == []
     watch.close()
@@ -128,7 +130,7 @@ def test_who_does_not_read_holds_nobody_up() -> None:
 
 
 def test_who_does_not_connect_is_named() -> None:
-    first = meet(3, absent=2)[0]
+    first = meet(3, absent=2, deadline_s=4.0)[0]
     assert isinstance(first, DeadlineExceeded)
     with pytest.raises(DeadlineExceeded, match="rank 2 has not connected"):
         raise first

@@ -416,8 +416,15 @@ def test_places() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_workers_are_quick() -> None:
-    """What a planner needs: a push and a pull of 10,000 workers to 100 servers, whole messages, 5 times."""
-    num_workers, num_servers, num_steps = 10_000, 100, 5
+    """What a planner needs: ten times the workers take ten times as long, or a little more; a hundred times would not
+    do."""
+    few_s = min(simulating_s(1_000) for _ in range(3))
+    assert simulating_s(10_000) < 40 * few_s
+
+
+def simulating_s(num_workers: int) -> float:
+    """Processor time of a push and a pull of each worker to 100 servers, whole messages, 5 times."""
+    num_servers, num_steps = 100, 5
     bench = Bench(num_workers + num_servers, chunk_bytes=math.inf)
     left = [num_steps] * num_workers
     hosts: Sequence[int] = range(num_workers)
@@ -436,6 +443,6 @@ def test_ten_thousand_workers_are_quick() -> None:
     began_s = time.process_time()
     for worker in hosts:
         push(worker)
-    assert bench.run() == pytest.approx(num_steps * 100 * 1e4 / B, rel=0.25)
+    assert bench.run() == pytest.approx(num_steps * num_workers / num_servers * 1e4 / B, rel=0.25)
     assert not any(left)
-    assert time.process_time() - began_s < 0.6 * num_steps  # 60 s for 100
+    return time.process_time() - began_s

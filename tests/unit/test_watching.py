@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_progress_does_not_wrap_and_keeps_what_matters(width: int, max_steps: in
     assert len(texts) == (1 if width == 200 else 2)
     assert all(len(text) == width for text in texts)
     assert label in texts[0]
-    assert "0:00:00" in texts[0]
+    assert re.search(r" \d:\d\d:\d\d", texts[0])
     assert "step 87654  12 min left  810,005 samples/s  accuracy 0.1235" in texts[-1]
     assert "…" not in "".join(texts)
     assert ("waiting 1%" in texts[-1]) == (width == 200)

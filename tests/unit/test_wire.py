@@ -32,7 +32,7 @@ from paceline.comm.wire import (
     to_frames,
 )
 
-WITHIN_S = 10.0
+WITHIN_S = 60.0
 SILENCE_S = 0.3
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_closing_twice_and_leaving_nothing(keys: Keys) -> None:
     for _ in range(2):
         caller.close()
         listener.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # what an earlier test left may have ended meanwhile
 
 
 def test_what_was_sent_leaves_before_a_lingering_close(keys: Keys) -> None:
@@ -388,7 +388,7 @@ def test_a_listener_that_cannot_listen_leaves_no_thread(keys: Keys) -> None:
     give_up_s = time.monotonic() + WITHIN_S
     while threading.active_count() > before and time.monotonic() < give_up_s:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_listening_on_ipv6(keys: Keys) -> None:

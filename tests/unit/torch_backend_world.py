@@ -23,7 +23,7 @@ gloo: list[Any] = []
 class TorchWorld(Ranks):
     """Ranks with a default process group on Paceline and one of gloo beside it; functions are given their rank."""
 
-    def __init__(self, size: int, folder: Path, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, size: int, folder: Path, *, timeout_s: float = 60.0) -> None:
         super().__init__(size)
         self._timeout_s = timeout_s
         self._meeting_points = (folder / f"meeting-point-{number}" for number in itertools.count())

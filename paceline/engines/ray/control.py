@@ -20,7 +20,7 @@ _PULSE_S = 0.1
 # time, 0.5 instead of 1.1 % of a conv net's step. Evaluations and events do not wait, nor does anything that was
 # recorded before them.
 _PULSES_PER_BATCH = 5
-_LAST_WORDS_S = 2.0
+_LAST_WORDS_S = 5.0  # how long a member that ends waits for a busy launcher to take what it has left to say
 
 
 @dataclass(frozen=True)

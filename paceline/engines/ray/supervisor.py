@@ -31,6 +31,7 @@ _TURN_S = 0.05
 _START_S = 120.0
 _GATHER_S = 1.5  # how long others may take to tell their side once one member has failed
 _GRACE_S = 2.0  # how long members have to end by themselves once the run is aborted
+_FAREWELL_S = 30.0  # how long members that have ended well may take to have their last records heard
 _SWEEP_S = 3.0  # how long other hosts may take to end what a dead member left
 _SAVE_S = 7.0  # how long an interrupted run has to save
 
@@ -213,7 +214,7 @@ class Supervisor:
 
     def _hear_last_words(self, names: set[str]) -> None:
         """Members that have ended may still have records under way: wait for their goodbyes, which come last."""
-        until_s = time.monotonic() + _GRACE_S
+        until_s = time.monotonic() + _FAREWELL_S
         while not names <= self._controller.gone and time.monotonic() < until_s:
             self._turn(timeout_s=_TURN_S)
 

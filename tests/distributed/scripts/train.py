@@ -47,13 +47,24 @@ def fault():
     elif args.fault == "vanish":
         os._exit(0)
     elif args.fault == "hang":
+        if args.results is not None:
+            (args.results / "struck").touch()
         time.sleep(3600)
 
 
 def strike(pid):
-    time.sleep(0.3)  # until the launcher has heard of the step before
+    while not is_recorded(worker.rank, args.step - 1):
+        time.sleep(0.05)
+    time.sleep(0.3)  # word of a step follows its record
     (args.results / "struck").write_text(str(time.time()))
     os.kill(pid, signal.SIGKILL)
+
+
+def is_recorded(rank, step):
+    """Whether the launcher has written the step down."""
+    path = args.results / "steps.csv"
+    rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return any(row.startswith(f"{rank},{step},") for row in rows)
 
 
 def pids():

@@ -81,14 +81,8 @@ class Command:
 
         assert wait_until(lambda: not own(), within_s=within_s), f"processes are left: {own()}"
         assert wait_until(lambda: not self.processes(), within_s=AGENTS_GRACE_S), f"agents are left: {self.processes()}"
-        names: set[str] = set()
-
-        def is_clean() -> bool:
-            names.clear()
-            names.update(unowned(shared_memory() - self.shared_memory_before))
-            return not names
-
-        assert wait_until(is_clean, within_s=within_s), f"shared memory is left: {names}"
+        names = shared_memory_left(self.shared_memory_before, within_s=within_s)
+        assert not names, f"shared memory is left: {names}"
 
     def close(self) -> None:
         """End whatever a failed test left."""
@@ -103,13 +97,25 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
-def unowned(names: set[str]) -> set[str]:
+def _unowned(names: set[str]) -> set[str]:
     """Without those that a living process has mapped: what a dead one left is mapped by nobody."""
     for process in psutil.process_iter() if names else ():
         with contextlib.suppress(psutil.Error, OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             names = {name for name in names if f"/dev/shm/{name}" not in maps}
     return names
+
+
+def shared_memory_left(before: set[str], *, within_s: float = GRACE_S) -> set[str]:
+    """What is there since then, is mapped by nobody, and stays; what comes from now on is of tests beside this one."""
+    left = shared_memory() - before
+
+    def is_clean() -> bool:
+        left.intersection_update(_unowned(left & shared_memory()))
+        return not left
+
+    wait_until(is_clean, within_s=within_s)
+    return left
 
 
 def wait_until(is_so: Callable[[], Any], *, within_s: float) -> bool:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.base import Collective
-from tests.distributed.harness import shared_memory, unowned, wait_until
+from tests.distributed.harness import shared_memory, shared_memory_left
 from tests.unit.collective_examples import check, same_bits
 from tests.unit.collective_harness import World
 from tests.unit.collective_programs import KINDS, expected, perform, random_calls, start
@@ -79,7 +79,7 @@ def test_mixed_operations_leak_nothing(backend: str, size: int, num_calls: int) 
             num_descriptors, leaked_bytes = world.result(rank, within_s=500.0)
             assert num_descriptors == 0
             assert leaked_bytes < 512
-        assert wait_until(lambda: not unowned(shared_memory() - before), within_s=30)
+        assert not shared_memory_left(before)
 
 
 def run_soak(collective: Collective, num_calls: int) -> tuple[int, float]:

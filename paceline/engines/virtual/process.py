@@ -135,10 +135,8 @@ class Scheduler:
 
     def run(self) -> None:
         """Until every process is over, or nothing can happen any more: those left wait for something impossible."""
-        timeline = self.timeline
         self._own, self._own_modes = getcurrent(), modes()
-        while self._num_alive and not timeline.is_over:
-            timeline.turn()
+        self.timeline.run()
 
     def abort(self, reason: str) -> None:
         """Have every process end: its present wait, and any later one, raises `Aborted`."""
@@ -167,6 +165,8 @@ class Scheduler:
             process.modes = modes()
             _change(process.modes, self._own_modes)
             self._num_alive -= process.is_over
+            if not self._num_alive:
+                self.timeline.stop()
 
     def give_back(self) -> None:
         """Called by the process that runs, which goes no further before it is resumed."""

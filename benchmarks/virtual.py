@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.data import collate
 from paceline.data.dataset import Split
-from paceline.engines.progress import Progress
 from paceline.models import build
 
 BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 100, 20, 8
@@ -38,17 +37,20 @@ def images(count: int) -> Split:
     return Split(pixels, labels, torch.full((3, 1, 1), 128.0), torch.full((3, 1, 1), 64.0))
 
 
-def script(model_name: str, split: Split) -> None:
+def script(model_name: str, split: Split, stamps: list[float]) -> None:
+    """Notes the times of every step's begin and end."""
     worker = paceline.init()
     model = build(model_name)
     loader = DataLoader(split, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
     model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.05), loader)
     while True:
         for x, y in loader:
+            stamps.append(time.perf_counter())
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            stamps.append(time.perf_counter())
 
 
 def pure_s(model_name: str, split: Split, num_gradients: int, *, takes_batches: bool) -> float:
@@ -72,7 +74,7 @@ def virtual_s(model_name: str, split: Split, strategy: str, workers: int, cluste
     stamps: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
         result = paceline.run(
-            lambda: script(model_name, split),
+            lambda: script(model_name, split, stamps),
             strategy=strategy,
             workers=workers,
             engine="virtual",
@@ -80,30 +82,9 @@ def virtual_s(model_name: str, split: Split, strategy: str, workers: int, cluste
             max_steps=max_steps,
             device="cpu",
             out=Path(directory) / "run",
-            watcher=_Stopwatch(stamps),
         )
         assert len(result.steps) >= num_gradients
     return stamps[-1] - stamps[0]
-
-
-class _Stopwatch:
-    """Notes when training begins, and the time of every step."""
-
-    def __init__(self, stamps: list[float]) -> None:
-        self._stamps = stamps
-        self._num_samples = 0
-
-    def on_records(self, records: object) -> None:
-        pass
-
-    def on_progress(self, progress: object) -> None:
-        assert isinstance(progress, Progress)
-        if progress.phase == "training" and (not self._stamps or progress.samples > self._num_samples):
-            self._num_samples = progress.samples
-            self._stamps.append(time.perf_counter())
-
-    def on_output(self, who: str, line: str) -> None:
-        pass
 
 
 def main() -> None:

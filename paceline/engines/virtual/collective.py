@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import final
 
 import torch
@@ -50,6 +49,9 @@ class VirtualCollective(Collective):
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        return self.persistent_all_reduce(tensor, op=op)()
+
+    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
         require_reducible(op, tensor.dtype)
         flat, copy_back = flatten(tensor, device_type=tensor.device.type, is_target=True)
         num_bytes = float(flat.nbytes)
@@ -62,11 +64,14 @@ class VirtualCollective(Collective):
                 other.copy_(flats[0])
 
         signature = Signature("all_reduce", flat.dtype, flat.numel(), op)
-        call = Call(signature, lambda _: patterns.all_reduce(hosts, num_bytes), flat, num_bytes, reduce)
-        return _OperationWork(self, self._start(call), call, copy_back)
 
-    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
-        return partial(self.all_reduce, tensor, op=op)
+        def start() -> Work:
+            if copy_back is not None:
+                flat.copy_(tensor.detach().reshape(-1))
+            call = Call(signature, lambda _: patterns.all_reduce(hosts, num_bytes), flat, num_bytes, reduce)
+            return _OperationWork(self, self._start(call), call, copy_back)
+
+        return start
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         require_root(root, size=self.size)

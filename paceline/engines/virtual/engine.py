@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ class VirtualRun:
         self._device = _device(job.config)
         self._backward = BackwardEnds()
         self._scheduler = Scheduler(self._timeline, require_waitable=self._backward.require_outside)
-        self._reporter = DirectoryReporter(directory, self._on_record)
+        self._reporter = DirectoryReporter(directory, self._on_records)
         self._servers = [self._server(index, host) for index, host in enumerate(self._places.servers)]
         self._worlds: dict[int, World] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -299,9 +299,9 @@ class VirtualRun:
         with self._not_heard():
             self._watcher.on_output(who, line)
 
-    def _on_record(self, record: Record, progress: Progress) -> None:
+    def _on_records(self, records: Sequence[Record], progress: Progress) -> None:
         with self._not_heard():
-            self._watcher.on_records((record,))
+            self._watcher.on_records(records)
             self._watcher.on_progress(progress)
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -10,13 +11,66 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_char
 from types import ModuleType
 from typing import Any, final
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_TWISTER_BYTES = 4 * (624 + 1)
+"""Of a Mersenne Twister: its numbers, and where it is among them."""
+
+
+@final
+class _NumpyState:
+    """State of numpy's global generator.
+
+    Right after a gradient, when its code is in no cache, numpy takes 70 us to say what its state is and as long to take
+    it back. So the generator's memory is compared and copied, and numpy asked only where numbers have been drawn: the
+    second one of a pair of Gaussians, which it may hold, is kept elsewhere.
+    """
+
+    def __init__(self) -> None:
+        """As it is now."""
+        self._content: bytes | None = None
+        self._holds_gaussian = False
+        self.save()
+
+    def save(self) -> None:
+        content = _numpy_content()
+        if content is None or content != self._content or self._holds_gaussian:
+            self._whole = np.random.get_state(legacy=False)
+            self._content, self._holds_gaussian = content, bool(self._whole["has_gauss"])
+
+    def restore(self, present: _NumpyState | None) -> None:
+        """
+        Args:
+            present: what is in place, just saved; none where that is not known.
+        """
+        was_all = present is not None and present._memory_alone is not None
+        if was_all and (content := self._memory_alone) is not None:
+            _memory_of(get_bit_generator())[:] = content
+        else:
+            np.random.set_state(self._whole)
+
+    @property
+    def _memory_alone(self) -> bytes | None:
+        """The memory's content, where there is nothing else to the state."""
+        return None if self._holds_gaussian else self._content
+
+
+def _numpy_content() -> bytes | None:
+    """The memory of numpy's generator, if it is the one that numpy comes with."""
+    generator = get_bit_generator()
+    return bytes(_memory_of(generator)) if type(generator) is np.random.MT19937 else None
+
+
+@functools.lru_cache(maxsize=1)
+def _memory_of(generator: np.random.BitGenerator) -> memoryview:
+    return memoryview((c_char * _TWISTER_BYTES).from_address(generator.ctypes.state_address)).cast("B")
 
 
 @final
@@ -25,45 +79,46 @@ class RandomState:
 
     def __init__(self) -> None:
         """As they are now."""
+        self._numpy = _NumpyState()
         self.save()
 
     def save(self) -> None:
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._numpy: Any = np.random.get_state()
+        self._numpy.save()
         self._python = random.getstate()
         self._main: ModuleType | None = sys.modules.get("__main__")
 
-    def restore(self) -> None:
+    def restore(self, present: RandomState | None = None) -> None:
+        """
+        Args:
+            present: what is in place, just saved; none where that is not known.
+        """
         torch.set_rng_state(self._torch)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
-        np.random.set_state(self._numpy)
+        self._numpy.restore(present and present._numpy)
         random.setstate(self._python)
         if self._main is not None:
             sys.modules["__main__"] = self._main
 
 
-@final
-class Modes:
-    """What `with` blocks of torch set for a thread: whether gradients are wanted, and automatic mixed precision."""
+Modes = tuple[Any, ...]
+"""What `with` blocks of torch set for a thread: whether gradients are wanted, and automatic mixed precision."""
 
-    def __init__(self) -> None:
-        """As they are now."""
-        self.save()
 
-    def save(self) -> None:
-        self._wants_gradients = torch.is_grad_enabled()
-        self._autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in _AUTOCAST_DEVICES
-        ]
+def modes() -> Modes:
+    """As they are now."""
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES]
+    return torch.is_grad_enabled(), *autocast
 
-    def restore(self) -> None:
-        torch._C._set_grad_enabled(self._wants_gradients)
-        for device, is_on, dtype in self._autocast:
-            torch.set_autocast_enabled(device, is_on)
-            torch.set_autocast_dtype(device, dtype)
+
+def set_modes(modes: Modes) -> None:
+    wants_gradients, *autocast = modes
+    torch._C._set_grad_enabled(wants_gradients)
+    for device, (is_on, dtype) in zip(_AUTOCAST_DEVICES, autocast, strict=True):
+        torch.set_autocast_enabled(device, is_on)
+        torch.set_autocast_dtype(device, dtype)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import final
 
 from greenlet import getcurrent, greenlet
 
-from paceline.engines.virtual.interpreter import Modes, RandomState
+from paceline.engines.virtual.interpreter import Modes, RandomState, modes, set_modes
 from paceline.engines.virtual.timeline import Timeline
 from paceline.errors import Aborted
 
@@ -48,7 +48,7 @@ class Process:
         self.is_over = False
         self.doom: Aborted | None = None
         """Raised by the next wait."""
-        self.random, self.modes = RandomState(), Modes()
+        self.random, self.modes = RandomState(), modes()
         self._scheduler, self._timeline = scheduler, scheduler.timeline
         self._clock_s = 0.0
         self._program = program
@@ -121,8 +121,7 @@ class Scheduler:
         self.running: Process | None = None
         self.processes: list[Process] = []
         self._require_waitable = require_waitable
-        self._own = getcurrent()
-        self._own_modes = Modes()
+        self._own, self._own_modes = getcurrent(), modes()
         self._last: Process | None = None
         self._num_alive = 0
 
@@ -136,10 +135,8 @@ class Scheduler:
 
     def run(self) -> None:
         """Until every process is over, or nothing can happen any more: those left wait for something impossible."""
-        timeline = self.timeline
-        self._own = getcurrent()
-        while self._num_alive and not timeline.is_over:
-            timeline.turn()
+        self._own, self._own_modes = getcurrent(), modes()
+        self.timeline.run()
 
     def abort(self, reason: str) -> None:
         """Have every process end: its present wait, and any later one, raises `Aborted`."""
@@ -154,22 +151,30 @@ class Scheduler:
         if process.is_over:
             return
         if self._last is not process:
-            if self._last is not None:
-                self._last.random.save()
-            process.random.restore()
+            last = self._last.random if self._last is not None else None
+            if last is not None:
+                last.save()
+            process.random.restore(last)
             self._last = process
-        self._own_modes.save()
-        process.modes.restore()
+        _change(self._own_modes, process.modes)
         self.running = process
         try:
             process.switch_to()
         finally:
             self.running = None
-            process.modes.save()
-            self._own_modes.restore()
+            process.modes = modes()
+            _change(process.modes, self._own_modes)
             self._num_alive -= process.is_over
+            if not self._num_alive:
+                self.timeline.stop()
 
     def give_back(self) -> None:
         """Called by the process that runs, which goes no further before it is resumed."""
         self._require_waitable()
         self._own.switch()
+
+
+def _change(present: Modes, wanted: Modes) -> None:
+    """Seldom is there anything to change, and looking is quicker."""
+    if present != wanted:
+        set_modes(wanted)

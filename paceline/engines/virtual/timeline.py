@@ -18,23 +18,22 @@ class Timeline:
         self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._num_asked = 0
+        self._is_stopped = False
 
     def at(self, time_s: float, action: Callable[..., object], *arguments: Any) -> None:
         """Have `action(*arguments)` called at `time_s`, or now if that is past."""
         self._num_asked += 1
-        heapq.heappush(self._events, (max(time_s, self.now_s), self._num_asked, action, arguments))
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing is left to happen."""
-        return not self._events
-
-    def turn(self) -> None:
-        """Go on to the next event and let it happen; there must be one."""
-        self.now_s, _, action, arguments = heapq.heappop(self._events)
-        action(*arguments)
+        now_s = self.now_s
+        heapq.heappush(self._events, (time_s if time_s > now_s else now_s, self._num_asked, action, arguments))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
-        while self._events:
-            self.turn()
+        """Until nothing is left to happen, or somebody has called `stop`."""
+        events, pop = self._events, heapq.heappop
+        self._is_stopped = False
+        while events and not self._is_stopped:
+            self.now_s, _, action, arguments = pop(events)
+            action(*arguments)
+
+    def stop(self) -> None:
+        """What happens now is the last that `run` lets happen."""
+        self._is_stopped = True

@@ -1,0 +1,68 @@
+"""What of the process's state each virtual worker has for itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.engines.virtual.interpreter import RandomState, kept
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "gaussian": lambda: float(np.random.standard_normal()),  # numpy makes two at a time, and keeps one
+    "uniform": lambda: float(np.random.random_sample()),
+    "all of them": lambda: float(np.random.bytes(4 * 624)[0]),  # the place among the numbers is as before
+    "python": random.random,
+    "python gaussian": lambda: random.gauss(0, 1),
+    "torch": lambda: float(torch.randn(1)),
+    "none": lambda: 0.0,
+}
+
+
+def seed(worker: int) -> None:
+    torch.manual_seed(worker)
+    np.random.seed(worker)
+    random.seed(worker)
+
+
+def alone(worker: int, draws: list[str]) -> list[float]:
+    """What the worker draws where nobody else is."""
+    seed(worker)
+    return [DRAWS[name]() for name in draws]
+
+
+@given(turns=st.lists(st.tuples(st.integers(0, 2), st.lists(st.sampled_from(list(DRAWS)), max_size=3)), max_size=12))
+def test_each_worker_draws_as_if_alone(turns: list[tuple[int, list[str]]]) -> None:
+    with kept():
+        states = []
+        for worker in range(3):
+            seed(worker)
+            states.append(RandomState())
+        drawn: dict[int, list[float]] = {worker: [] for worker in range(3)}
+        last = None
+        for worker, draws in turns:
+            if worker is not last:
+                if last is not None:
+                    states[last].save()
+                states[worker].restore(states[last] if last is not None else None)
+                last = worker
+            drawn[worker] += [DRAWS[name]() for name in draws]
+        for worker in range(3):
+            names = [name for turn, draws in turns if turn == worker for name in draws]
+            assert drawn[worker] == alone(worker, names)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_process_draws_on_as_before(name: str) -> None:
+    expected = alone(7, [name, "gaussian", "uniform"])[1:]
+    seed(7)
+    DRAWS[name]()
+    with kept():
+        seed(8)
+        DRAWS["gaussian"]()
+    assert [DRAWS["gaussian"](), DRAWS["uniform"]()] == expected

@@ -91,11 +91,16 @@ class Cell:
         return SLEEP_S[self.model] + passes * gradient_bytes(self.model) / (self.rate_mbit * 1e6 / 8)
 
     @property
+    def num_steps(self) -> int:
+        """That are timed, measured as predicted: without a barrier it matters who is through first."""
+        return min(MAX_STEPS[self.model], max(1, round(STEPS_BUDGET_S / self.link_s)))
+
+    @property
     def options(self) -> dict[str, str]:
         return {"servers": str(self.num_servers)} if self.num_servers else {"algorithm": "ring"}
 
     def script(self, num_steps: int) -> tuple[Path, list[str]]:
-        """The script that every worker runs, and its arguments."""
+        """The script that every worker runs, and its arguments; `num_steps` come after those that warm up."""
         arguments = ["--model", self.model, "--steps", str(NUM_WARMUP[self.model] + num_steps)]
         if self.workload == "sleep":
             return HERE / "exchange_script.py", [*arguments, "--sleep-s", str(SLEEP_S[self.model])]
@@ -167,7 +172,7 @@ def enlarged(text: str, *, num_hosts: int) -> Cluster:
 
 def predicted_s(cell: Cell, cluster_text: str) -> float:
     """Seconds a step on the virtual engine."""
-    script, arguments = cell.script(MAX_STEPS[cell.model] // 2)
+    script, arguments = cell.script(cell.num_steps)
     with tempfile.TemporaryDirectory() as directory:
         result = paceline.run(
             script,
@@ -189,8 +194,7 @@ def predicted_s(cell: Cell, cluster_text: str) -> float:
 
 def measured(net: Network, ray: str, cell: Cell) -> tuple[float, float, float]:
     """As `Cell.step_s`, of a real run."""
-    num_steps = min(MAX_STEPS[cell.model], max(1, round(STEPS_BUDGET_S / cell.link_s)))
-    script, arguments = cell.script(num_steps)
+    script, arguments = cell.script(cell.num_steps)
     with tempfile.TemporaryDirectory(dir=net.directory) as directory:
         out = Path(directory) / "run"
         command = [
@@ -208,7 +212,7 @@ def measured(net: Network, ray: str, cell: Cell) -> tuple[float, float, float]:
             # Only training meets the limit: large models take long to be handed out and to be saved.
             _until(process, lambda: '"training"' in _read(out / "events.jsonl"))
             net.limit(cell.rate_mbit)
-            num_rows = cell.num_hosts * (NUM_WARMUP[cell.model] + num_steps)
+            num_rows = cell.num_hosts * (NUM_WARMUP[cell.model] + cell.num_steps)
             _until(process, lambda: _read(out / "steps.csv").count("\n") > num_rows)
             net.limit(OPEN_MBIT)
             _, errors = process.communicate(timeout=TIMEOUT_S)

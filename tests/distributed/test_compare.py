@@ -61,5 +61,5 @@ def test_killed_in_the_middle_and_gone_on_with(start, tmp_path: Path) -> None:
 
 def without_times(frame: pd.DataFrame) -> pd.DataFrame:
     """What was trained, without how fast, and without the strategy's name."""
-    timing = re.compile(r"(^|_)s(_|$)|_per_s|share|^strategy$|^trial$|^base_strategy$")
+    timing = re.compile(r"(^|_)s(_|$)|_per_s|share|^used_by_others$|^strategy$|^trial$|^base_strategy$")
     return frame[[column for column in frame.columns if not timing.search(column)]].reset_index(drop=True)

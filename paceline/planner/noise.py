@@ -42,22 +42,20 @@ class NoiseSums:
 
     def __init__(self) -> None:
         self.count = 0
-        self._num_samples = 0
         self._squares = 0.0
         self._sum: Tensor | None = None
 
-    def add(self, gradients: Sequence[Tensor], *, num_samples: int) -> None:
+    def add(self, gradients: Sequence[Tensor]) -> None:
         """Of one more batch, of as many samples as the others."""
         flat = torch.cat([gradient.detach().reshape(-1).double() for gradient in gradients])
         self.count += 1
-        self._num_samples = num_samples
         self._squares += float(flat @ flat)
         self._sum = flat if self._sum is None else self._sum.add_(flat)
 
-    def scale(self) -> NoiseScale:
-        """At least two batches must have been added."""
+    def scale(self, *, batch: int) -> NoiseScale:
+        """At least two batches, of so many samples each, must have been added."""
         assert self._sum is not None
-        small, big = self._num_samples, self._num_samples * self.count
+        small, big = batch, batch * self.count
         square_small = self._squares / self.count
         square_big = float(self._sum @ self._sum) / self.count**2
         gradient = (big * square_big - small * square_small) / (big - small)

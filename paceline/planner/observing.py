@@ -70,7 +70,8 @@ def observe(program: Program, *, measures_noise: bool = False, seed: int = 0) ->
             f"a plan needs a script that trains through worker.prepare, at least {num_needed} steps; this one was run "
             f"as a single worker on the virtual engine{reason}"
         )
-    return Observation(seen.work(), seen.noise)
+    work = seen.work()
+    return Observation(work, seen.noise_sums.scale(batch=work.samples) if measures_noise else None)
 
 
 class _Seen:
@@ -78,13 +79,13 @@ class _Seen:
 
     def __init__(self) -> None:
         self.is_complete = False
-        self.noise: NoiseScale | None = None
+        self.noise_sums = NoiseSums()
         self.replica: Replica | None = None
         self.forward_flop = 0.0
         self.shares: tuple[float, ...] = ()
         self.state_bytes = 0.0
         self.samples: list[int] = []
-        """Of each step."""
+        """Of each step; records come some at a time."""
 
     def work(self) -> Work:
         assert self.replica is not None
@@ -146,7 +147,6 @@ class _ObservedSynchronizer(Synchronizer):
     def __init__(self, inner: Synchronizer, strategy: Observed, replica: Replica) -> None:
         self._inner, self._seen, self._replica = inner, strategy.seen, replica
         self._num_noise_steps = strategy.num_noise_steps
-        self._sums = NoiseSums()
         self._steps = 0
         self._count: ForwardCount | None = None
         self._flop_of_pass = 0.0
@@ -179,9 +179,8 @@ class _ObservedSynchronizer(Synchronizer):
             return self._inner.step(update, pause_at=pause_at)
         if self._num_noise_steps:
             gradients = [parameter.grad for parameter in self._replica.parameters if parameter.grad is not None]
-            self._sums.add(gradients, num_samples=self._seen.samples[0])
-        if self._sums.count >= self._num_noise_steps:
-            self._seen.noise = self._sums.scale() if self._num_noise_steps else None
+            self._seen.noise_sums.add(gradients)
+        if self._seen.noise_sums.count >= self._num_noise_steps:
             self._seen.is_complete = True
             raise _Enough("the plan has seen enough of the script")
         return StepOutcome(self._steps, staleness=-1)

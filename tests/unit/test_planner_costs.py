@@ -134,17 +134,17 @@ def test_noise_scale_of_a_known_gradient() -> None:
     sums = NoiseSums()
     for _ in range(4000):
         samples = torch.tensor([3.0, 4.0]) + 2**0.5 * torch.randn(8, 2, generator=generator)
-        sums.add([samples.mean(dim=0)[:1], samples.mean(dim=0)[1:]], num_samples=8)
-    assert sums.scale().samples == pytest.approx(4 / 25, rel=0.1)
+        sums.add([samples.mean(dim=0)[:1], samples.mean(dim=0)[1:]])
+    assert sums.scale(batch=8).samples == pytest.approx(4 / 25, rel=0.1)
 
 
 def test_noise_scale_without_noise_and_without_gradient() -> None:
     still, lost = NoiseSums(), NoiseSums()
     for sign in (1.0, -1.0):
-        still.add([torch.ones(3)], num_samples=4)
-        lost.add([torch.full((3,), sign)], num_samples=4)
-    assert still.scale().samples == 0.0
-    assert lost.scale().samples == math.inf
+        still.add([torch.ones(3)])
+        lost.add([torch.full((3,), sign)])
+    assert still.scale(batch=4).samples == 0.0
+    assert lost.scale(batch=4).samples == math.inf
 
 
 def test_steps_by_hand() -> None:

@@ -155,16 +155,15 @@ def test_connections_share_a_link_in_proportion_to_their_windows() -> None:
     """While all of them have something to send: what each got when the first was through."""
     bench = Bench(5, unevenness=0.8)
     for sender in range(1, 5):
-        bench.send(sender, 0, M, sender)
+        bench.network.send(sender, 0, M, bench.timeline.stop)
     windows = {name[0]: connection.window_bytes for name, connection in bench.network._connections.items()}
     assert max(windows.values()) > 1.5 * min(windows.values())
     first = max(windows, key=windows.__getitem__)
-    while first not in bench.arrived:
-        bench.timeline.turn()
+    bench.timeline.run()  # until the first one's message has arrived
     left = {name[0]: c.waiting[0].left_bytes + c.under_way_bytes for name, c in _busy(bench.network)}
     for sender, left_bytes in left.items():
         assert (M - left_bytes) / M == pytest.approx(windows[sender] / windows[first], rel=0.1)
-    assert bench.run() == pytest.approx(4 * M / B, rel=1e-6)  # and none of the link is lost
+    assert [bench.run() for _ in range(3)][-1] == pytest.approx(4 * M / B, rel=1e-6)  # and none of the link is lost
 
 
 def test_uneven_shares_make_what_needs_all_senders_late() -> None:

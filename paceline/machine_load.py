@@ -36,7 +36,7 @@ class Usage:
         for process in [own, *own.children(recursive=True)]:
             with suppress(psutil.Error):  # it has ended
                 own_s[process.pid] = sum(process.cpu_times()[:2])
-        return cls(time.monotonic(), busy_s, own_s, len(cores))
+        return cls(time.monotonic(), busy_s, own_s, max(1, len(cores)))
 
 
 def describe() -> dict[str, float]:

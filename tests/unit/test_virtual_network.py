@@ -203,6 +203,23 @@ def test_a_connection_that_was_idle_begins_anew() -> None:
     assert windows[0] == windows[1] != windows[2]
 
 
+@pytest.mark.parametrize("size", [3, 6, 7])
+def test_idleness_is_noticed_after_messages_of_any_size(size: int) -> None:
+    """Parts of a tensor are fractions of bytes, whose sums do not come back to 0."""
+    bench = Bench(2, unevenness=0.5)
+    windows = set[float]()
+
+    def send() -> None:
+        bench.send(0, 1, 102_400_004 / size, "large")
+        bench.send(0, 1, 4096 / size, "small")
+        windows.update(connection.window_bytes for connection in bench.network._connections.values())
+
+    for number in range(10):
+        bench.at(10.0 * number, send)
+    bench.run()
+    assert len(windows) >= 8  # some may be the least
+
+
 def test_answers_do_not_wait_behind_what_is_sent() -> None:
     for unevenness in (0.0, 0.3):
         bench = Bench(2, unevenness=unevenness)

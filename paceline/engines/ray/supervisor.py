@@ -213,10 +213,14 @@ class Supervisor:
         self._controller.raise_write_error()
 
     def _hear_last_words(self, names: set[str]) -> None:
-        """Members that have ended may still have records under way: wait for their goodbyes, which come last."""
+        """Members that have ended may still have records under way: wait for their goodbyes, which come last.
+
+        The dead have said all they will.
+        """
         until_s = time.monotonic() + _FAREWELL_S
-        while not names <= self._controller.gone and time.monotonic() < until_s:
+        while not names <= self._controller.gone | self._members.dead and time.monotonic() < until_s:
             self._turn(timeout_s=_TURN_S)
+            self._collect()
 
     def _turn(self, *, timeout_s: float) -> None:
         self._controller.turn(timeout_s=timeout_s)

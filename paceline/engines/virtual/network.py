@@ -82,6 +82,8 @@ class _Connection:
     """What a link on its way holds while it waits for nobody; comes on top of every window."""
     window_bytes: float = 0.0
     under_way_bytes: float = 0.0
+    num_under_way: int = 0
+    """Chunks. Sums of bytes do not come back to 0 exactly."""
     idle_since_s: float = -math.inf
     waiting: deque[_Message] = field(default_factory=deque)
 
@@ -209,7 +211,7 @@ class Network:
             draws = random.Random(f"{self._seed} {name}")
             connection = self._connections[name] = _Connection(draws, self._unevenness, free_bytes)
         message.connection = connection
-        is_idle = not connection.waiting and not connection.under_way_bytes
+        is_idle = not connection.waiting and not connection.num_under_way
         if is_idle and self._timeline.now_s - connection.idle_since_s > _RESTART_S:
             connection.restart()
         connection.waiting.append(message)
@@ -220,10 +222,11 @@ class Network:
         while connection.waiting:
             message = connection.waiting[0]
             chunk_bytes = min(message.left_bytes, _UNEVEN_CHUNK_BYTES)
-            if connection.under_way_bytes and connection.under_way_bytes + chunk_bytes > connection.window_bytes:
+            if connection.num_under_way and connection.under_way_bytes + chunk_bytes > connection.window_bytes:
                 return
             message.left_bytes -= chunk_bytes
             connection.under_way_bytes += chunk_bytes
+            connection.num_under_way += 1
             is_last = message.left_bytes <= 0
             if is_last:
                 connection.waiting.popleft()
@@ -231,6 +234,7 @@ class Network:
 
     def _arrive(self, message: _Message, connection: _Connection, chunk_bytes: float, is_last: bool) -> None:
         connection.under_way_bytes -= chunk_bytes
+        connection.num_under_way -= 1
         self._fill(connection)
         connection.idle_since_s = self._timeline.now_s
         if is_last:

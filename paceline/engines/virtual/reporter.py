@@ -70,8 +70,10 @@ class DirectoryReporter(Reporter):
         self._is_stopping = True
 
     def close(self) -> None:
-        self._flush()
-        self._writer.close()
+        try:
+            self._flush()
+        finally:
+            self._writer.close()
 
     def _flush(self) -> None:
         records, self._pending = self._pending, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -16,7 +16,7 @@ from paceline.config import DeviceChoice, RunConfig
 from paceline.errors import RunFailed, UsageError
 from paceline.lab import timeline as lab_timeline
 from paceline.lab.tracking import Tracking
-from paceline.strategies import build
+from paceline.strategies import build, parse_options
 from paceline.watching import ProgressLine
 
 _NOTHING_TRAINED = (
@@ -74,7 +74,7 @@ def run(
     console = Console(stderr=True)
     config = RunConfig(max_steps=max_steps)
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
-    options = _options(option or [])
+    options = parse_options(option or [], where="--option")
     directory = out or resume or launch.new_directory(build(strategy, options), workers=workers)
     settings: dict[str, str | int | float] = {
         "script": str(script),
@@ -134,20 +134,3 @@ def _show_timeline_of_failed(directory: Path, console: Console) -> None:
     except UsageError as error:
         said = str(error)
     console.print(said, markup=False, highlight=False, soft_wrap=True)
-
-
-def _options(texts: list[str]) -> dict[str, Any]:
-    """`key=value` texts as a mapping.
-
-    Raises:
-        UsageError: a text has another form, or a key comes twice.
-    """
-    options: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise UsageError(f"--option {text!r} is not of the form key=value")
-        if key in options:
-            raise UsageError(f"--option {key} is given twice")
-        options[key] = value
-    return options

@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from paceline import clock
 from paceline.config import Target
 from paceline.lab import words
 from paceline.lab.frames import Frames
@@ -26,7 +27,7 @@ def of_study(frames: Frames) -> Table:
     has_target = bool((frames.trials["target"] != "").any())
     cells = _target_cells if has_target else _rate_cells
     metric = next((name for name in frames.trials["metric"] if name), "metric")
-    is_virtual = frames.trials["engine"].iloc[0] == words.VIRTUAL
+    is_virtual = frames.trials["engine"].iloc[0] == clock.VIRTUAL
     to_target, speedup, rate, cost = _VIRTUAL_HEADINGS if is_virtual else _HEADINGS
     own = (to_target, speedup, rate, cost) if has_target else (f"last {metric}", rate)
     for heading in ("strategy", "workers", "seeds", *own):
@@ -78,10 +79,10 @@ def summary(result: Result) -> Table:
     rows = {
         "strategy": f"{result.manifest['strategy']['name']}, {result.manifest['num_workers']} worker(s)",
         "steps": f"{result.iteration:,}",
-        "training time": f"{result.training_time_s:.2f} {words.unit(result.engine)}",
-        f"samples/{words.unit(result.engine)}": f"{result.samples_per_s:,.0f}",
+        "training time": f"{result.training_time_s:.2f} {clock.unit(result.engine)}",
+        f"samples/{clock.unit(result.engine)}": f"{result.samples_per_s:,.0f}",
         **{name: f"{value:.4g}" for name, value in result.metrics.items()},
-        "time to target": f"{reached_s:.2f} {words.unit(result.engine)}" if reached_s is not None else never,
+        "time to target": f"{reached_s:.2f} {clock.unit(result.engine)}" if reached_s is not None else never,
         "time spent": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
         "results": str(result.directory),
     }

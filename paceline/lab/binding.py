@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from paceline import clock
 from paceline.lab import chance, words
 from paceline.lab.chance import Sample
 from paceline.lab.frames import FINISHED
@@ -126,7 +127,7 @@ def costs_of(trials: pd.DataFrame, *, strategy: str, workers: int) -> Costs | No
         Sample.of(chosen["samples_to_target"].dropna().tolist()),
         {part: Sample.of((sample_s * chosen[f"{part}_share"]).tolist()) for part in _PARTS},
         Sample.of((chosen["moved_bytes"] / chosen["training_time_s"]).tolist()),
-        words.unit(chosen["engine"].iloc[0]),
+        clock.unit(chosen["engine"].iloc[0]),
     )
 
 

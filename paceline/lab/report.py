@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from paceline import clock
 from paceline.errors import UsageError
 from paceline.lab import html_page, words
 from paceline.lab.figures import Chart, Figure, Subject, figures
@@ -200,5 +201,5 @@ def _cluster(cluster: VirtualCluster) -> str:
 
 def _budget(spec: StudySpec) -> str:
     steps = f"{spec.max_steps:,} iterations" if spec.max_steps is not None else ""
-    time = f"{spec.max_time_s:g} {words.unit(spec.engine)}" if spec.max_time_s is not None else ""
+    time = f"{spec.max_time_s:g} {clock.unit(spec.engine)}" if spec.max_time_s is not None else ""
     return " or ".join(part for part in (steps, time) if part)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.strategies import STRATEGIES, build, name_of
+from paceline.strategies import STRATEGIES, build, name_of, parse_options
 from paceline.strategies.base import Strategy
 
 
@@ -26,15 +26,7 @@ class Variant:
             UsageError: the name, an option or a value is unknown, or an option comes twice.
         """
         name, *settings = text.strip().split(":")
-        options: dict[str, str] = {}
-        for setting in settings:
-            key, equals, value = setting.partition("=")
-            if not key or not equals:
-                raise UsageError(f"strategy {text!r}: {setting!r} is not of the form option=value")
-            if key in options:
-                raise UsageError(f"strategy {text!r} has the option {key} twice")
-            options[key] = value
-        return cls.of(build(name, options))
+        return cls.of(build(name, parse_options(settings, where=f"strategy {text!r}:")))
 
     @classmethod
     def of(cls, strategy: str | Strategy) -> Variant:

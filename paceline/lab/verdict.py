@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 
+from paceline import clock
 from paceline.config import Target, rises
 from paceline.lab import amdahl, binding, chance, words
 from paceline.lab.chance import Sample
@@ -132,7 +133,7 @@ class _Judge:
         return [line, *_ties(cheapest, candidates, "worker_s_to_target", self._cost)]
 
     def _cost(self, row: Row) -> str:
-        virtual = "virtual " if row["engine"] == words.VIRTUAL else ""
+        virtual = "virtual " if row["engine"] == clock.VIRTUAL else ""
         cost = f"{words.quantity(row['worker_s_to_target'])} {virtual}worker-seconds"
         server_s = self._trials_of(row)["server_s_to_target"].mean()
         return f"{cost} and {words.quantity(server_s)} {virtual}server-seconds" if server_s > 0 else cost
@@ -270,7 +271,7 @@ class _Judge:
 
     def _simulated(self) -> list[str]:
         first = self.trials.iloc[0]
-        if first["engine"] != words.VIRTUAL:
+        if first["engine"] != clock.VIRTUAL:
             return []
         return [f"Times are virtual, those of the simulated cluster {first['cluster']}."]
 
@@ -304,7 +305,7 @@ def _time(row: Row) -> str:
 
 
 def _rate(row: Row) -> str:
-    return f"{row['samples_per_s']:,.0f} samples/{words.unit(row['engine'])}"
+    return f"{row['samples_per_s']:,.0f} samples/{clock.unit(row['engine'])}"
 
 
 def _last(row: Row) -> str:

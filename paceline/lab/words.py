@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.clock import VIRTUAL as VIRTUAL
-from paceline.clock import unit as unit
+from paceline.clock import VIRTUAL
 
 _MINUTE_S, _HOUR_S = 60, 3600
 

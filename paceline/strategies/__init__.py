@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -79,6 +79,23 @@ _ENTRIES = (
     ),
 )
 STRATEGIES: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+
+
+def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:
+    """`option=value` texts, as `build` takes them.
+
+    Raises:
+        UsageError: a text has another form, or an option comes twice; the message begins with `where`.
+    """
+    options: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{where} {text!r} is not of the form option=value")
+        if key in options:
+            raise UsageError(f"{where} {key} is given twice")
+        options[key] = value
+    return options
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Strategy:

@@ -80,7 +80,10 @@ def test_a_strategy_that_is_an_object(strategy: Strategy, text: str) -> None:
         ({"strategies": ["all-reduc"]}, "unknown strategy 'all-reduc'; did you mean 'all-reduce'?"),
         ({"strategies": ["ps-bsp:server=2"]}, "unknown option for ps-bsp 'server'; did you mean 'servers'?"),
         ({"strategies": ["ps-bsp:servers"]}, "strategy 'ps-bsp:servers': 'servers' is not of the form option=value"),
-        ({"strategies": ["ps-bsp:servers=1:servers=2"]}, "has the option servers twice"),
+        (
+            {"strategies": ["ps-bsp:servers=1:servers=2"]},
+            "strategy 'ps-bsp:servers=1:servers=2': servers is given twice",
+        ),
         ({"strategies": ["ps-bsp", "ps-bsp"]}, "strategies: ps-bsp is given twice"),
         ({"strategies": []}, "strategies: give at least one"),
         ({"strategies": ["single"], "workers": [2, 3]}, "strategy single runs on 1 worker, not 2"),

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from paceline import cli, demo_script, launch, watching
+from paceline import cli, demo_script, launch
 from paceline.checkpoint import Checkpoint, WorkerState
-from paceline.cli import commands, compare, demo, exit_codes, report, tables
-from paceline.engines.progress import Progress
+from paceline.cli import demo, exit_codes, report
 from paceline.engines.virtual import cluster_file
 from paceline.errors import RunFailed
 from paceline.lab import runner
-from paceline.lab.outcome import Outcome
-from paceline.lab.runner import Position, StudyInterrupted
+from paceline.lab.runner import StudyInterrupted
 from paceline.lab.spec import StudySpec
 from paceline.lab.study import Study
-from paceline.lab.tracking import Tracking
-from paceline.lab.virtual_cluster import VirtualCluster
-from tests.lab.made import reaching, spec, study, write_trial
+from tests.lab.made import reaching, write_trial
 
 USAGE = 2
 
@@ -84,7 +77,7 @@ def save_checkpoint(directory: Path, *, workers: int = 2, seed: int = 0) -> Path
         ("--strategy ps-bsp --option servers=0", "servers must be at least 1, not 0"),
         ("--strategy ps-bsp --option combine=sometimes", "combine must be one of auto, always, never, not 'sometimes'"),
         ("--option nonfinite=ignore", "nonfinite must be one of raise, skip, allow, not 'ignore'"),
-        ("--option bucket_mb", "--option 'bucket_mb' is not of the form key=value"),
+        ("--option bucket_mb", "--option 'bucket_mb' is not of the form option=value"),
         ("--option bucket_mb=1 --option bucket_mb=2", "--option bucket_mb is given twice"),
         ("--target accuracy", "target 'accuracy' is not of the form metric=value, such as accuracy=0.95"),
         ("--target accuracy=high", "target 'accuracy=high' is not of the form metric=value, such as accuracy=0.95"),
@@ -225,57 +218,6 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     assert any(line.split()[:1] == ["staleness"] for line in lines)
 
 
-def test_the_table_of_a_study_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    trials = {
-        ("all-reduce", 1, 0): reaching(424.0),
-        ("all-reduce", 1, 1): reaching(474.0),
-        ("all-reduce", 16, 0): reaching(41.0, samples_per_step=123_456),
-        ("all-reduce", 16, 1): reaching(43.0, samples_per_step=123_456),
-        ("ps-bsp:servers=2", 1, 0): reaching(1.0, value=0.2),
-        ("ps-bsp:servers=2", 16, 0): reaching(1.0, failure="no"),
-    }
-    console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(tables.of_study(study(tmp_path / "s", trials).frames))
-    lines = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
-    assert max(map(len, lines)) <= 80
-    assert lines[0].split() == [
-        "strategy",
-        "workers",
-        "seeds",
-        "to",
-        "target,",
-        "s",
-        "speed-up",
-        "samples/s",
-        "worker-s",
-    ]
-    rows = [" ".join(line.split()) for line in lines[2:]]
-    assert rows == [
-        "all-reduce 1 2/2 449 (424-474) 1.0 1 449",
-        "all-reduce 16 2/2 42 (41-43) 10.7 (10.3-11.0) 470,575 672",
-        "ps-bsp servers=2 1 0/1 never - 320 -",
-        "ps-bsp servers=2 16 0 failed - - -",
-    ]
-
-
-def test_short_virtual_times_leave_strategies_room_for_their_names(tmp_path: Path) -> None:
-    trials = {
-        ("all-reduce", 1, 0): reaching(0.05108),
-        ("all-reduce", 1, 1): reaching(0.05704),
-        ("all-reduce", 2, 0): reaching(0.08161, samples_per_step=12_345),
-        ("all-reduce", 2, 1): reaching(0.08394, samples_per_step=12_345),
-    }
-    virtual = {"engine": "virtual", "cluster": VirtualCluster.read("lab-1gbe")}
-    console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(tables.of_study(study(tmp_path / "s", trials, **virtual).frames))
-    lines = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
-    assert max(map(len, lines)) <= 80
-    assert [line.split()[:5] for line in lines[-2:]] == [
-        ["all-reduce", "1", "2/2", "0.054", "(0.051-0.057)"],
-        ["all-reduce", "2", "2/2", "0.083", "(0.082-0.084)"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -322,51 +264,6 @@ def test_help_of_compare(monkeypatch, capsys) -> None:
         "retry-failed",
     ):
         assert f"--{name}" in shown
-
-
-def test_a_studys_progress_says_which_run_and_how_long_the_rest_takes(monkeypatch) -> None:
-    monkeypatch.setattr(watching, "_PLAIN_INTERVAL_S", 0.0)
-    stream = io.StringIO()
-    made = spec(strategies=("ps-bsp",), workers=(1, 2), seeds=(0, 1))
-    shown = compare.StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=False)
-    busy = Progress(iteration=7, time_s=2.0, samples=600, metrics={"accuracy": 0.5}, phase="training")
-    with shown.trial(made.trials[0], Position(1, 4, None)) as line:
-        line.on_progress(busy)
-    with shown.trial(made.trials[1], Position(2, 4, 200.0)) as line:
-        line.on_progress(busy)
-    shown.on_outcome(made.trials[1], Position(2, 4, 200.0), Outcome("failed", "no\nmore", 1.0), Path("nowhere"))
-    assert stream.getvalue().splitlines() == [
-        "1/4 ps-bsp x 1 seed 0: step 7  300 samples/s  accuracy 0.5",
-        "2/4 ps-bsp x 2 seed 0: step 7  3 min 20 s left  300 samples/s  accuracy 0.5",
-        "2/4 ps-bsp x 2 seed 0: failed: no",
-        "more",
-    ]
-
-
-def test_a_studys_runs_are_told_apart_from_another_studys_at_a_service(tmp_path: Path) -> None:
-    made = spec(strategies=("ps-bsp",), workers=(1,))
-    tracking = Tracking(tensorboard=tmp_path / "events")
-    shown = compare.StudyProgress(Console(file=io.StringIO()), made, "digits", tracking=tracking, timelines=False)
-    with shown.trial(made.trials[0], Position(1, 1, None)):
-        pass
-    (events,) = (tmp_path / "events").rglob("events.out.tfevents.*")
-    assert events.parent == tmp_path / "events" / "digits" / "ps-bsp-n1-s0"
-    written = events.read_bytes()
-    assert b"/somewhere/train.py" in written
-    assert b"accuracy=0.5" in written
-
-
-def test_what_cannot_be_shown_of_a_trial_does_not_end_the_study(tmp_path: Path) -> None:
-    directory = study(tmp_path / "s", {("ps-bsp", 1, 0): reaching(1.0)}).directory / "trials" / "ps-bsp-n1-s0"
-    (directory / "manifest.json").write_text("{}")  # lacks what a timeline begins with
-    stream = io.StringIO()
-    made = spec(strategies=("ps-bsp",), workers=(1,))
-    shown = compare.StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=True)
-    shown.on_outcome(made.trials[0], Position(1, 1, None), Outcome("finished", "", 1.0), directory)
-    assert stream.getvalue().splitlines() == [
-        "1/1 ps-bsp x 1 seed 0: accuracy 0.5 after 1.0 s",
-        "1/1 ps-bsp x 1 seed 0: KeyError: 'strategy'",
-    ]
 
 
 @pytest.mark.parametrize(("failure", "status"), [(None, 0), ("worker 1 died", 1)])
@@ -430,40 +327,6 @@ def test_far_more_workers_than_cores_are_warned_of(monkeypatch, capsys) -> None:
     assert warning not in said("run", "train.py", "--workers", 9, "--engine", "virtual", "--cluster", "lab-1gbe")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert warning not in said("run", "train.py", "--workers", 9)
-
-
-def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:
-    code = (
-        "import sys; from paceline.cli import commands; [commands.load(name) for name in commands.SUMMARIES]; "
-        "sys.exit(any(name.startswith('plotly') for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line where torch, Ray and pandas cannot be imported."""
-    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'ray', 'pandas')); from paceline import cli; cli.main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_what_runs_nothing_loads_nothing(argument: str) -> None:
-    assert without_torch(argument).returncode == 0
-
-
-def test_a_missing_package_is_named() -> None:
-    ended = without_torch("doctor")
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("bad  torch: ")
-    assert "remedy: pip install" in ended.stderr
-
-
-@pytest.mark.parametrize("name", commands.SUMMARIES)
-def test_the_list_of_commands_says_what_each_ones_help_does(name: str) -> None:
-    loaded = commands.load(name)
-    assert loaded.name == name
-    summary, _, _ = (loaded.help or "").partition("\n\n")
-    assert " ".join(summary.split()) == commands.SUMMARIES[name]
 
 
 def test_an_interrupted_study_says_how_to_go_on(monkeypatch, capsys) -> None:

@@ -14,7 +14,7 @@ from paceline.engines.virtual.timeline import Timeline
 CHUNK_BYTES = 2**18
 """Small enough for messages of 1 MiB, as parameter servers send them, to share a link."""
 WINDOW_BYTES = 2**18
-"""What an uneven connection has under way in the median. Predictions hardly depend on it from here to 1 MiB."""
+"""What an uneven connection has under way in the median: a part of a server's piece."""
 _UNEVEN_CHUNK_BYTES = 2**16
 _RESTART_S = 0.2
 """After being idle for so long a connection begins anew, as TCP's do: RFC 5681, section 4.1; Linux's least timeout."""
@@ -101,7 +101,7 @@ class Network:
     link begins to pass one on as soon as its head arrives, and cannot be done with it before its tail has. So a lone
     message of M bytes takes its path's latency and M over the least bandwidth, exactly; n messages that meet at one
     receiver take n M over its bandwidth; and a link's two directions do not disturb each other. Queues between links
-    are unbounded: a sender is not slowed by a receiver that others keep busy, as each connection has its own window.
+    are unbounded: unless connections have windows, a sender is not slowed by a receiver that others keep busy.
 
     Args:
         timeline: on which chunks move.

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from paceline import clock
 from paceline.config import Target
 from paceline.lab import words
 from paceline.lab.figures.style import FAINT, GRID, INK, Style, plain, strategy_styles, worker_styles
@@ -95,7 +96,7 @@ class Subject:
 
     @property
     def is_virtual(self) -> bool:
-        return self.engine == words.VIRTUAL
+        return self.engine == clock.VIRTUAL
 
     @cached_property
     def cluster(self) -> str:
@@ -105,7 +106,7 @@ class Subject:
     @property
     def unit(self) -> str:
         """Of all times: `s` or `virtual s`."""
-        return words.unit(self.engine)
+        return clock.unit(self.engine)
 
     def seconds(self, what: str) -> str:
         """An axis title for a time."""

@@ -1,0 +1,44 @@
+"""What the command line loads, and what its list of commands says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli import commands
+
+
+def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:
+    code = (
+        "import sys; from paceline.cli import commands; [commands.load(name) for name in commands.SUMMARIES]; "
+        "sys.exit(any(name.startswith('plotly') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line where torch, Ray and pandas cannot be imported."""
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'ray', 'pandas')); from paceline import cli; cli.main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_what_runs_nothing_loads_nothing(argument: str) -> None:
+    assert without_torch(argument).returncode == 0
+
+
+def test_a_missing_package_is_named() -> None:
+    ended = without_torch("doctor")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("bad  torch: ")
+    assert "remedy: pip install" in ended.stderr
+
+
+@pytest.mark.parametrize("name", commands.SUMMARIES)
+def test_the_list_of_commands_says_what_each_ones_help_does(name: str) -> None:
+    loaded = commands.load(name)
+    assert loaded.name == name
+    summary, _, _ = (loaded.help or "").partition("\n\n")
+    assert " ".join(summary.split()) == commands.SUMMARIES[name]

@@ -24,7 +24,8 @@ from paceline.engines.ray.supervisor import Job, Supervisor
 from paceline.engines.scripting import Program, Script
 from paceline.engines.virtual import cluster_file
 from paceline.engines.virtual.cluster import Cluster
-from paceline.engines.virtual.engine import VirtualJob, VirtualRun
+from paceline.engines.virtual.engine import VirtualRun
+from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, suggest, unknown
 from paceline.evaluation import metrics_in
 from paceline.records import Record, truncate
@@ -58,6 +59,7 @@ def run(
     arguments: Sequence[str] = (),
     engine: EngineChoice = "ray",
     cluster: str | Path | Cluster | None = None,
+    processes: int = 1,
     address: str | None = None,
     max_steps: int | None = None,
     max_time_s: float | None = None,
@@ -82,6 +84,7 @@ def run(
         engine: `ray`: real processes; `virtual`: real gradients on a simulated cluster, in this process, whose network
             and clock are simulated too.
         cluster: of the virtual engine: a TOML file, the name of one that comes with Paceline, or what either holds.
+        processes: of the virtual engine, that the workers' computing is spread over; what comes of the run is the same.
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         max_steps, max_time_s, target: what ends the run before the script does.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
@@ -100,7 +103,7 @@ def run(
     if workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
     plan.check(num_workers=workers)
-    check_engine(engine, cluster=cluster, address=address)
+    check_engine(engine, cluster=cluster, address=address, processes=processes)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
     config = RunConfig(
         max_steps=max_steps,
@@ -131,7 +134,7 @@ def run(
     watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
     try:
         if virtual is not None:
-            job = VirtualJob(task, plan, workers, virtual, config, raw)
+            job = VirtualJob(task, plan, workers, virtual, config, raw, num_processes=processes)
             with watched as watcher:
                 simulation = VirtualRun(job, directory, watcher)
                 _write_manifest(directory, described)
@@ -160,7 +163,7 @@ def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManag
     return nullcontext(Quiet())
 
 
-def check_engine(engine: str, *, cluster: object | None, address: str | None) -> None:
+def check_engine(engine: str, *, cluster: object | None, address: str | None, processes: int = 1) -> None:
     """
     Raises:
         UsageError: there is no such engine, it lacks something, or something asked for has no effect with it.
@@ -168,9 +171,15 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
     if engine not in get_args(EngineChoice):
         raise unknown("engine", engine, get_args(EngineChoice))
     if engine == "ray":
+        if processes != 1:
+            raise UsageError(
+                "--processes has no effect on real workers, which have one each; it goes with --engine virtual"
+            )
         if cluster is not None:
             raise UsageError("a cluster's file has no effect on real machines; add --engine virtual to simulate them")
         return
+    if processes < 1:
+        raise UsageError(f"--processes must be at least 1, not {processes}")
     if address is not None:
         raise UsageError("--address has no effect with --engine virtual, which runs in this process")
     if cluster is None:

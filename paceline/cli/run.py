@@ -34,6 +34,9 @@ def run(
     ] = None,
     engine: common_options.Engine = "ray",
     cluster: common_options.SimulatedCluster = None,
+    processes: Annotated[
+        int, typer.Option(help="With --engine virtual: local processes that the workers' computing is spread over.")
+    ] = 1,
     address: Annotated[
         str | None,
         typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here for the run)."),
@@ -99,6 +102,7 @@ def run(
                 arguments=arguments or (),
                 engine=cast(launch.EngineChoice, engine),
                 cluster=cluster,
+                processes=processes,
                 address=address,
                 max_steps=max_steps,
                 max_time_s=max_time,

@@ -15,8 +15,9 @@ from paceline.config import RunConfig
 from paceline.engines.progress import Progress
 from paceline.engines.scripting import Program
 from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
-from paceline.engines.virtual.engine import VirtualJob, VirtualRun
+from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.flops import ForwardCount
+from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.server import state_bytes
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.planner.noise import NoiseScale, NoiseSums

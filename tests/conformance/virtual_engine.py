@@ -10,7 +10,8 @@ from typing import Any
 from paceline.checkpoint import FILE_NAME
 from paceline.engines.progress import Progress
 from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Servers
-from paceline.engines.virtual.engine import VirtualJob, VirtualRun
+from paceline.engines.virtual.engine import VirtualRun
+from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import RunFailed, UsageError
 from paceline.records import Record
 from paceline.result import Result

@@ -188,6 +188,10 @@ class VirtualCollective(Collective):
         self._process.advance(duration_s)
         self.timing.communication_s += duration_s
 
+    def _is_here(self, signal: Signal) -> bool:
+        """Whether what is waited for has come; never in the middle of backward, where nobody looks."""
+        return self._process.has_seen(signal) and self._process.may_wait
+
     def _check(self) -> None:
         if self._failure is not None:
             raise type(self._failure)(f"this collective is unusable since: {self._failure}")
@@ -219,7 +223,7 @@ class _OperationWork(Work):
         self._is_over = False
 
     def poll(self) -> bool:
-        if not self._is_over and self._call.done.fired_s is not None:
+        if not self._is_over and self._collective._is_here(self._call.done):
             self.finished()
         return self._is_over
 
@@ -274,7 +278,7 @@ class _MessageWork(Work):
         self._is_over = False
 
     def poll(self) -> bool:
-        if not self._is_over and self._message.done.fired_s is not None:
+        if not self._is_over and self._collective._is_here(self._message.done):
             self.wait()
         return self._is_over
 

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import final
 
-import torch
-
-from paceline.checkpoint import Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
-from paceline.config import RunConfig
 from paceline.engines.progress import Progress, Watcher
-from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
+from paceline.engines.scripting import Outcome
 from paceline.engines.verdict import Statement, judge
 from paceline.engines.virtual import interpreter
 from paceline.engines.virtual.backward import BackwardEnds
-from paceline.engines.virtual.cluster import Cluster
 from paceline.engines.virtual.collective import VirtualCollective
-from paceline.engines.virtual.compute import ComputeTimes, StepCost, failure_s
+from paceline.engines.virtual.compute import failure_s
+from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.meeting import Meeting
 from paceline.engines.virtual.network import Network
-from paceline.engines.virtual.output import OutputByLine
-from paceline.engines.virtual.pace import Pace
 from paceline.engines.virtual.process import Process, Scheduler
 from paceline.engines.virtual.reporter import DirectoryReporter
 from paceline.engines.virtual.server import VirtualServer
+from paceline.engines.virtual.spread.crew import Crew, crews_of
+from paceline.engines.virtual.spread.deputy import Deputy
+from paceline.engines.virtual.spread.order import RecordsInOrder
 from paceline.engines.virtual.store import VirtualStore
+from paceline.engines.virtual.surroundings import Surroundings
 from paceline.engines.virtual.timeline import Timeline
 from paceline.engines.virtual.topology import Topology, place
-from paceline.engines.world import World, enter_here
+from paceline.engines.virtual.worlds import Worlds, run_in
 from paceline.errors import Aborted, RunFailed, UsageError
 from paceline.records import Record
 from paceline.server.admission import AdmissionRule
-from paceline.strategies.base import Context, Strategy
-
-
-@dataclass(frozen=True)
-class VirtualJob:
-    """What a run needs to know."""
-
-    program: Program
-    strategy: Strategy
-    num_workers: int
-    cluster: Cluster
-    config: RunConfig
-    checkpoint: bytes | None = None
 
 
 @final
@@ -86,16 +68,18 @@ class VirtualRun:
             host_of=self._places.workers,
             ranks_by_host=self._places.ranks_by_host,
         )
-        self._device = _device(job.config)
-        self._backward = BackwardEnds()
-        self._scheduler = Scheduler(self._timeline, require_waitable=self._backward.require_outside)
+        self._worlds = Worlds(job, self._places)
+        backward = BackwardEnds()
+        self._scheduler = Scheduler(self._timeline, require_waitable=backward.require_outside)
+        self._surroundings = Surroundings(self._scheduler, backward, watcher.on_output)
         self._reporter = DirectoryReporter(directory, self._on_records)
         self._servers = [self._server(index, host) for index, host in enumerate(self._places.servers)]
-        self._worlds: dict[int, World] = {}
+        self._records = RecordsInOrder(self._reporter.emit)
+        self._crews: list[Crew] = []
+        self._deputies: dict[int, Deputy] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._dead: set[str] = set()
         self._is_ending = False
-        self._is_saying = False
 
     def run(self) -> None:
         """Return when every worker has ended well.
@@ -106,7 +90,7 @@ class VirtualRun:
             KeyboardInterrupt: the user interrupted the run, which has saved where it was if it could.
         """
         try:
-            with self._surroundings():
+            with interpreter.interrupts(self._on_interrupt), self._surroundings.in_place():
                 self._start()
                 self._simulate()
                 self._end()
@@ -114,6 +98,9 @@ class VirtualRun:
             self._reporter.event("failed", error=str(failure))
             raise
         finally:
+            for crew in self._crews:
+                crew.end()
+            self._records.close()
             self._reporter.close()
         if self._reporter.stop_requested():
             raise KeyboardInterrupt
@@ -121,8 +108,9 @@ class VirtualRun:
     def _start(self) -> None:
         details = {"workers": self._names_of(self._places.workers), "servers": self._names_of(self._places.servers)}
         self._reporter.event("started", **details)
+        self._crews = crews_of(self._job)
         for rank in range(self._job.num_workers):
-            self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
+            self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank), runs_script=not self._crews)
         for host in sorted({*self._places.workers, *self._places.servers}):
             time_s = failure_s(self._job.cluster.compute, seed=self._job.config.seed, host=host)
             if time_s < math.inf:
@@ -153,61 +141,60 @@ class VirtualRun:
     # --- workers ------------------------------------------------------------------------------------------------
 
     def _work(self, rank: int) -> None:
-        """What a worker does."""
+        """What a worker does, or what is done for it."""
         process = self._scheduler.processes[rank]
-        try:
-            world = self._world(rank, process)
-            self._worlds[rank] = world
-            enter_here(world)
-            run_program(self._job.program)
-            for finish in world.at_end:
-                finish()
-            self._outcomes[rank] = Outcome(num_steps=world.progress())
-        except BaseException as error:
-            num_steps = self._worlds[rank].progress() if rank in self._worlds else 0
-            self._outcomes[rank] = outcome_of(error, num_steps=num_steps)
-            self._is_ending = True
-        finally:
-            enter_here(None)
-
-    def _world(self, rank: int, process: Process) -> World:
-        job, host = self._job, self._places.workers[rank]
-        local_ranks = next(ranks for ranks in self._places.ranks_by_host if rank in ranks)
-        collective: Collective = AloneCollective()
-        if job.num_workers > 1:
-            costs = job.cluster.communication
-            collective = VirtualCollective(
-                self._meeting,
+        collective = self._collective(rank, process)
+        store = self._store(process, self._places.workers[rank], collective) if self._servers else None
+        if self._crews:
+            outcome = self._act(rank, process, collective, store)
+        else:
+            world = partial(
+                self._worlds.of,
+                rank,
                 process,
-                rank=rank,
-                operation_s=costs.operation_us * 1e-6,
-                message_s=costs.message_us * 1e-6,
+                collective=collective,
+                store=store,
+                reporter=self._reporter,
+                before_step=self._require_going,
             )
-        pace = Pace(
+            outcome = run_in(world, self._job.program)
+        self._outcomes[rank] = outcome
+        self._is_ending = self._is_ending or outcome.error is not None
+
+    def _act(self, rank: int, process: Process, collective: Collective, store: VirtualStore | None) -> Outcome:
+        """For a worker that computes in another process."""
+        crew = self._crews[rank % len(self._crews)]
+        deputy = Deputy(
+            rank,
+            crew,
             process,
-            ComputeTimes(job.cluster.compute, seed=job.config.seed, rank=rank),
-            StepCost(
-                job.cluster,
-                self._hosts[host],
-                num_sharing=len(local_ranks),
-                num_hosts=len(self._places.ranks_by_host),
-            ),
-            compute=job.cluster.compute,
-            before_step=self._require_going,
-        )
-        context = Context(
-            rank=rank,
-            size=job.num_workers,
-            local_rank=local_ranks.index(rank),
-            local_size=len(local_ranks),
-            device=self._device,
             collective=collective,
-            store=self._store(process, host, collective) if self._servers else None,
-            now_s=lambda: process.now_s,
-            watch=pace.watch,
+            store=store,
+            reporter=self._reporter,
+            records=self._records,
+            say=partial(self._say, process.name),
+            is_ending=lambda: self._is_ending,
         )
-        checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
-        return World(context, job.strategy, job.config, self._reporter, checkpoint)
+        self._deputies[rank] = deputy
+        try:
+            return deputy.act()
+        except EOFError:
+            if not self._is_ending:
+                self._reporter.event("lost", members=[f"worker-{each}" for each in crew.ranks], reason=crew.death())
+            self._dead.add(process.name)
+            return Outcome(num_steps=deputy.num_steps, error=crew.death())
+
+    def _collective(self, rank: int, process: Process) -> Collective:
+        if self._job.num_workers == 1:
+            return AloneCollective()
+        costs = self._job.cluster.communication
+        return VirtualCollective(
+            self._meeting,
+            process,
+            rank=rank,
+            operation_s=costs.operation_us * 1e-6,
+            message_s=costs.message_us * 1e-6,
+        )
 
     def _store(self, process: Process, host: int, collective: Collective) -> VirtualStore:
         return VirtualStore(
@@ -258,7 +245,7 @@ class VirtualRun:
         members = [
             Statement(
                 name=process.name,
-                pid=None,
+                pid=self._crews[rank % len(self._crews)].pid if self._crews else None,
                 num_steps=self._outcomes[rank].num_steps if rank in self._outcomes else 0,
                 outcome=self._outcomes.get(rank),
                 is_dead=process.name in self._dead,
@@ -277,49 +264,16 @@ class VirtualRun:
             raise KeyboardInterrupt
         self._reporter.request_stop()
 
-    # --- surroundings -------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _surroundings(self) -> Iterator[None]:
-        """Scripts find each their own random state, output and time; all is as before at the end."""
-        out = OutputByLine(self._who, self._say, sys.stdout)
-        err = OutputByLine(self._who, self._say, sys.stderr)
-        with interpreter.kept(), interpreter.sleeping(self._sleep), interpreter.interrupts(self._on_interrupt):
-            with self._backward.in_place(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                yield
-            out.finish()
-            err.finish()
-
-    def _who(self) -> str | None:
-        """Whose words they are; the watcher's own are nobody's."""
-        running = self._scheduler.running
-        return running.name if running is not None and not self._is_saying else None
+    # --- those who watch ----------------------------------------------------------------------------------------
 
     def _say(self, who: str, line: str) -> None:
-        with self._not_heard():
+        with self._surroundings.not_heard():
             self._watcher.on_output(who, line)
 
     def _on_records(self, records: Sequence[Record], progress: Progress) -> None:
-        with self._not_heard():
+        with self._surroundings.not_heard():
             self._watcher.on_records(records)
             self._watcher.on_progress(progress)
-
-    @contextlib.contextmanager
-    def _not_heard(self) -> Iterator[None]:
-        """What the watcher prints is not what the worker prints that runs."""
-        before, self._is_saying = self._is_saying, True
-        try:
-            yield
-        finally:
-            self._is_saying = before
-
-    def _sleep(self, duration_s: float) -> bool:
-        """A script's sleep: a wait for nothing but its end."""
-        process = self._scheduler.running
-        if process is None or not process.is_running:
-            return False
-        process.advance(max(0.0, duration_s))
-        return True
 
     def _names_of(self, hosts: tuple[int, ...]) -> list[str]:
         return [self._host_names[host] for host in hosts]
@@ -327,11 +281,3 @@ class VirtualRun:
 
 def _spaced(name: str) -> str:
     return name.replace("-", " ")
-
-
-def _device(config: RunConfig) -> torch.device:
-    """All workers' device: that of the machine that simulates them."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this machine has no GPU; use --device cpu")
-    uses_cuda = config.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", 0) if uses_cuda else torch.device("cpu")

@@ -124,7 +124,7 @@ class Meeting:
         if operation.error is not None:
             for other in operation.calls.values():
                 if other.done.fired_s is None:
-                    other.done.fire(self._timeline.now_s)
+                    other.done.fire(self._timeline)
             return
         if len(operation.calls) == self.size:
             operation.last_s = self._timeline.now_s
@@ -135,7 +135,7 @@ class Meeting:
 
     def _through(self, operation: Operation, rank: int) -> None:
         if operation.error is None:
-            operation.calls[rank].done.fire(self._timeline.now_s)
+            operation.calls[rank].done.fire(self._timeline)
 
     def forget(self, number: int) -> None:
         """No rank needs the operation any more."""
@@ -161,7 +161,7 @@ class Meeting:
         self._match(pair)
 
     def _deliver(self, pair: tuple[int, int], parcel: Parcel) -> None:
-        parcel.done.fire(self._timeline.now_s)
+        parcel.done.fire(self._timeline)
         self._parcels.setdefault(pair, deque()).append(parcel)
         self._match(pair)
 
@@ -178,4 +178,4 @@ class Meeting:
                     f"{target.numel()} of {target.dtype}"
                 )
             place.sent_s = parcel.sent_s
-            place.done.fire(self._timeline.now_s)
+            place.done.fire(self._timeline)

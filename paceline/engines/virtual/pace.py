@@ -26,6 +26,7 @@ class Pace:
     Args:
         compute: how long that is, and what part of it each gradient takes.
         before_step: called when a step's computing begins; may raise to end the worker.
+        announce: told the time at which a forward pass will end, when it begins, if that is known.
     """
 
     def __init__(
@@ -36,14 +37,16 @@ class Pace:
         *,
         compute: Compute,
         before_step: Callable[[], None],
+        announce: Callable[[float], None] | None = None,
     ) -> None:
         self._process, self._times, self._cost = process, times, cost
-        self._compute, self._before_step = compute, before_step
+        self._compute, self._before_step, self._announce = compute, before_step, announce
         self._replica: Replica | None = None
         self._count: ForwardCount | None = None
         self._given_shares: list[float] = []
         self._shares: list[float] = []
         self._flop_per_sample = 0.0
+        self._forward_s: float | None = None  # of the forward pass under way, once it is known
         self._backward_s: float | None = None  # of a backward pass through what was computed last
         self._left_s = 0.0  # of the backward pass under way
         self._in_backward = False
@@ -56,14 +59,18 @@ class Pace:
         """
         self._given_shares = list(self._compute.shares_of(len(replica.parameters)))
         self._replica = replica
-        replica.model.register_forward_pre_hook(self._begin_forward)
+        replica.model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         replica.model.register_forward_hook(self._end_forward, with_kwargs=True)
         for index, parameter in enumerate(replica.parameters):
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
 
-    def _begin_forward(self, model: nn.Module, inputs: Sequence[Any]) -> None:
+    def _begin_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
         self._before_step()
-        if not self._shares and self._replica is not None:
+        if self._shares:  # then it is known what this pass takes
+            self._forward_s = self._draw(_num_samples((*inputs, *named.values())))
+            if self._announce is not None:
+                self._announce(self._process.now_s + self._forward_s)
+        elif self._replica is not None:
             self._count = ForwardCount(model, self._replica.parameters)
 
     def _end_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], output: object) -> None:
@@ -73,13 +80,18 @@ class Pace:
             self._shares = self._given_shares or self._count.shares()
             self._flop_per_sample = self._count.flop / num_samples
             self._count = None
+        forward_s = self._forward_s if self._forward_s is not None else self._draw(num_samples)
+        self._forward_s = None
+        self._process.advance(forward_s)
+
+    def _draw(self, num_samples: int) -> float:
+        """How long the passes take; returns what of it is the forward pass."""
         mean_s = self._cost.seconds(num_samples=num_samples, forward_flop=self._flop_per_sample * num_samples)
         if not torch.is_grad_enabled():
-            self._process.advance(mean_s * (1 - self._compute.backward_share))
-            return
+            return mean_s * (1 - self._compute.backward_share)
         step_s = self._times.draw(mean_s)
         self._backward_s = step_s * self._compute.backward_share
-        self._process.advance(step_s - self._backward_s)
+        return step_s - self._backward_s
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:

@@ -9,7 +9,7 @@ from greenlet import getcurrent, greenlet
 
 from paceline.engines.virtual.interpreter import Modes, RandomState, modes, set_modes
 from paceline.engines.virtual.timeline import Timeline
-from paceline.errors import Aborted
+from paceline.errors import Aborted, UsageError
 
 
 @final
@@ -19,15 +19,21 @@ class Signal:
     def __init__(self) -> None:
         self.fired_s: float | None = None
         """When it happened."""
-        self._listener: Callable[[], None] | None = None
+        self.turn = 0
+        """Of the timeline, at which it happened."""
+        self._listener: Callable[[float, int], None] | None = None
 
-    def fire(self, now_s: float) -> None:
-        self.fired_s = now_s
+    def fire(self, timeline: Timeline) -> None:
+        """It happens now."""
+        self.fired_s, self.turn = timeline.now_s, timeline.next_turn()
         if self._listener is not None:
-            self._listener()
+            self._listener(self.fired_s, self.turn)
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[float, int], None]) -> None:
+        """Have it told the time and the turn, at once if it has happened."""
         self._listener = listener
+        if self.fired_s is not None:
+            listener(self.fired_s, self.turn)
 
 
 @final
@@ -39,16 +45,26 @@ class Process:
 
     Its clock may be ahead of the timeline: computing, and starting what does not have to be waited for, only move the
     clock, so that a step is computed in one go. Whatever another process could notice goes over the timeline.
+
+    From one wait to the next it has one turn of the timeline, and knows of nothing that happened later than that: so it
+    makes no difference when it is computed what it does in its turn.
+
+    Args:
+        runs_script: it has a random state of its own.
     """
 
-    def __init__(self, scheduler: Scheduler, name: str, program: Callable[[], None]) -> None:
+    def __init__(self, scheduler: Scheduler, name: str, program: Callable[[], None], *, runs_script: bool) -> None:
         self.name = name
         self.waits_for: Callable[[], str] | None = None
         """What it cannot go on without, in words."""
         self.is_over = False
         self.doom: Aborted | None = None
         """Raised by the next wait."""
-        self.random, self.modes = RandomState(), modes()
+        self.random = RandomState() if runs_script else None
+        self.modes = modes()
+        self.turn = 0
+        """The timeline's, in which it does what it does now."""
+        self._num_posted = 0
         self._scheduler, self._timeline = scheduler, scheduler.timeline
         self._clock_s = 0.0
         self._program = program
@@ -59,9 +75,9 @@ class Process:
         return max(self._clock_s, self._timeline.now_s)
 
     @property
-    def timeline_now_s(self) -> float:
-        """The time that has come for all."""
-        return self._timeline.now_s
+    def timeline(self) -> Timeline:
+        """Of all processes."""
+        return self._timeline
 
     @property
     def is_running(self) -> bool:
@@ -72,9 +88,33 @@ class Process:
         """Only this process's clock moves on."""
         self._clock_s = self.now_s + duration_s
 
+    def advance_to(self, time_s: float) -> None:
+        """Only this process's clock moves on, to a time that it has come to elsewhere."""
+        self._clock_s = max(self._clock_s, time_s)
+
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         """Have something happen at this process's time."""
-        self._timeline.at(self.now_s, action, *arguments)
+        self._num_posted += 1
+        self._timeline.at_turn(self.now_s, self.turn, self._num_posted, action, *arguments)
+
+    def has_seen(self, signal: Signal) -> bool:
+        """Whether it was fired before this process's turn."""
+        return signal.fired_s is not None and signal.turn < self.turn
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it can be left where it is."""
+        try:
+            self._scheduler.require_waitable()
+        except UsageError:
+            return False
+        return True
+
+    def let_pass(self) -> None:
+        """Let happen whatever comes before anything that this process can yet do in its turn."""
+        if self.doom is None:
+            self.post(self._scheduler.go_on, self)
+            self._scheduler.give_back()
 
     def wait(self, signal: Signal, what: Callable[[], str]) -> None:
         """Let others run until the signal has been fired, and the timeline has come to this process's time.
@@ -86,10 +126,10 @@ class Process:
         """
         if self.doom is not None:
             raise self.doom
-        if signal.fired_s is not None:
+        if self.has_seen(signal):
             return
-        timeline, resume = self._timeline, self._scheduler.resume
-        signal.listen(lambda: timeline.at(max(self._clock_s, timeline.now_s), resume, self))
+        at_turn, resume = self._timeline.at_turn, self._scheduler.resume
+        signal.listen(lambda time_s, turn: at_turn(max(self._clock_s, time_s), turn, 0, resume, self))
         self.waits_for = what
         self._scheduler.give_back()
         self.waits_for = None
@@ -120,14 +160,14 @@ class Scheduler:
         self.timeline = timeline
         self.running: Process | None = None
         self.processes: list[Process] = []
-        self._require_waitable = require_waitable
+        self.require_waitable = require_waitable
         self._own, self._own_modes = getcurrent(), modes()
         self._last: Process | None = None
         self._num_alive = 0
 
-    def spawn(self, name: str, program: Callable[[], None]) -> Process:
+    def spawn(self, name: str, program: Callable[[], None], *, runs_script: bool = True) -> Process:
         """A process that begins with `run`; `program` must not raise."""
-        process = Process(self, name, program)
+        process = Process(self, name, program, runs_script=runs_script)
         self.processes.append(process)
         self._num_alive += 1
         self.timeline.at(self.timeline.now_s, self.resume, process)
@@ -147,10 +187,15 @@ class Scheduler:
                 self.resume(process)
 
     def resume(self, process: Process) -> None:
-        """Let a process run until it waits or is over."""
+        """Let a process have its next turn: it runs until it waits or is over."""
+        process.turn = self.timeline.next_turn()
+        self.go_on(process)
+
+    def go_on(self, process: Process) -> None:
+        """Let a process go on with its turn."""
         if process.is_over:
             return
-        if self._last is not process:
+        if process.random is not None and self._last is not process:
             last = self._last.random if self._last is not None else None
             if last is not None:
                 last.save()
@@ -170,7 +215,7 @@ class Scheduler:
 
     def give_back(self) -> None:
         """Called by the process that runs, which goes no further before it is resumed."""
-        self._require_waitable()
+        self.require_waitable()
         self._own.switch()
 
 

@@ -82,7 +82,7 @@ class VirtualStore(Store):
         self._on_delivery(delivery)
         self._num_due -= 1
         if self._num_due == 0 or (delivery.error is not None and self._all_here.fired_s is None):
-            self._all_here.fire(self._process.timeline_now_s)
+            self._all_here.fire(self._process.timeline)
 
     # --- what the strategy asks for -----------------------------------------------------------------------------
 

@@ -1,0 +1,24 @@
+"""What a virtual run needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.config import RunConfig
+from paceline.engines.scripting import Program
+from paceline.engines.virtual.cluster import Cluster
+from paceline.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class VirtualJob:
+    """One run on a virtual cluster."""
+
+    program: Program
+    strategy: Strategy
+    num_workers: int
+    cluster: Cluster
+    config: RunConfig
+    checkpoint: bytes | None = None
+    num_processes: int = 1
+    """That the workers' computing is spread over. What comes of the run does not depend on it."""

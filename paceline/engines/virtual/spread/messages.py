@@ -1,0 +1,64 @@
+"""What a worker says to its deputy, several things in a frame, and what it is answered."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from paceline.comm.base import Timing
+from paceline.engines.scripting import Outcome
+from paceline.records import Record
+
+
+class Begin(NamedTuple):
+    """Something to be started at the worker's time, which it does not wait for: a call of the deputy's."""
+
+    clock_s: float
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Ask(NamedTuple):
+    """The last thing in a frame: a call of the deputy's that the worker waits for."""
+
+    clock_s: float
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Busy(NamedTuple):
+    """The last thing in a frame: nothing that others could notice comes before this time."""
+
+    until_s: float
+
+
+class Keep(NamedTuple):
+    """A record."""
+
+    record: Record
+
+
+class Print(NamedTuple):
+    """A line of the script's output."""
+
+    line: str
+
+
+class Over(NamedTuple):
+    """The last thing of all."""
+
+    outcome: Outcome
+
+
+class Answer(NamedTuple):
+    """To an `Ask`; the first one has the worker begin."""
+
+    now_s: float
+    """The worker's clock."""
+    timings: tuple[Timing, Timing]
+    """Of its collective and its store so far."""
+    is_stopping: bool
+    """The user wants the run to end at the next step."""
+    is_ending: bool
+    """Another member has failed."""
+    value: Any = None
+    error: Exception | None = None

@@ -1,0 +1,90 @@
+"""A worker's place in a crew: what it says to its deputy, and hears from it."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from paceline.comm.base import Timing
+from paceline.comm.segment import Segment
+from paceline.engines.virtual.process import Process, Scheduler
+from paceline.engines.virtual.spread.carrier import Carrier
+from paceline.engines.virtual.spread.channel import Channel
+from paceline.engines.virtual.spread.messages import Answer, Ask, Begin, Busy, Keep, Over, Print
+from paceline.errors import Aborted
+from paceline.records import Record
+
+
+@final
+class Seat:
+    """One worker's. What needs no answer leaves with what does, or with word that it computes.
+
+    Args:
+        process: the worker's, in the crew's own scheduler, which only takes turns.
+    """
+
+    def __init__(self, channel: Channel, rank: int, process: Process, scheduler: Scheduler) -> None:
+        self.rank, self.process = rank, process
+        self.carrier = Carrier()
+        self.collective_timing, self.store_timing = Timing(), Timing()
+        self.is_stopping = self._is_ending = False
+        self.num_answers = 0
+        self._channel, self._scheduler = channel, scheduler
+        self._unsaid: list[object] = []
+        self._heard = b""
+
+    def hear(self, content: bytes) -> None:
+        """An answer has arrived, which the worker takes when it is resumed."""
+        self._heard = content
+
+    # --- what the worker says -----------------------------------------------------------------------------------
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        """Have the deputy start something at this time."""
+        self._unsaid.append(Begin(self.process.now_s, method, arguments))
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Have the deputy do something, and wait until it has.
+
+        Raises:
+            Exception: what the deputy met with; the worker's clock has moved on all the same.
+        """
+        self._scheduler.require_waitable()
+        self._say(Ask(self.process.now_s, method, arguments))
+        self._scheduler.give_back()
+        return self.take_answer()
+
+    def keep(self, record: Record) -> None:
+        self._unsaid.append(Keep(record))
+
+    def print(self, line: str) -> None:
+        self._say(Print(line))
+
+    def announce(self, until_s: float) -> None:
+        self._say(Busy(until_s))
+
+    def over(self, over: Over) -> None:
+        self._say(over)
+
+    def allocate(self, of: str, num_bytes: int) -> Any:
+        """Memory that the deputy sees too; `of` says whose allocation it is."""
+        return self.carrier.share(Segment.open(self.ask("allocate", of, num_bytes)))
+
+    def require_going(self) -> None:
+        """Nobody begins another step once a worker has failed."""
+        if self._is_ending:
+            raise Aborted("the run is ending because another member failed")
+
+    def take_answer(self) -> Any:
+        answer: Answer = self.carrier.unpack(self._heard)
+        self.num_answers += 1
+        self.process.advance_to(answer.now_s)
+        for own, theirs in zip((self.collective_timing, self.store_timing), answer.timings, strict=True):
+            own.__dict__.update(theirs.__dict__)
+        self.is_stopping, self._is_ending = answer.is_stopping, answer.is_ending
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    def _say(self, last: object) -> None:
+        said, self._unsaid = [*self._unsaid, last], []
+        self._channel.send(self.rank, self.carrier.pack(said))

@@ -126,7 +126,7 @@ def run(
     described = manifest.describe_run(program=path, arguments=given, strategy=plan, num_workers=workers, config=config)
     described |= {"resumed_from": str(resume) if resume is not None else None, "engine": engine}
     if virtual is not None:
-        described["cluster"] = asdict(virtual)
+        described |= {"cluster": asdict(virtual), "processes": processes}
     else:  # a simulated clock does not mind who else computes
         described["load"] = machine_load.describe()
     is_continued = resume is not None and directory.resolve() == Path(resume).resolve()

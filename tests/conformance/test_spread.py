@@ -1,0 +1,253 @@
+"""Workers spread over local processes: the same run as in one process, bit for bit, and the same ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import paceline
+from paceline.engines.virtual.cluster import Cluster
+from paceline.errors import RunFailed, UsageError
+from paceline.result import Result
+from paceline.worker import Worker
+from tests.conformance.rows import Row, every_row, loader_of, prepared, problem, step, train
+from tests.conformance.test_virtual import train_with_noise
+from tests.conformance.virtual_cluster import cluster_of, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_WORKERS, NUM_PROCESSES = 5, 2
+UNEVEN = cluster_of(gbit_per_s=0.01, latency_us=100.0, distribution="exponential", placement="with workers")
+TIED = cluster_of(gbit_per_s=1000.0)
+"""All workers do everything at the same times, so that only their order tells whose turn it is."""
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Of a result directory's files."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.suffix != ".kept"}
+
+
+def require_same(script: Any, out: Path, strategy: str, workers: int, **settings: Any) -> None:
+    for num_processes in (1, NUM_PROCESSES):
+        run(script, out / str(num_processes), strategy, workers, num_processes=num_processes, **settings)
+    one, several = content(out / "1" / "run"), content(out / str(NUM_PROCESSES) / "run")
+    assert "steps.csv" in one
+    for name in {*one, *several}:
+        assert several.get(name) == one.get(name), name
+
+
+# --- the same run ----------------------------------------------------------------------------------------------------
+
+
+@every_row
+@pytest.mark.parametrize("cluster", [UNEVEN, TIED], ids=["uneven", "tied"])
+def test_processes_make_no_difference(row: Row, cluster: Cluster, tmp_path: Path) -> None:
+    workers = max(row.workers, NUM_WORKERS) if row.workers > 1 else 1
+    require_same(
+        train_with_noise, tmp_path, row.strategy, workers, options=row.options, cluster=cluster, eval_every=4, seed=3
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "all-to-all"])
+def test_nor_for_algorithms_over_messages(algorithm: str, tmp_path: Path) -> None:
+    require_same(train, tmp_path, "all-reduce", 4, options={"algorithm": algorithm}, cluster=UNEVEN)
+
+
+def deep(worker: Worker, out: Path) -> None:
+    """Several buckets, which leave while backward goes on, and a pass without exchange before each."""
+    model = nn.Sequential(nn.Linear(10, 64), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 4))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    for x, y, _ in loader:
+        with worker.no_sync():
+            model(x).square().mean().backward()
+        step(worker, model, optimizer, x, y)
+
+
+def test_nor_for_buckets(tmp_path: Path) -> None:
+    require_same(deep, tmp_path, "all-reduce", 3, options={"bucket_mb": 0.01}, cluster=UNEVEN)
+
+
+def exchange_everything(worker: Worker, out: Path) -> None:
+    """Every way in which scripts talk to each other, with tensors that no one has allocated."""
+    rank, size = worker.rank, worker.size
+    mine = torch.arange(6.0).reshape(2, 3).t() * (rank + 1)
+    found = [
+        worker.all_reduce(mine.clone(), op="max"),
+        worker.broadcast(torch.full((2, 2), rank, dtype=torch.int16), root=1),
+        *worker.all_gather(torch.ones(rank)),
+        *(worker.gather(torch.tensor(rank), root=2) or ()),
+        worker.scatter([torch.full((3,), i) for i in range(size)] if rank == 0 else None),
+        worker.reduce_scatter([torch.full((i + 1,), float(rank)) for i in range(size)]),
+        *worker.all_to_all([torch.tensor([rank, i]) for i in range(size)]),
+        torch.tensor([each["rank"] for each in worker.all_gather_object({"rank": rank})]),
+        torch.tensor(worker.broadcast_object([rank, "x"], root=1)[0]),
+    ]
+    if rank == 0:
+        worker.send(torch.ones(3, dtype=torch.bfloat16), destination=1)
+    if rank == 1:
+        found.append(worker.recv(torch.zeros(3, dtype=torch.bfloat16), source=0))
+    worker.barrier()
+    worker.log(**{f"exchange_{number}": tensor.double().sum() for number, tensor in enumerate(found)})
+    tiny_steps(worker)
+
+
+def tiny_steps(worker: Worker) -> None:
+    model, optimizer, loader = prepared(worker)
+    for x, y, _ in loader:
+        step(worker, model, optimizer, x, y)
+
+
+def test_nor_for_what_scripts_say_to_each_other(tmp_path: Path) -> None:
+    require_same(exchange_everything, tmp_path, "all-reduce", 3, cluster=UNEVEN, max_steps=3)
+
+
+def test_nor_for_a_run_that_goes_on(tmp_path: Path) -> None:
+    run(train_with_noise, tmp_path / "before", "ps-asp", 3, cluster=UNEVEN, max_steps=10)
+    before = tmp_path / "before" / "run"
+    require_same(train_with_noise, tmp_path, "ps-asp", 3, cluster=UNEVEN, max_steps=20, resume=before)
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def fail_in_the_third_step(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    for number, (x, y, _) in enumerate(loader):
+        if worker.rank == 3 and number == 2:
+            raise KeyError("nothing of that name")
+        step(worker, model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+def test_a_failure_is_told_as_ever(strategy: str, tmp_path: Path) -> None:
+    told = []
+    for num_processes in (1, NUM_PROCESSES):
+        out = tmp_path / str(num_processes)
+        with pytest.raises(RunFailed) as failure:
+            run(fail_in_the_third_step, out, strategy, 4, cluster=UNEVEN, num_processes=num_processes)
+        told.append(re.sub(r" \(process \d+\)", "", str(failure.value)))
+    assert told[0].startswith("worker 3 failed after step 2: KeyError: 'nothing of that name'")
+    assert "in fail_in_the_third_step" in told[0]
+    assert told[0] == told[1]
+
+
+def wait_in_backward(worker: Worker, out: Path) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_post_accumulate_grad_hook(lambda given: worker.all_reduce(torch.ones(1)))
+    tensor.sum().backward()
+
+
+def test_a_wait_inside_backward_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="nothing can be waited for in the middle of a backward pass"):
+        run(wait_in_backward, tmp_path, "all-reduce", 2, cluster=TIED, num_processes=2)
+
+
+def test_who_waits_in_vain_is_named(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        if worker.rank != 1:
+            worker.barrier()
+
+    with pytest.raises(RunFailed, match=r"nobody can go on: worker 0 waits for barrier.* rank\(s\) 1 have not come"):
+        run(script, tmp_path, "all-reduce", 3, cluster=TIED, num_processes=2)
+
+
+def test_a_process_that_dies_ends_the_run(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        model, optimizer, loader = prepared(worker)
+        for number, (x, y, _) in enumerate(loader):
+            if worker.rank == 1 and number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(worker, model, optimizer, x, y)
+
+    with pytest.raises(RunFailed, match=r"worker 1 \(process \d+\) died during step [34]"):
+        run(script, tmp_path, "all-reduce", 4, cluster=TIED, num_processes=2)
+    lost = [event for event in Result(tmp_path / "run").events if event.name == "lost"]
+    assert lost[0].details["members"] == ["worker-1", "worker-3"]
+    assert "SIGKILL" in lost[0].details["reason"]
+
+
+def test_an_interrupt_saves_and_ends(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        model, optimizer, loader = prepared(worker)
+        for number in range(1000):
+            for x, y, _ in loader:
+                step(worker, model, optimizer, x, y)
+            if number == 2 and worker.rank == 0:
+                os.kill(os.getppid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(script, tmp_path, "all-reduce", 2, cluster=TIED, num_processes=2)
+    result = Result(tmp_path / "run")
+    assert 30 < result.iteration < 12000
+    assert result.events[-1].name == "checkpoint"
+    assert not psutil.Process().children()
+
+
+# --- asking for it ---------------------------------------------------------------------------------------------------
+
+
+def test_a_script_is_spread_and_its_output_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch, paceline\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "if __name__ == '__main__':\n"
+        "    worker = paceline.init()\n"
+        "    model = torch.nn.Linear(3, 1)\n"
+        "    data = DataLoader(TensorDataset(torch.ones(40, 3)), batch_size=2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))\n"
+        "    model, optimizer, data = worker.prepare(model, optimizer, data)\n"
+        "    for x, in data:\n"
+        "        model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "    print('computed by', os.getpid())\n"
+    )
+    result = paceline.run(
+        script,
+        strategy="ps-bsp",
+        workers=4,
+        arguments=["0.1"],
+        engine="virtual",
+        cluster="lab-1gbe",
+        processes=2,
+        device="cpu",
+        out=tmp_path / "run",
+    )
+    assert result.manifest["processes"] == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if "computed by" in line]
+    assert sorted(line.split("]")[0] for line in lines) == [f"[worker-{rank}" for rank in range(4)]
+    pids = {int(line.split()[-1]) for line in lines}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"processes": 2}, "--processes has no effect on real workers"),
+        ({"engine": "virtual", "cluster": "published", "processes": 0}, "--processes must be at least 1, not 0"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        paceline.run(train, out=tmp_path / "run", **settings)
+
+
+def test_sleep_takes_virtual_time(tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        model, optimizer, loader = prepared(worker)
+        for x, y, _ in loader:
+            time.sleep(3600.0)
+            step(worker, model, optimizer, x, y)
+
+    result = run(script, tmp_path, "all-reduce", 2, cluster=TIED, max_steps=5, num_processes=2)
+    assert result.training_time_s == pytest.approx(5 * 3600, rel=1e-3)

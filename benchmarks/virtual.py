@@ -1,17 +1,20 @@
 """What simulating costs: virtual workers of the conv net against the pure computing of their gradients.
 
     python benchmarks/virtual.py --workers 20 --strategies all-reduce,ps-bsp,ps-asp
+    python benchmarks/virtual.py --workers 20 --processes 2
 
-Both sides compute the same gradients with the same threads: batches of 100 of CIFAR-10's shape, forward and backward.
-The virtual run also takes batches, updates, exchanges and writes records. "batches" is the pure side with a DataLoader
-that shuffles and takes each batch. The sides take turns, and the least of all turns counts: what else the machine does
-only adds.
+Both sides compute the same gradients: batches of 100 of CIFAR-10's shape, forward and backward. The virtual run also
+takes batches, updates, exchanges and writes records. "batches" is the pure side with a DataLoader that shuffles and
+takes each batch. With `--processes 2` the virtual run's computing is spread over two, each with its share of the cores;
+the pure side stays in one, with as many threads as OMP_NUM_THREADS says. The sides take turns, and the least of all
+turns counts: what else the machine does only adds.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -37,20 +40,24 @@ def images(count: int) -> Split:
     return Split(pixels, labels, torch.full((3, 1, 1), 128.0), torch.full((3, 1, 1), 64.0))
 
 
-def script(model_name: str, split: Split, stamps: list[float]) -> None:
-    """Notes the times of every step's begin and end."""
+def script(model_name: str, split: Split, directory: Path) -> None:
+    """Notes when the first step began and the last one ended, by a clock that all processes share."""
     worker = paceline.init()
+    began_s, ended_s = math.inf, -math.inf
     model = build(model_name)
     loader = DataLoader(split, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
     model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.05), loader)
-    while True:
-        for x, y in loader:
-            stamps.append(time.perf_counter())
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            stamps.append(time.perf_counter())
+    try:
+        while True:
+            for x, y in loader:
+                began_s = min(began_s, time.perf_counter())
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                ended_s = time.perf_counter()
+    finally:
+        (directory / f"{worker.rank}.stamps").write_text(f"{began_s} {ended_s}")
 
 
 def pure_s(model_name: str, split: Split, num_gradients: int, *, takes_batches: bool) -> float:
@@ -67,24 +74,35 @@ def pure_s(model_name: str, split: Split, num_gradients: int, *, takes_batches: 
     return time.perf_counter() - began_s
 
 
-def virtual_s(model_name: str, split: Split, strategy: str, workers: int, cluster: str, *, num_gradients: int) -> float:
+def virtual_s(
+    model_name: str,
+    split: Split,
+    strategy: str,
+    workers: int,
+    cluster: str,
+    *,
+    num_gradients: int,
+    processes: int,
+) -> float:
     """Seconds from the first step to the last of a virtual run of so many gradients."""
     is_asynchronous = strategy in ("ps-asp", "ps-ssp")
     max_steps = num_gradients if is_asynchronous else num_gradients // workers
-    stamps: list[float] = []
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
         result = paceline.run(
-            lambda: script(model_name, split, stamps),
+            lambda: script(model_name, split, directory),
             strategy=strategy,
             workers=workers,
             engine="virtual",
             cluster=cluster,
+            processes=processes,
             max_steps=max_steps,
             device="cpu",
-            out=Path(directory) / "run",
+            out=directory / "run",
         )
         assert len(result.steps) >= num_gradients
-    return stamps[-1] - stamps[0]
+        stamps = [[float(word) for word in path.read_text().split()] for path in directory.glob("*.stamps")]
+    return max(ended_s for _, ended_s in stamps) - min(began_s for began_s, _ in stamps)
 
 
 def main() -> None:
@@ -93,12 +111,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=20)
     parser.add_argument("--strategies", default="all-reduce,ps-bsp,ps-asp")
     parser.add_argument("--cluster", default="commodity-10gbe")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each worker")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     given = parser.parse_args()
     split = images(BATCH_SIZE * given.workers * 5)
     num_gradients = given.workers * given.steps
-    print(f"{given.model}, {given.workers} virtual workers, {torch.get_num_threads()} thread(s): least ms a gradient")
+    how = f"{given.processes} process(es), {torch.get_num_threads()} thread(s) in all"
+    print(f"{given.model}, {given.workers} virtual workers, {how}: least ms a gradient")
     print("strategy       pure  batches  virtual  virtual/pure  virtual/batches")
     for strategy in given.strategies.split(","):
         turns: list[tuple[float, float, float]] = []
@@ -107,7 +127,15 @@ def main() -> None:
                 pure_s(given.model, split, num_gradients, takes_batches=takes_batches)
                 for takes_batches in (False, True)
             )
-            virtual = virtual_s(given.model, split, strategy, given.workers, given.cluster, num_gradients=num_gradients)
+            virtual = virtual_s(
+                given.model,
+                split,
+                strategy,
+                given.workers,
+                given.cluster,
+                num_gradients=num_gradients,
+                processes=given.processes,
+            )
             turns.append((pure, batches, virtual))
         pure, batches, virtual = (1e3 * min(times) / num_gradients for times in zip(*turns, strict=True))
         ratios = f"{virtual / pure:12.2f}  {virtual / batches:15.2f}"

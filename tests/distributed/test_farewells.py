@@ -1,4 +1,4 @@
-"""The launcher waits for last words of those that may still have some: of the dead never, or these runs would not end."""
+"""The launcher waits for last words of those that may still have some. For the dead it does not: these runs end."""
 
 from __future__ import annotations
 

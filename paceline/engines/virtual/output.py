@@ -17,7 +17,9 @@ class OutputByLine(io.TextIOBase):
         otherwise: where the launcher's own words go; none: nowhere, as in a program without standard output.
     """
 
-    def __init__(self, who: Callable[[], str | None], say: Callable[[str, str], None], otherwise: TextIO | None) -> None:
+    def __init__(
+        self, who: Callable[[], str | None], say: Callable[[str, str], None], otherwise: TextIO | None
+    ) -> None:
         self._who, self._say, self._otherwise = who, say, otherwise
         self._begun: dict[str, str] = {}
 

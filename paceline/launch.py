@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 
-from paceline import machine_load, manifest
+from paceline import machine_load, manifest, watching
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.config import DeviceChoice, RunConfig, Target
@@ -32,7 +31,6 @@ from paceline.records import Record, truncate
 from paceline.result import Result
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
-from paceline.watching import ProgressLine
 
 EngineChoice = Literal["ray", "virtual"]
 
@@ -158,8 +156,8 @@ def run(
 def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManager[Watcher]:
     """A line of progress for whom it would reach; output that goes to a file stays as the scripts write it."""
     console = Console(stderr=True)
-    if console.is_jupyter or (console.is_terminal and sys.stdout.isatty()):
-        return ProgressLine(console, label, config, engine=engine)
+    if watching.is_seen(console):
+        return watching.ProgressLine(console, label, config, engine=engine)
     return nullcontext(Quiet())
 
 

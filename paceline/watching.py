@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import final
+from typing import TextIO, final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,6 +27,19 @@ _BAR_WIDTH = 10
 _FIXED_WIDTH = 12  # the spinner, the time, and what separates them from the rest
 _FACTS_WIDTH = 60  # step, time left, speed and a metric; where so much is not left, they get a line of their own
 _GAP = _INDENT = "  "
+
+
+def is_seen(console: Console) -> bool:
+    """Whether somebody looks at what a console shows, and nothing that is printed beside it goes to a file."""
+    return console.is_jupyter or (console.is_terminal and is_terminal(sys.stdout))
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Programs without a terminal may have no streams, closed ones, or some of their own that cannot tell."""
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 @final

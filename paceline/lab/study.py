@@ -12,14 +12,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import final
 
+from rich.console import Console
+
+from paceline import watching
 from paceline.engines.progress import Watcher
 from paceline.errors import UsageError
 from paceline.lab import durable, runner, tables, verdict
 from paceline.lab.frames import Frames
 from paceline.lab.outcome import FILE_NAME as OUTCOME_FILE
 from paceline.lab.outcome import Outcome
+from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import Position, StudyWatcher
 from paceline.lab.spec import StudySpec, Trial
+from paceline.lab.tracking import Tracking
 from paceline.launch import Quiet
 from paceline.strategies.base import Strategy
 
@@ -91,6 +96,8 @@ class Study:
             engine: `ray`, or `virtual`: on a simulated cluster, in this process.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
             retry_failed: run those trials again that failed.
+            watcher: is told of trials; none: on a terminal and in a notebook a line of progress, and one for each
+                trial that has ended; elsewhere what scripts print alone.
 
         Raises:
             UsageError: something asked for cannot be had, or `out` holds something else. Nothing was started, unless
@@ -126,7 +133,8 @@ class Study:
             with runner.locked(out):
                 study = cls(out, _taken(out, spec))
                 try:
-                    runner.run_trials(spec, out, watcher or _QuietStudy(), retry_failed=retry_failed)
+                    watched = watcher or _watcher(spec, study.name)
+                    runner.run_trials(spec, out, watched, retry_failed=retry_failed)
                 finally:
                     if _has_trials(out):
                         study.save_tables()
@@ -168,6 +176,14 @@ class Study:
         """
         if os.access(self.directory, os.W_OK):
             self.frames.save(self.directory / TABLES)
+
+
+def _watcher(spec: StudySpec, name: str) -> StudyWatcher:
+    """Shows progress to whom it would reach; output that goes to a file stays as the scripts write it."""
+    console = Console(stderr=True)
+    if watching.is_seen(console):
+        return StudyProgress(console, spec, name, tracking=Tracking(), timelines=False)
+    return _QuietStudy()
 
 
 def _has_trials(directory: Path) -> bool:

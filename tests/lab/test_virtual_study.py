@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from paceline import Result, Study
 from paceline.errors import UsageError
@@ -105,3 +108,22 @@ def test_its_report_says_on_which_cluster(run: Callable[..., Study], tmp_path: P
     assert "Simulated cluster slow. Gradients are real" in html
     assert "Times are virtual, those of the simulated cluster slow, and leave evaluation out." in html
     assert study.verdict.lines[0].startswith("Reach count 2 fastest with all-reduce on ")
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_somebody_who_looks_sees_how_it_goes(
+    run: Callable[..., Study], is_seen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it goes to a file, that has what the scripts print and nothing else."""
+    stream = io.StringIO()
+    terminal = Console(file=stream, width=200, force_terminal=is_seen)
+    monkeypatch.setattr("paceline.lab.study.Console", lambda stderr: terminal)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run(strategies=["all-reduce"])
+    shown = stream.getvalue()
+    assert capsys.readouterr().out == ""
+    if is_seen:
+        assert "1/2 all-reduce x 1 seed 0: count 3\n" in shown
+        assert "2/2 all-reduce x 2 seed 0: count 2\n" in shown
+    else:
+        assert shown == ""

@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline import watching
-from paceline.cli import compare, tables
+from paceline.cli import tables
 from paceline.engines.progress import Progress
 from paceline.lab.outcome import Outcome
+from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import Position
 from paceline.lab.tracking import Tracking
 from paceline.lab.virtual_cluster import VirtualCluster
@@ -72,7 +73,7 @@ def test_a_studys_progress_says_which_run_and_how_long_the_rest_takes(monkeypatc
     monkeypatch.setattr(watching, "_PLAIN_INTERVAL_S", 0.0)
     stream = io.StringIO()
     made = spec(strategies=("ps-bsp",), workers=(1, 2), seeds=(0, 1))
-    shown = compare.StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=False)
+    shown = StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=False)
     busy = Progress(iteration=7, time_s=2.0, samples=600, metrics={"accuracy": 0.5}, phase="training")
     with shown.trial(made.trials[0], Position(1, 4, None)) as line:
         line.on_progress(busy)
@@ -90,7 +91,7 @@ def test_a_studys_progress_says_which_run_and_how_long_the_rest_takes(monkeypatc
 def test_a_studys_runs_are_told_apart_from_another_studys_at_a_service(tmp_path: Path) -> None:
     made = spec(strategies=("ps-bsp",), workers=(1,))
     tracking = Tracking(tensorboard=tmp_path / "events")
-    shown = compare.StudyProgress(Console(file=io.StringIO()), made, "digits", tracking=tracking, timelines=False)
+    shown = StudyProgress(Console(file=io.StringIO()), made, "digits", tracking=tracking, timelines=False)
     with shown.trial(made.trials[0], Position(1, 1, None)):
         pass
     (events,) = (tmp_path / "events").rglob("events.out.tfevents.*")
@@ -105,7 +106,7 @@ def test_what_cannot_be_shown_of_a_trial_does_not_end_the_study(tmp_path: Path) 
     (directory / "manifest.json").write_text("{}")  # lacks what a timeline begins with
     stream = io.StringIO()
     made = spec(strategies=("ps-bsp",), workers=(1,))
-    shown = compare.StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=True)
+    shown = StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=True)
     shown.on_outcome(made.trials[0], Position(1, 1, None), Outcome("finished", "", 1.0), directory)
     assert stream.getvalue().splitlines() == [
         "1/1 ps-bsp x 1 seed 0: accuracy 0.5 after 1.0 s",

@@ -11,12 +11,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.engines.virtual import interpreter
 from paceline.engines.virtual.interpreter import RandomState, kept
+
+
+def hold(gaussian: float | None) -> float:
+    """Have numpy hold this, or nothing, as what it draws next; its numbers, and its place among them, stay."""
+    state = np.random.get_state(legacy=False)
+    np.random.set_state({**state, "has_gauss": int(gaussian is not None), "gauss": gaussian or 0.0})
+    return 0.0
+
 
 DRAWS: dict[str, Callable[[], float]] = {
     "gaussian": lambda: float(np.random.standard_normal()),  # numpy makes two at a time, and keeps one
     "uniform": lambda: float(np.random.random_sample()),
     "all of them": lambda: float(np.random.bytes(4 * 624)[0]),  # the place among the numbers is as before
+    "a gaussian given back": lambda: hold(0.5),
+    "another given back": lambda: hold(0.25),
+    "a gaussian taken away": lambda: hold(None),
     "python": random.random,
     "python gaussian": lambda: random.gauss(0, 1),
     "torch": lambda: float(torch.randn(1)),
@@ -36,8 +48,18 @@ def alone(worker: int, draws: list[str]) -> list[float]:
     return [DRAWS[name]() for name in draws]
 
 
+@pytest.mark.parametrize("finds_gaussian", [True, False])
 @given(turns=st.lists(st.tuples(st.integers(0, 2), st.lists(st.sampled_from(list(DRAWS)), max_size=3)), max_size=12))
-def test_each_worker_draws_as_if_alone(turns: list[tuple[int, list[str]]]) -> None:
+def test_each_worker_draws_as_if_alone(finds_gaussian: bool, turns: list[tuple[int, list[str]]]) -> None:
+    """Also with a numpy that keeps what it holds where it is not found."""
+    assert interpreter._gaussian_memory() is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if not finds_gaussian:
+            patch.setattr(interpreter, "_gaussian_memory", lambda: None)
+        check_turns(turns)
+
+
+def check_turns(turns: list[tuple[int, list[str]]]) -> None:
     with kept():
         states = []
         for worker in range(3):

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.console import Console
 import paceline
 from paceline import launch, watching
 from paceline.config import RunConfig
+from paceline.data import files
 from paceline.engines.progress import Progress
 
 LABELS = ["all-reduce x 128", "12/90 ps-bsp servers=2 combine=server x 16 seed 0"]
@@ -108,3 +110,46 @@ def test_where_output_goes_to_a_file_it_is_what_scripts_print(
     out = tmp_path / "run"
     assert not shown_of_a_run(monkeypatch, out, stdout_is_terminal=False, force_terminal=stderr_is_terminal)
     assert sorted(capsys.readouterr().out.splitlines()) == ["[worker-0] hello from 0", "[worker-1] hello from 1"]
+
+
+class Bare:
+    """A stream that can do nothing but what printing needs."""
+
+    def __init__(self) -> None:
+        self.written = ""
+
+    def write(self, text: str) -> int:
+        self.written += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, Bare(), closed()], ids=["none", "bare", "closed"])
+def test_streams_that_are_no_files_are_no_terminals(stream: Any, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert not watching.is_terminal(stream)
+    assert not watching.is_seen(Console(file=io.StringIO(), force_terminal=True))
+
+
+def test_a_program_without_standard_output_trains(monkeypatch, tmp_path: Path) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    paceline.run(greet, engine="virtual", cluster="lab-1gbe", workers=2, out=tmp_path / "run")
+    bar = files._Progress("a download")
+    bar.total = 7
+    bar.close()
+
+
+def test_scripts_print_to_an_object_of_the_programs_own(monkeypatch, tmp_path: Path) -> None:
+    own = Bare()
+    monkeypatch.setattr(sys, "stdout", own)
+    paceline.run(greet, engine="virtual", cluster="lab-1gbe", workers=2, out=tmp_path / "run")
+    assert sorted(own.written.splitlines()) == ["[worker-0] hello from 0", "[worker-1] hello from 1"]

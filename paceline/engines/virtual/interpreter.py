@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import random
 import signal
+import struct
 import sys
 import threading
 import time
@@ -29,21 +31,20 @@ class _NumpyState:
     """State of numpy's global generator.
 
     Right after a gradient, when its code is in no cache, numpy takes 70 us to say what its state is and as long to take
-    it back. So the generator's memory is compared and copied, and numpy asked only where numbers have been drawn: the
-    second one of a pair of Gaussians, which it may hold, is kept elsewhere.
+    it back. So memory is compared, and numpy asked only where numbers have been drawn; the generator's own is copied
+    back, and numpy told only where the second one of a pair of Gaussians is held, which is kept elsewhere.
     """
 
     def __init__(self) -> None:
         """As it is now."""
         self._content: bytes | None = None
-        self._holds_gaussian = False
         self.save()
 
     def save(self) -> None:
         content = _numpy_content()
-        if content is None or content != self._content or self._holds_gaussian:
+        if content is None or content != self._content:
             self._whole = np.random.get_state(legacy=False)
-            self._content, self._holds_gaussian = content, bool(self._whole["has_gauss"])
+            self._content = content
 
     def restore(self, present: _NumpyState | None) -> None:
         """
@@ -58,19 +59,38 @@ class _NumpyState:
 
     @property
     def _memory_alone(self) -> bytes | None:
-        """The memory's content, where there is nothing else to the state."""
-        return None if self._holds_gaussian else self._content
+        """The generator's memory, where there is nothing else to the state."""
+        return None if self._content is None or self._whole["has_gauss"] else self._content[:_TWISTER_BYTES]
 
 
 def _numpy_content() -> bytes | None:
-    """The memory of numpy's generator, if it is the one that numpy comes with."""
-    generator = get_bit_generator()
-    return bytes(_memory_of(generator)) if type(generator) is np.random.MT19937 else None
+    """The memory of numpy's generator, if it is the one that numpy comes with, and of the Gaussian that may be held."""
+    generator, gaussian = get_bit_generator(), _gaussian_memory()
+    if type(generator) is not np.random.MT19937 or gaussian is None:
+        return None
+    return bytes(_memory_of(generator)) + bytes(gaussian)
 
 
 @functools.lru_cache(maxsize=1)
 def _memory_of(generator: np.random.BitGenerator) -> memoryview:
-    return memoryview((c_char * _TWISTER_BYTES).from_address(generator.ctypes.state_address)).cast("B")
+    return _memory(generator.ctypes.state_address, _TWISTER_BYTES)
+
+
+@functools.cache
+def _gaussian_memory() -> memoryview | None:
+    """Where numpy keeps whether it holds a Gaussian, and which, if that is where every numpy so far has had it.
+
+    Numpy does not say where, so a known number is given to another generator of the kind, and looked for in it.
+    """
+    known = np.random.RandomState(0)
+    known.set_state({**known.get_state(legacy=False), "has_gauss": 1, "gauss": math.pi})
+    held = struct.pack("@id", 1, math.pi)
+    place = bytes(_memory(id(known), type(known).__basicsize__)).find(held)
+    return _memory(id(np.random.mtrand._rand) + place, len(held)) if place >= 0 else None
+
+
+def _memory(address: int, num_bytes: int) -> memoryview:
+    return memoryview((c_char * num_bytes).from_address(address)).cast("B")
 
 
 @final

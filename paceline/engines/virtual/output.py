@@ -14,10 +14,12 @@ class OutputByLine(io.TextIOBase):
     Args:
         who: the worker that prints just now; none: it is the launcher itself.
         say: gets a worker's name and a line without its end.
-        otherwise: where the launcher's own words go.
+        otherwise: where the launcher's own words go; none: nowhere, as in a program without standard output.
     """
 
-    def __init__(self, who: Callable[[], str | None], say: Callable[[str, str], None], otherwise: TextIO) -> None:
+    def __init__(
+        self, who: Callable[[], str | None], say: Callable[[str, str], None], otherwise: TextIO | None
+    ) -> None:
         self._who, self._say, self._otherwise = who, say, otherwise
         self._begun: dict[str, str] = {}
 
@@ -27,7 +29,7 @@ class OutputByLine(io.TextIOBase):
     def write(self, text: str, /) -> int:
         who = self._who()
         if who is None:
-            return self._otherwise.write(text)
+            return self._otherwise.write(text) if self._otherwise is not None else len(text)
         *lines, rest = (self._begun.get(who, "") + text).split("\n")
         self._begun[who] = rest
         for line in lines:
@@ -35,7 +37,8 @@ class OutputByLine(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        self._otherwise.flush()
+        if self._otherwise is not None:
+            self._otherwise.flush()
 
     def finish(self) -> None:
         """Hand on lines without an end."""

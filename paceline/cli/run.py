@@ -34,9 +34,7 @@ def run(
     ] = None,
     engine: common_options.Engine = "ray",
     cluster: common_options.SimulatedCluster = None,
-    processes: Annotated[
-        int, typer.Option(help="With --engine virtual: local processes that the workers' computing is spread over.")
-    ] = 1,
+    processes: common_options.Processes = 1,
     address: Annotated[
         str | None,
         typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here for the run)."),

@@ -375,9 +375,9 @@ class Session:
     def _save(self, model: nn.Module, own: Snapshot, time_s: float, *, is_through: bool) -> None:
         """Write the checkpoint. Collective call."""
         workers = snapshot.gather_workers(self.context.collective, own)
-        if is_through and self.strategy.is_synchronous():
-            workers = snapshot.at_the_end(workers)
         if self.context.rank == 0:
+            if is_through and self.strategy.is_synchronous():
+                workers = snapshot.at_the_end(workers)
             checkpoint = Checkpoint(
                 iteration=self.iteration,
                 time_s=time_s,

@@ -43,8 +43,12 @@ def take(replica: Replica, loader: ShardedLoader, extra: Mapping[str, Any], *, s
 
 
 def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerState]:
-    """Every worker's part, in rank order. Collective call."""
-    return [WorkerState(**state) for state in collective.all_gather_object(asdict(snapshot.worker))]
+    """Every worker's part, in rank order, on rank 0; elsewhere none. Collective call.
+
+    One takes 6 ms to read: on a simulated cluster of 200 workers, all of them on all took four minutes.
+    """
+    states = collective.gather_object(asdict(snapshot.worker))
+    return [WorkerState(**state) for state in states or ()]
 
 
 def at_the_end(workers: Sequence[WorkerState]) -> list[WorkerState]:

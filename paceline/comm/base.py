@@ -161,6 +161,12 @@ class Collective(ABC):
         return [decode_object(raw) for raw in self.all_gather(encode_object(value))]
 
     @final
+    def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
+        """As `all_gather_object`, on the root; None elsewhere."""
+        gathered = self.gather(encode_object(value), root=root)
+        return [decode_object(raw) for raw in gathered] if gathered is not None else None
+
+    @final
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
         """The root's value, on every rank; what the others pass is ignored."""
         mine = encode_object(value if self.rank == root else None)

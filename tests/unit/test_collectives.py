@@ -51,6 +51,8 @@ def run_objects(collective: Collective) -> tuple[list[Any], Any]:
     value = {"rank": collective.rank, "shape": [1] * collective.rank}
     gathered = collective.all_gather_object(value)
     collective.require_equal("setting", "the same")
+    last = collective.size - 1
+    assert collective.gather_object(value, root=last) == (gathered if collective.rank == last else None)
     return gathered, collective.broadcast_object(value, root=collective.size - 1)
 
 

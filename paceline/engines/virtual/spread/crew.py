@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from paceline.errors import UsageError
 SETUP = 0xFFFFFFFF
 """The number of the first frame, which is about all workers."""
 _PATIENCE_S = 5.0
+_DESCRIPTORS_PER_WORKER = 8
+"""Of memory that it shares with its deputy, of which strategies allocate two pieces."""
 _MAIN = "from paceline.engines.virtual.spread.crew_main import main; main({fd})"
 
 
@@ -102,8 +105,16 @@ def crews_of(job: VirtualJob) -> list[Crew]:
         return []
     if device_of(job.config).type != "cpu":
         raise UsageError("workers are spread over processes where they compute on cores; add --device cpu")
+    _allow_descriptors(_DESCRIPTORS_PER_WORKER * job.num_workers)
     num_threads = share_of(len(os.sched_getaffinity(0)), num_processes)
     return [
         Crew(job, range(first, job.num_workers, num_processes), num_threads=num_threads)
         for first in range(num_processes)
     ]
+
+
+def _allow_descriptors(num_more: int) -> None:
+    """As many as the system lets this process have, and with it those that it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + num_more if hard == resource.RLIM_INFINITY else min(hard, soft + num_more)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

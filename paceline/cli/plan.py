@@ -68,6 +68,8 @@ def plan(
         single_steps=steps,
         staleness_penalty=staleness_penalty,
     )
+    if out is not None and out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file, not a directory for {PAGE_NAME} and {TABLE_NAME}; give another --out")
     program = launch.read_script(script, arguments or ())
     Console(stderr=True).print(f"Running the first steps of {script} ...", markup=False, highlight=False)
     seen = observing.observe(program, measures_noise=noise_scale == _MEASURE)

@@ -196,6 +196,12 @@ class Fabric:
                 best = Busiest(self._name(kind, number), float(amounts[number]), float(times[number]), kind, number)
         return best
 
+    def busy_s(self, loads: Loads, link: Busiest) -> float:
+        """For how long loads keep one link busy."""
+        if not link.kind:
+            return 0.0
+        return float(getattr(loads, link.kind)[link.number] / getattr(self.rates, link.kind)[link.number])
+
     def _name(self, kind: str, number: int) -> str:
         if kind in ("core", "machine"):
             return "the core" if kind == "core" else "the shared cores"

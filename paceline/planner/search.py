@@ -125,13 +125,18 @@ def require_in_range(
     if not room:
         raise UsageError("the cluster has no room for a worker; raise workers in its [[hosts]]")
     if max_workers is not None and not 1 <= max_workers <= room:
-        raise UsageError(f"max-workers must be in 1..{room}, as the cluster has room, not {max_workers}")
+        raise UsageError(
+            f"max-workers must be 1 to {room}, for which the cluster has room, not {max_workers}; "
+            "to plan for more, raise count or workers in its [[hosts]]"
+        )
     if target_batch is not None and target_batch < 1:
         raise UsageError(f"target-batch must be at least 1, not {target_batch}")
     if not 0 <= staleness_penalty < math.inf:
         raise UsageError(f"staleness-penalty must be a number from 0, not {staleness_penalty}")
-    if single_steps is not None and (not has_noise or not 0 < single_steps < math.inf):
-        raise UsageError("steps to the target of one worker must be above 0, and need a noise scale")
+    if single_steps is not None and not has_noise:
+        raise UsageError("steps to the target of one worker need a noise scale; give --noise-scale N or measure")
+    if single_steps is not None and not 0 < single_steps < math.inf:
+        raise UsageError(f"steps to the target of one worker must be above 0, not {single_steps}")
 
 
 def plan(

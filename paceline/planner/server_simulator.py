@@ -9,10 +9,14 @@ from typing import final
 import numpy as np
 
 from paceline.planner.draws import Draws
-from paceline.planner.servers import server_exchange
+from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
 from paceline.server.admission import AdmissionRule
 from paceline.strategies.parameter_server import ParameterServer
+
+_MOST_PASSING = 1 / 4
+"""Fitted to the virtual engine's messages, where gradients are a few chunks each."""
+_TINY = 1e-12
 
 
 @final
@@ -70,22 +74,28 @@ class SynchronousRun:
 @final
 class AsynchronousRun:
     """Each gradient is a job on two processor-sharing queues: links towards the servers, and back. It enters the second
-    when its first piece is through the first; and is over when all pieces have come and gone."""
+    when its first piece is through the first; and is over when all pieces have come and gone.
+
+    Links that both ways pass take gradients as they come, and answers get what those leave, or a little.
+    """
 
     def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
         self._rule = _rule_of(strategy, setting)
         exchange = server_exchange(setting, num_gradients=1)
         self._draws, self._besides_s = draws, setting.work.overhead_s + exchange.ask_s
         num_workers = setting.num_workers
-        self._part = 1 / exchange.num_pieces
+        self._piece = 1 / exchange.num_pieces
+        self._part = self._piece if len(setting.places.servers) == 1 else _late(exchange, self._piece)
         self._own_s = exchange.own_push_s.tolist()
         self._back_s = exchange.own_pull_s.tolist()
         self._latency_s = (exchange.latency_s - exchange.overlap_s).tolist()
         self._served_s = exchange.served_s
-        both = exchange.both_s / max(exchange.push_s, exchange.pull_s)  # where a link carries both ways
-        own = float((exchange.own_both_s / np.maximum(exchange.own_push_s, exchange.own_pull_s)).min())
-        self._pushing = _Shared(both * exchange.push_s / num_workers, own * float(exchange.own_push_s.min()))
-        self._pulling = _Shared(both * exchange.pull_s / num_workers, own * float(exchange.own_pull_s.min()))
+        self._push_s, self._pull_s = exchange.push_s / num_workers, exchange.pull_s / num_workers
+        self._chunk_share = min(1.0, exchange.chunk_share)
+        self._both_push_s = exchange.both_push_s / num_workers
+        self._both_pull_s = (exchange.both_s - exchange.both_push_s) / num_workers
+        self._least_push_s, self._least_pull_s = float(exchange.own_push_s.min()), float(exchange.own_pull_s.min())
+        self._pushing, self._pulling = _Shared(), _Shared()
         self._server_free_s = 0.0
         self._clocks = [0] * num_workers
         self._began_s = [0.0] * num_workers
@@ -102,22 +112,45 @@ class AsynchronousRun:
             self._compute(worker, 0.0)
         while len(ends_s) < num_updates:
             computed_s = self._due[0][0] if self._due else math.inf
+            self._pushing.pace_s = self._push_pace_s()
+            self._pulling.pace_s = self._pull_pace_s()
             pushed_s, pulled_s = self._pushing.next_s, self._pulling.next_s
+            now_s = min(computed_s, pushed_s, pulled_s)
+            for queue in (self._pushing, self._pulling):
+                queue.move_on(now_s)
             if computed_s <= min(pushed_s, pulled_s):
                 _, _, worker = heapq.heappop(self._due)
                 self._began_s[worker] = computed_s
-                self._pushing.enter(computed_s, worker, self._part, is_first=True)
+                self._pushing.enter(worker, self._part, is_first=True)
             elif pushed_s <= pulled_s:
                 worker, is_first = self._pushing.leave()
                 if is_first and self._part < 1:
-                    self._pushing.enter(pushed_s, worker, 1 - self._part, is_first=False)
-                    self._pulling.enter(pushed_s, worker, 1.0, is_first=False)
+                    self._pushing.enter(worker, 1 - self._part, is_first=False)
+                    self._pulling.enter(worker, 1.0, is_first=False)
                 else:
                     self._pushed(worker, pushed_s, ends_s)
             else:
                 worker, _ = self._pulling.leave()
                 self._pulled(worker, pulled_s)
         return ends_s
+
+    def _push_pace_s(self) -> float:
+        """Seconds for all of a gradient, with as many as are under way."""
+        count = len(self._pushing)
+        share = self._passing() if self._pulling else 0.0
+        return max(self._least_push_s, self._push_s * count, self._both_push_s * count / (1 - share), _TINY)
+
+    def _passing(self) -> float:
+        """The part of a link that both ways pass which answers get at least: who sends a chunk waits for all that have
+        come before it, and so sends about sqrt(2 n) of them while n come."""
+        num_chunks = max(1, len(self._pushing)) / self._chunk_share
+        return min(_MOST_PASSING, math.sqrt(2 / num_chunks))
+
+    def _pull_pace_s(self) -> float:
+        """For all of an answer."""
+        left = max(self._passing(), 1 - self._both_push_s * len(self._pushing) / self._pushing.pace_s)
+        each_s = max(self._pull_s, self._both_pull_s / left)
+        return max(self._least_pull_s, each_s * len(self._pulling), _TINY)
 
     def _compute(self, worker: int, now_s: float) -> None:
         self._num_due += 1
@@ -127,25 +160,25 @@ class AsynchronousRun:
     def _pushed(self, worker: int, now_s: float, ends_s: list[float]) -> None:
         """All of a gradient has come: the last piece is updated, and may be answered."""
         began_s, own_s = self._began_s[worker], self._own_s[worker]
-        last_s = self._served_s * self._part
+        last_s = self._served_s * self._piece
         # The server has begun when it was free, and when the first piece was there.
-        begun_s = max(self._server_free_s, began_s + own_s * self._part)
+        begun_s = max(self._server_free_s, began_s + own_s * self._piece)
         self._server_free_s = max(begun_s + self._served_s - last_s, now_s, began_s + own_s) + last_s
         self._leaves_s[worker] = done_s = self._server_free_s
         ends_s.append(done_s)
         self._rule.push(worker, self._clocks[worker])
         self._clocks[worker] += 1
         if self._part == 1:
-            self._pulling.enter(now_s, worker, 1.0, is_first=False)
+            self._pulling.enter(worker, 1.0, is_first=False)
         for clock in sorted(self._waiting):
             if not self._rule.is_admitted(self._waiting[clock][0]):
                 break
             for freed in self._waiting.pop(clock):
-                self._go_on(freed, max(now_s, self._leaves_s[freed] + self._back_s[freed] * self._part))
+                self._go_on(freed, max(now_s, self._leaves_s[freed] + self._back_s[freed] * self._piece))
 
     def _pulled(self, worker: int, now_s: float) -> None:
         """The links have carried all of an answer, or would have; the last piece is there a little after its update."""
-        end_s = max(now_s, self._leaves_s[worker] + self._back_s[worker] * self._part)
+        end_s = max(now_s, self._leaves_s[worker] + self._back_s[worker] * self._piece)
         if self._rule.is_admitted(worker):
             self._go_on(worker, end_s)
         else:
@@ -157,47 +190,47 @@ class AsynchronousRun:
 
 @final
 class _Shared:
-    """A processor-sharing queue, by the work that each job in it has been given so far.
+    """A processor-sharing queue, by the work that each job in it has been given so far."""
 
-    Args:
-        shared_s: a job of size 1 takes where it has the queue to itself and its own card is no limit.
-        own_s: it takes at least.
-    """
-
-    def __init__(self, shared_s: float, own_s: float) -> None:
-        self._shared_s, self._own_s = shared_s, own_s
+    def __init__(self) -> None:
+        self.pace_s = _TINY
+        """Each job in it needs for one unit of work, until anything changes."""
         self._given = self._now_s = 0.0
         self._jobs: list[
             tuple[float, int, int, bool]
         ] = []  # given what, a job is through; its order; whose; which part
         self._num_entered = 0
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     @property
     def next_s(self) -> float:
-        """When the next job is through, if none comes before."""
+        """When the next job is through, if nothing changes before."""
         if not self._jobs:
             return math.inf
-        return self._now_s + max(0.0, self._jobs[0][0] - self._given) * self._pace_s()
+        return self._now_s + max(0.0, self._jobs[0][0] - self._given) * self.pace_s
 
-    def enter(self, at_s: float, worker: int, size: float, *, is_first: bool) -> None:
-        self._move_on(at_s)
+    def move_on(self, at_s: float) -> None:
+        if self._jobs:
+            self._given += max(0.0, at_s - self._now_s) / self.pace_s
+        self._now_s = max(self._now_s, at_s)
+
+    def enter(self, worker: int, size: float, *, is_first: bool) -> None:
         self._num_entered += 1
         heapq.heappush(self._jobs, (self._given + size, self._num_entered, worker, is_first))
 
     def leave(self) -> tuple[int, bool]:
         """Whose job is through next, and whether it is the first part of one."""
-        self._move_on(self.next_s)
         _, _, worker, is_first = heapq.heappop(self._jobs)
         return worker, is_first
 
-    def _move_on(self, at_s: float) -> None:
-        if self._jobs:
-            self._given += max(0.0, at_s - self._now_s) / self._pace_s()
-        self._now_s = max(self._now_s, at_s)
 
-    def _pace_s(self) -> float:
-        """Seconds for one unit of work of each job in it."""
-        return max(self._own_s, self._shared_s * len(self._jobs), 1e-15)
+def _late(exchange: ServerExchange, piece: float) -> float:
+    """The part of a gradient that is pushed before its answer begins, so that it ends when it would beside what the
+    worker still packs. What all share at a single server says the same."""
+    back = exchange.own_beside * exchange.own_pull_s / np.maximum(exchange.own_push_s, _TINY)
+    return float(np.clip(1 - (1 - piece) * back, piece, 1.0).mean())
 
 
 def _rule_of(strategy: ParameterServer, setting: Setting) -> AdmissionRule:

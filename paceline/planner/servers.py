@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +24,15 @@ class ServerExchange:
     own_pull_s: Floats
     own_both_s: Floats
     """Of what is busy longest with both, since both ways pass it."""
+    own_beside: Floats
+    """The part of an answer that passes while the worker's own gradient does."""
     push_s: float
     """Of all workers' gradients, through the busiest link on their ways."""
     pull_s: float
     both_s: float
     """Of the busiest link, with what it carries both ways."""
+    both_push_s: float
+    """Of the same link, for gradients alone."""
     update_s: float
     """On the slowest server, of as many gradients as form one update."""
     request_s: float
@@ -56,10 +61,15 @@ class ServerExchange:
         pieces, count = self.num_pieces, len(self.own_push_s)
         requests_s = count * self.request_s
         stages = [self.push_s / pieces, (requests_s + self.update_s) / pieces, self.pull_s / pieces]
-        shared_s = sum(stages) + (pieces - 1) / pieces * self.both_s
+        shared_s = self.push_s + stages[1] + self.pull_s * (1 - (pieces - 1) / pieces * self.beside)
         # A server takes the requests of a piece while others of it still come; the last one comes last.
         taken_s = (count - 1) / count * min(requests_s, self.push_s) / pieces
         return max(costs.pipeline_s(stages, pieces), shared_s) - taken_s - self.push_s + self.clash_s
+
+    @property
+    def beside(self) -> float:
+        """The part of an answer that passes while gradients come."""
+        return float(_beside(self.push_s, self.pull_s, self.both_push_s, self.both_s - self.both_push_s))
 
     def answered_s(self, starts_s: Floats) -> Floats:
         """When the last parameters have come, without latency, of workers that begin to push at these times, in order.
@@ -85,8 +95,10 @@ class ServerExchange:
         pieces = self.num_pieces
         served_s = np.full_like(self.own_push_s, self.served_s)
         stages = np.stack([self.own_push_s, served_s, self.own_pull_s]) / pieces
-        slowest = np.maximum(stages.max(axis=0), self.own_both_s / pieces)
-        trips: Floats = stages.sum(axis=0) + (pieces - 1) * slowest - self.overlap_s + self.latency_s
+        in_turn_s = stages.sum(axis=0) + (pieces - 1) * stages.max(axis=0)
+        answered = (pieces - 1) / pieces * self.own_beside
+        shared_s = self.own_push_s + stages[1] + self.own_pull_s * (1 - answered)
+        trips: Floats = np.maximum(in_turn_s, shared_s) - self.overlap_s + self.latency_s
         return trips
 
     @property
@@ -112,6 +124,7 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
     push = fabric.everyone_to_everyone(workers, servers, range_bytes, is_packed=True)
     pull = fabric.everyone_to_everyone(servers, workers, range_bytes, is_packed=True)
     push_s, pull_s = fabric.busiest(push).busy_s, fabric.busiest(pull).busy_s
+    both = fabric.busiest(push + pull)
     is_local = len({*setting.places.workers, *setting.places.servers}) == 1
     is_apart = not {*setting.places.workers} & {*setting.places.servers}
     is_cut = work.is_element_wise and not is_local
@@ -120,16 +133,18 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
     touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
     packing = fabric.packing_bytes_per_s
     card = float(min(fabric.rates.down[workers].min(), fabric.rates.down[servers].min(), packing))
-    own_push_s = _own_s(setting, fabric.rates.up, fabric.rates.down, range_bytes)
-    own_pull_s = _own_s(setting, fabric.rates.down, fabric.rates.up, range_bytes)
     own_packed_s = _remote_bytes(setting, range_bytes) / packing
+    own_push_s = np.maximum(own_packed_s, _own_s(setting, fabric.rates.up, fabric.rates.down, range_bytes))
+    own_pull_s = np.maximum(own_packed_s, _own_s(setting, fabric.rates.down, fabric.rates.up, range_bytes))
     return ServerExchange(
-        own_push_s=np.maximum(own_push_s, own_packed_s),
-        own_pull_s=np.maximum(own_pull_s, own_packed_s),
+        own_push_s=own_push_s,
+        own_pull_s=own_pull_s,
         own_both_s=np.maximum(np.maximum(own_push_s, own_pull_s), 2 * own_packed_s),
+        own_beside=_beside(own_push_s, own_pull_s, own_packed_s, own_packed_s),
         push_s=push_s,
         pull_s=pull_s,
-        both_s=fabric.busiest(push + pull).busy_s,
+        both_s=both.busy_s,
+        both_push_s=fabric.busy_s(push, both),
         update_s=float((touched_bytes / fabric.rates.memory[servers]).max()),
         request_s=math.ceil(range_bytes / piece_bytes) * cluster.servers.request_us * 1e-6,
         ask_s=cluster.communication.request_us * 1e-6,
@@ -143,6 +158,24 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
         overlap_s=(num_servers - 1) * min(last_bytes, range_bytes) / card if not is_local else 0.0,
         loads=push + pull,
     )
+
+
+def _beside(push_s: Any, pull_s: Any, both_push_s: Any, both_pull_s: Any) -> Floats:
+    """The part of answers that passes while gradients come, but for the first piece: they come as fast as links of one
+    direction let them, and answers get what that leaves of a link that both pass.
+
+    Args:
+        both_push_s, both_pull_s: for which that link is busy with either.
+    """
+    left = _ratio(push_s - both_push_s, both_pull_s)
+    found: Floats = np.clip(np.minimum(left, _ratio(push_s, pull_s)), 0.0, 1.0)
+    return found
+
+
+def _ratio(above: Any, below: Any) -> Floats:
+    """1 where there is nothing."""
+    found: Floats = np.where(np.asarray(below) > 0, above / np.maximum(below, 1e-300), 1.0)
+    return found
 
 
 def _passed_s(starts_s: Floats, busy_s: Floats) -> Floats:

@@ -26,6 +26,7 @@ def answer(plan: Plan) -> list[str]:
         lines.append("A stale gradient's samples count here as a fresh one's: --noise-scale weighs them.")
     if plan.is_counted:
         lines.append(_COUNTED)
+    lines += _room(plan)
     if plan.cluster.communication.unevenness:
         lines.append(_EVEN)
     return [*lines, *_checks(plan.checks)]
@@ -96,6 +97,19 @@ def _ratio(plan: Plan) -> list[str]:
     return lines
 
 
+def _room(plan: Plan) -> list[str]:
+    """Where hosts are too few for servers of their own, which is not to be taken for a verdict on servers."""
+    most = max(point.prediction.workers for point in plan.points)
+    beside = max((point.prediction.workers for point in plan.points if point.prediction.servers), default=0)
+    if 2 * beside > most:
+        return []
+    found = f"with more than {words.workers(beside)} no host is" if beside else "no host is"
+    return [
+        f"Strategies with servers are left out where {found} free for one: "
+        'add hosts, or say placement = "with workers" in [servers].'
+    ]
+
+
 def _fewest(points: list[Point]) -> Point:
     top = max(point.prediction.samples_per_s for point in points)
     close = [point for point in points if point.prediction.samples_per_s >= (1 - CLOSE) * top]
@@ -117,5 +131,5 @@ def _noise(plan: Plan) -> str:
 def _checks(checks: tuple[Check, ...]) -> list[str]:
     if not checks:
         return []
-    said = [f"{check.label} on {check.workers} {check.deviation:+.1%}" for check in checks]
+    said = [f"{check.label} on {check.workers} {round(check.deviation, 3) + 0.0:+.1%}" for check in checks]
     return [f"The closed forms beside the simulator: {words.listed(said)}."]

@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 from paceline.planner import Work, wording
 from paceline.planner.noise import NoiseScale
 from paceline.planner.observing import NOISE_STEPS, observe
-from paceline.planner.search import best_of, plan, worker_counts
+from paceline.planner.search import Check, best_of, plan, worker_counts
 
 WORK = Work(tensor_bytes=(4_000_000,), samples=32)
 
@@ -110,12 +110,12 @@ def test_checks_are_of_the_best_and_close() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"max_workers": 0}, r"max-workers must be in 1\.\.40"),
-        ({"max_workers": 41}, r"max-workers must be in 1\.\.40"),
+        ({"max_workers": 0}, "max-workers must be 1 to 40"),
+        ({"max_workers": 41}, "max-workers must be 1 to 40, .* raise count or workers"),
         ({"target_batch": 0}, "target-batch must be at least 1"),
         ({"staleness_penalty": math.nan}, "staleness-penalty must be a number"),
         ({"single_steps": 10.0}, "need a noise scale"),
-        ({"single_steps": math.inf, "noise": NoiseScale(1.0)}, "must be above 0"),
+        ({"single_steps": math.inf, "noise": NoiseScale(1.0)}, "must be above 0, not inf"),
     ],
 )
 def test_refusals(values: dict[str, Any], said: str) -> None:
@@ -138,6 +138,25 @@ def test_sentences_say_what_the_numbers_do() -> None:
     assert said.startswith(f"ps-bsp on {most} workers")
     alone = plan(cluster_of(8, gbit_per_s=1e-4), replace(WORK, tensor_bytes=(40_000_000,)), num_checks=0)
     assert wording.answer(alone)[0].startswith("One worker alone")
+
+
+def test_servers_that_have_no_host_are_said_to_be_left_out() -> None:
+    """Nobody is to think that they were found to be slow."""
+
+    def said(count: int, placement: str = "separate") -> list[str]:
+        found = plan(cluster_of(count, placement=placement), WORK, num_checks=0)
+        return [line for line in wording.answer(found) if "left out" in line]
+
+    assert "where no host is free for one" in said(1)[0]
+    assert "where with more than 1 worker no host is free for one" in said(2)[0]
+    assert not said(6)
+    assert not said(1, placement="with workers")
+
+
+def test_no_deviation_has_no_sign_of_its_own() -> None:
+    found = plan(cluster_of(1), WORK, num_checks=0)
+    checked = replace(found, checks=(Check("single", 1, predicted_s=1.0, simulated_s=1.0 + 1e-9),))
+    assert wording.answer(checked)[-1].endswith("single on 1 +0.0%.")
 
 
 def test_a_time_that_was_counted_is_said_and_one_that_was_measured_is_not() -> None:
@@ -285,7 +304,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     [
         (("--cluster", "commodity-10gb"), "did you mean 'commodity-10gbe'?"),
         (("--cluster", "lab-1gbe", "--noise-scale", "many"), "is neither measure nor a number of samples"),
-        (("--cluster", "lab-1gbe", "--max-workers", 100), "max-workers must be in 1..32"),
+        (("--cluster", "lab-1gbe", "--out", __file__), "is a file, not a directory for plan.html and plan.csv"),
+        (("--cluster", "lab-1gbe", "--max-workers", 100), "max-workers must be 1 to 32"),
     ],
 )
 def test_the_command_refuses(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import final
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
 from paceline.engines.progress import Progress, Watcher
-from paceline.engines.scripting import Outcome
+from paceline.engines.scripting import Outcome, outcome_of
 from paceline.engines.verdict import Statement, judge
 from paceline.engines.virtual import interpreter
 from paceline.engines.virtual.backward import BackwardEnds
@@ -75,10 +76,11 @@ class VirtualRun:
         self._reporter = DirectoryReporter(directory, self._on_records)
         self._servers = [self._server(index, host) for index, host in enumerate(self._places.servers)]
         self._records = RecordsInOrder(self._reporter.emit)
-        self._crews: list[Crew] = []
-        self._deputies: dict[int, Deputy] = {}
+        self._crews: Sequence[Crew] = ()
+        self._deputies: list[Deputy] = []
         self._outcomes: dict[int, Outcome] = {}
         self._dead: set[str] = set()
+        self._deaths: list[str] = []  # of processes that workers were computed by, in words
         self._is_ending = False
 
     def run(self) -> None:
@@ -89,26 +91,31 @@ class VirtualRun:
             UsageError: the script or the run's target asks for something that cannot be had.
             KeyboardInterrupt: the user interrupted the run, which has saved where it was if it could.
         """
-        try:
-            with interpreter.interrupts(self._on_interrupt), self._surroundings.in_place():
-                self._start()
-                self._simulate()
-                self._end()
-        except (RunFailed, UsageError) as failure:
-            self._reporter.event("failed", error=str(failure))
-            raise
-        finally:
-            for crew in self._crews:
-                crew.end()
-            self._records.close()
-            self._reporter.close()
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._reporter.close)
+            ends.callback(self._records.close)
+            try:
+                with (
+                    crews_of(self._job) as self._crews,
+                    interpreter.interrupts(self._on_interrupt),
+                    self._surroundings.in_place(),
+                ):
+                    self._start()
+                    self._simulate()
+                    self._end()
+            except (RunFailed, UsageError) as failure:
+                self._records.close()
+                self._reporter.event("failed", error=str(failure))
+                raise
+            finally:
+                for deputy in self._deputies:
+                    deputy.close()
         if self._reporter.stop_requested():
             raise KeyboardInterrupt
 
     def _start(self) -> None:
         details = {"workers": self._names_of(self._places.workers), "servers": self._names_of(self._places.servers)}
         self._reporter.event("started", **details)
-        self._crews = crews_of(self._job)
         for rank in range(self._job.num_workers):
             self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank), runs_script=not self._crews)
         for host in sorted({*self._places.workers, *self._places.servers}):
@@ -129,12 +136,14 @@ class VirtualRun:
         waiting = "; ".join(f"{_spaced(p.name)} waits for {p.waits_for()}" for p in stuck if p.waits_for is not None)
         now_s = self._timeline.now_s
         self._scheduler.abort("the run is ending because another member failed")
+        self._records.close()
         if self._dead or any(outcome.error and not outcome.is_consequence for outcome in self._outcomes.values()):
-            raise judge(
+            verdict = judge(
                 self._statements(),
                 is_training=self._reporter.progress.phase == "training",
                 is_synchronous=self._job.strategy.is_lock_step(),
             )
+            raise RunFailed("\n".join([str(verdict), *self._deaths])) if self._deaths else verdict
         if stuck:
             raise RunFailed(f"at {now_s:g} s of virtual time nobody can go on: {waiting}")
 
@@ -175,14 +184,19 @@ class VirtualRun:
             say=partial(self._say, process.name),
             is_ending=lambda: self._is_ending,
         )
-        self._deputies[rank] = deputy
+        self._deputies.append(deputy)
         try:
             return deputy.act()
         except EOFError:
-            if not self._is_ending:
-                self._reporter.event("lost", members=[f"worker-{each}" for each in crew.ranks], reason=crew.death())
-            self._dead.add(process.name)
-            return Outcome(num_steps=deputy.num_steps, error=crew.death())
+            death = crew.death()
+            if death not in self._deaths:
+                self._deaths.append(death)
+                names = [f"worker-{each}" for each in crew.ranks]
+                self._dead |= set(names)
+                self._reporter.event("lost", members=names, reason=death)
+            return Outcome(num_steps=deputy.num_steps, error=death)
+        except Exception as error:
+            return outcome_of(error, num_steps=deputy.num_steps)
 
     def _collective(self, rank: int, process: Process) -> Collective:
         if self._job.num_workers == 1:
@@ -245,7 +259,7 @@ class VirtualRun:
         members = [
             Statement(
                 name=process.name,
-                pid=self._crews[rank % len(self._crews)].pid if self._crews else None,
+                pid=None,
                 num_steps=self._outcomes[rank].num_steps if rank in self._outcomes else 0,
                 outcome=self._outcomes.get(rank),
                 is_dead=process.name in self._dead,

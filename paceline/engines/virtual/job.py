@@ -21,4 +21,10 @@ class VirtualJob:
     config: RunConfig
     checkpoint: bytes | None = None
     num_processes: int = 1
-    """That the workers' computing is spread over. What comes of the run does not depend on it."""
+    """That the workers' computing is spread over, at most."""
+
+    @property
+    def num_crews(self) -> int:
+        """Processes besides the simulation's; none where that computes as well."""
+        num_processes = min(self.num_processes, self.num_workers)
+        return num_processes if num_processes > 1 else 0

@@ -40,9 +40,8 @@ class OutputByLine(io.TextIOBase):
         if self._otherwise is not None:
             self._otherwise.flush()
 
-    def finish(self) -> None:
-        """Hand on lines without an end."""
-        for who, rest in self._begun.items():
-            if rest:
-                self._say(who, rest)
-        self._begun.clear()
+    def finish(self, who: str | None = None) -> None:
+        """Hand on lines without an end, of one worker or of all."""
+        for name in [who] if who is not None else list(self._begun):
+            if rest := self._begun.pop(name, ""):
+                self._say(name, rest)

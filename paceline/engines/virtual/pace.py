@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,14 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Replica
 
 
+class ForwardListener(Protocol):
+    """Who has to know what a worker is at."""
+
+    def begin_forward(self, until_s: float | None) -> None: ...
+
+    def end_forward(self) -> None: ...
+
+
 @final
 class Pace:
     """Takes virtual time for what a prepared model computes.
@@ -26,7 +34,7 @@ class Pace:
     Args:
         compute: how long that is, and what part of it each gradient takes.
         before_step: called when a step's computing begins; may raise to end the worker.
-        announce: told the time at which a forward pass will end, when it begins, if that is known.
+        on_forward: told that a forward pass begins, and when it will end if that is known; and that it has ended.
     """
 
     def __init__(
@@ -37,10 +45,10 @@ class Pace:
         *,
         compute: Compute,
         before_step: Callable[[], None],
-        announce: Callable[[float], None] | None = None,
+        on_forward: ForwardListener | None = None,
     ) -> None:
         self._process, self._times, self._cost = process, times, cost
-        self._compute, self._before_step, self._announce = compute, before_step, announce
+        self._compute, self._before_step, self._on_forward = compute, before_step, on_forward
         self._replica: Replica | None = None
         self._count: ForwardCount | None = None
         self._given_shares: list[float] = []
@@ -68,10 +76,11 @@ class Pace:
         self._before_step()
         if self._shares:  # then it is known what this pass takes
             self._forward_s = self._draw(_num_samples((*inputs, *named.values())))
-            if self._announce is not None:
-                self._announce(self._process.now_s + self._forward_s)
         elif self._replica is not None:
             self._count = ForwardCount(model, self._replica.parameters)
+        if self._on_forward is not None:
+            known = self._forward_s is not None
+            self._on_forward.begin_forward(self._process.now_s + self._forward_s if known else None)
 
     def _end_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], output: object) -> None:
         num_samples = _num_samples((*inputs, *named.values()))
@@ -83,6 +92,8 @@ class Pace:
         forward_s = self._forward_s if self._forward_s is not None else self._draw(num_samples)
         self._forward_s = None
         self._process.advance(forward_s)
+        if self._on_forward is not None:
+            self._on_forward.end_forward()
 
     def _draw(self, num_samples: int) -> float:
         """How long the passes take; returns what of it is the forward pass."""

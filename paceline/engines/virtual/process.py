@@ -110,10 +110,16 @@ class Process:
             return False
         return True
 
-    def let_pass(self) -> None:
-        """Let happen whatever comes before anything that this process can yet do in its turn."""
+    def let_pass(self, *, until_s: float | None = None) -> None:
+        """Let happen whatever comes before anything that this process can yet do in its turn.
+
+        Args:
+            until_s: when that may be, at the earliest; none: now.
+        """
         if self.doom is None:
-            self.post(self._scheduler.go_on, self)
+            self._num_posted += 1
+            until_s = self.now_s if until_s is None else until_s
+            self._timeline.at_turn(until_s, self.turn, self._num_posted, self._scheduler.go_on, self)
             self._scheduler.give_back()
 
     def wait(self, signal: Signal, what: Callable[[], str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import final
@@ -24,17 +25,21 @@ class Surroundings:
     def __init__(self, scheduler: Scheduler, backward: BackwardEnds, say: Callable[[str, str], None]) -> None:
         self._scheduler, self._backward, self._say_line = scheduler, backward, say
         self._is_saying = False
+        self._pid = os.getpid()
+        self._out, self._err = (OutputByLine(self._who, self._say, own) for own in (sys.stdout, sys.stderr))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """All is as before at the end."""
-        out = OutputByLine(self._who, self._say, sys.stdout)
-        err = OutputByLine(self._who, self._say, sys.stderr)
         with interpreter.kept(), interpreter.sleeping(self._sleep), self._backward.in_place():
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with contextlib.redirect_stdout(self._out), contextlib.redirect_stderr(self._err):
                 yield
-            out.finish()
-            err.finish()
+            self.finish_lines()
+
+    def finish_lines(self, who: str | None = None) -> None:
+        """Hand on the lines that a worker has begun, or all have."""
+        self._out.finish(who)
+        self._err.finish(who)
 
     @contextlib.contextmanager
     def not_heard(self) -> Iterator[None]:
@@ -46,8 +51,11 @@ class Surroundings:
             self._is_saying = before
 
     def _who(self) -> str | None:
+        """Processes that a script has forked, as loaders do, speak for themselves."""
         running = self._scheduler.running
-        return running.name if running is not None and not self._is_saying else None
+        if running is None or self._is_saying or os.getpid() != self._pid:
+            return None
+        return running.name
 
     def _say(self, who: str, line: str) -> None:
         with self.not_heard():

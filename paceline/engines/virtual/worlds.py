@@ -13,7 +13,7 @@ from paceline.config import RunConfig
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.virtual.compute import ComputeTimes, StepCost
 from paceline.engines.virtual.job import VirtualJob
-from paceline.engines.virtual.pace import Pace
+from paceline.engines.virtual.pace import ForwardListener, Pace
 from paceline.engines.virtual.process import Process
 from paceline.engines.virtual.topology import Places
 from paceline.engines.world import World, enter_here
@@ -47,12 +47,12 @@ class Worlds:
         store: Store | None,
         reporter: Reporter,
         before_step: Callable[[], None],
-        announce: Callable[[float], None] | None = None,
+        on_forward: ForwardListener | None = None,
     ) -> World:
         """
         Args:
             before_step: called when a step's computing begins; may raise to end the worker.
-            announce: told a time before which the worker will do nothing that others notice.
+            on_forward: told of forward passes.
         """
         job, places = self._job, self._places
         local_ranks = next(ranks for ranks in places.ranks_by_host if rank in ranks)
@@ -67,7 +67,7 @@ class Worlds:
             ),
             compute=job.cluster.compute,
             before_step=before_step,
-            announce=announce,
+            on_forward=on_forward,
         )
         context = Context(
             rank=rank,

@@ -24,6 +24,12 @@ class Carrier:
         self._segments.append(segment)
         return segment.tensor
 
+    def close(self) -> None:
+        """Let go of the memory."""
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory that is shared."""
         return self._place_of(tensor) is not None

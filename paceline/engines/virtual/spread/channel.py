@@ -22,6 +22,8 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._socket.setblocking(False)
+        self._poll = select.poll()  # select.select knows no descriptors above 1023
+        self._poll.register(self._socket, select.POLLIN)
         self._leaving = bytearray()
         self._arrived = bytearray()
 
@@ -67,7 +69,8 @@ class Channel:
         try:
             content = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
-            select.select([self._socket], [self._socket] if self._leaving else [], [])
+            self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._leaving else 0))
+            self._poll.poll()
             self._let_leave()
             return
         except ConnectionError:

@@ -3,55 +3,67 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import final
 
 import cloudpickle
+import torch
 
 from paceline.engines.threads import share_of
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.spread.channel import Channel
 from paceline.engines.virtual.worlds import device_of
 from paceline.errors import UsageError
+from paceline.seeding import random_state
 
-SETUP = 0xFFFFFFFF
-"""The number of the first frame, which is about all workers."""
 _PATIENCE_S = 5.0
-_DESCRIPTORS_PER_WORKER = 8
-"""Of memory that it shares with its deputy, of which strategies allocate two pieces."""
-_MAIN = "from paceline.engines.virtual.spread.crew_main import main; main({fd})"
+_DESCRIPTORS_PER_WORKER = 4
+"""Of memory that it shares with its deputy: strategies allocate two pieces, which have two descriptors at first."""
+_MAIN = "from paceline.engines.virtual.spread.crew_main import main; main({channel}, {setup})"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a crew is told before it begins, and finds as it is here."""
+
+    ranks: tuple[int, ...]
+    job: bytes
+    """Pickled, to be read when `path` is in place."""
+    num_threads: int
+    path: tuple[str, ...]
+    arguments: tuple[str, ...]
+    python_path: str | None
+    dtype: torch.dtype
+    random_state: object
 
 
 @final
 class Crew:
-    """Starts the process. Whatever becomes of this one, it does not outlive it.
+    """Starts the process. Whatever becomes of this one, it does not outlive it."""
 
-    Args:
-        ranks: of its workers.
-        num_threads: that torch computes with there.
-    """
-
-    def __init__(self, job: VirtualJob, ranks: Sequence[int], *, num_threads: int) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, setup: Setup) -> None:
+        self.ranks = setup.ranks
         own, theirs = socket.socketpair()
-        with theirs:
+        with theirs, _readable(pickle.dumps(setup)) as content:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN.format(fd=theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-c", _MAIN.format(channel=theirs.fileno(), setup=content)],
+                pass_fds=[theirs.fileno(), content],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is this process's affair
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(setup.path)},
             )
         self._channel = Channel(own)
-        self._heard: dict[int, deque[bytes]] = {rank: deque() for rank in ranks}
-        setup = job, self.ranks, num_threads, os.environ.get("PYTHONPATH")
-        self._channel.send(SETUP, cloudpickle.dumps(setup))
+        self._heard: dict[int, deque[bytes]] = {rank: deque() for rank in self.ranks}
 
     @property
     def pid(self) -> int:
@@ -81,40 +93,93 @@ class Crew:
         """How the process ended that has died, in words."""
         code = self._process.wait()
         if code < 0:
-            return f"its process {self._process.pid} was ended by {signal.Signals(-code).name}"
-        return f"its process {self._process.pid} ended with status {code}"
+            return f"process {self._process.pid} was ended by {signal.Signals(-code).name}"
+        return f"process {self._process.pid} ended with status {code}"
 
-    def end(self) -> None:
-        """Have it end, whatever it is at."""
+    def hang_up(self) -> None:
+        """Let the process know that nobody listens any more, at which it ends."""
         self._channel.close()
+
+    def end(self, *, until_s: float) -> None:
+        """Have it end, by force where it has not by then.
+
+        Args:
+            until_s: of time.monotonic().
+        """
         try:
-            self._process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
+            self._process.wait(max(0.0, until_s - time.monotonic()))
+        except BaseException as trouble:
             self._process.kill()
             self._process.wait()
+            if not isinstance(trouble, subprocess.TimeoutExpired):
+                raise
 
 
-def crews_of(job: VirtualJob) -> list[Crew]:
-    """One for each process that the job is to be spread over; none where that is this one alone.
+@contextmanager
+def crews_of(job: VirtualJob) -> Iterator[list[Crew]]:
+    """One for each process that the job is spread over, all ended at the end; none where that is this one alone.
 
     Raises:
-        UsageError: workers compute on a GPU.
+        UsageError: workers compute on a GPU, or the program is a function that cannot be sent.
     """
-    num_processes = min(job.num_processes, job.num_workers)
-    if num_processes == 1:
-        return []
+    crews: list[Crew] = []
+    if job.num_crews == 0:
+        yield crews
+        return
+    with _descriptors(_DESCRIPTORS_PER_WORKER * job.num_workers):
+        try:
+            for setup in _setups(job):
+                crews.append(Crew(setup))
+            yield crews
+        finally:
+            until_s = time.monotonic() + _PATIENCE_S
+            with ExitStack() as ends:  # each is ended, also if an interrupt comes while another one is
+                for crew in crews:
+                    crew.hang_up()
+                    ends.callback(crew.end, until_s=until_s)
+
+
+def _setups(job: VirtualJob) -> Iterator[Setup]:
     if device_of(job.config).type != "cpu":
         raise UsageError("workers are spread over processes where they compute on cores; add --device cpu")
-    _allow_descriptors(_DESCRIPTORS_PER_WORKER * job.num_workers)
-    num_threads = share_of(len(os.sched_getaffinity(0)), num_processes)
-    return [
-        Crew(job, range(first, job.num_workers, num_processes), num_threads=num_threads)
-        for first in range(num_processes)
-    ]
+    try:
+        content = cloudpickle.dumps(job)
+    except Exception as error:
+        raise UsageError(
+            f"the function cannot be sent to other processes: {error}; run it in one (processes=1), or as a script"
+        ) from None
+    here = os.getcwd()
+    for first in range(job.num_crews):
+        yield Setup(
+            ranks=tuple(range(first, job.num_workers, job.num_crews)),
+            job=content,
+            num_threads=share_of(torch.get_num_threads(), job.num_crews),
+            path=tuple(entry or here for entry in sys.path),
+            arguments=tuple(sys.argv),
+            python_path=os.environ.get("PYTHONPATH"),
+            dtype=torch.get_default_dtype(),
+            random_state=random_state(),
+        )
 
 
-def _allow_descriptors(num_more: int) -> None:
-    """As many as the system lets this process have, and with it those that it starts."""
+@contextmanager
+def _readable(content: bytes) -> Iterator[int]:
+    """A descriptor that it can be read from."""
+    fd = os.memfd_create("paceline-setup")
+    with open(fd, "w+b") as file:
+        file.write(content)
+        file.flush()
+        file.seek(0)
+        yield fd
+
+
+@contextmanager
+def _descriptors(num_more: int) -> Iterator[None]:
+    """So many more may be open, here and in processes that are started, where the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + num_more if hard == resource.RLIM_INFINITY else min(hard, soft + num_more)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

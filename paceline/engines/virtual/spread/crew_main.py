@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import socket
-from collections.abc import Sequence
+import sys
 from functools import partial
 from typing import final
 
-import cloudpickle
 import torch
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
+from paceline.engines.scripting import outcome_of
 from paceline.engines.virtual.backward import BackwardEnds
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.process import Scheduler
+from paceline.engines.virtual.spread.carrier import Carrier
 from paceline.engines.virtual.spread.channel import Channel
+from paceline.engines.virtual.spread.crew import Setup
 from paceline.engines.virtual.spread.messages import Over
 from paceline.engines.virtual.spread.remote import RemoteCollective, RemoteReporter, RemoteStore
 from paceline.engines.virtual.spread.seat import Seat
@@ -27,43 +30,78 @@ from paceline.engines.virtual.timeline import Timeline
 from paceline.engines.virtual.topology import place
 from paceline.engines.virtual.worlds import Worlds, run_in
 from paceline.engines.world import World
+from paceline.seeding import set_random_state
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def main(fd: int) -> None:
-    """The process that `Crew` starts; `fd` is the other end of its channel."""
+def main(channel_fd: int, setup_fd: int) -> None:
+    """The process that `Crew` starts, with its end of the channel and what it is told to begin with."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(socket.socket(fileno=channel_fd))
+    os.register_at_fork(after_in_child=channel.close)  # else the simulation would take a fork for this process
+    with open(setup_fd, "rb") as file:
+        setup: Setup = pickle.load(file)
+    _look_like_the_launcher(setup)
+    crew = None
     try:
-        _, content = channel.receive()
-        job, ranks, num_threads, python_path = cloudpickle.loads(content)
-        if python_path is None:
-            os.environ.pop("PYTHONPATH", None)
-        else:
-            os.environ["PYTHONPATH"] = python_path
-        torch.set_num_threads(num_threads)
-        _Members(channel, job, ranks).take_turns()
+        crew = _Members(channel, setup)
+        crew.take_turns()
+    except EOFError:  # the simulation is over
+        pass
+    except Exception as error:
+        _say_what_is_wrong(channel, setup, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if crew is None or not crew.is_over:
+        os._exit(0)  # scripts that are not over have nothing left to say
+
+
+def _look_like_the_launcher(setup: Setup) -> None:
+    """What scripts may look at is as it is there."""
+    sys.path[:], sys.argv = setup.path, list(setup.arguments)
+    if setup.python_path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = setup.python_path
+    torch.set_num_threads(setup.num_threads)
+    torch.set_default_dtype(setup.dtype)
+    set_random_state(setup.random_state)
+
+
+def _say_what_is_wrong(channel: Channel, setup: Setup, error: Exception) -> None:
+    """Every worker failed with it; and wait for the simulation to end."""
+    try:
+        for rank in setup.ranks:
+            channel.send(rank, Carrier().pack([Over(outcome_of(error, num_steps=0))]))
+        while True:
+            channel.receive()
     except EOFError:
-        pass  # the simulation is over
-    os._exit(0)  # scripts that are not over have nothing left to say
+        pass
 
 
 @final
 class _Members:
     """The workers of this crew."""
 
-    def __init__(self, channel: Channel, job: VirtualJob, ranks: Sequence[int]) -> None:
+    def __init__(self, channel: Channel, setup: Setup) -> None:
+        job: VirtualJob = pickle.loads(setup.job)
         self._channel, self._job = channel, job
         places = place(job.cluster, num_workers=job.num_workers, num_servers=job.strategy.num_servers())
         self._worlds = Worlds(job, places)
-        self._backward = BackwardEnds()
-        self._scheduler = Scheduler(Timeline(), require_waitable=self._backward.require_outside)
+        backward = BackwardEnds()
+        self._scheduler = Scheduler(Timeline(), require_waitable=backward.require_outside)
+        self._surroundings = Surroundings(self._scheduler, backward, self._say)
         self._seats: dict[int, Seat] = {}
         self._seats_by_name: dict[str, Seat] = {}
-        for rank in ranks:
+        for rank in setup.ranks:
             process = self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
             self._seats[rank] = self._seats_by_name[process.name] = Seat(channel, rank, process, self._scheduler)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all workers are."""
+        return all(process.is_over for process in self._scheduler.processes)
 
     def take_turns(self) -> None:
         """Until the simulation hears no more.
@@ -71,7 +109,7 @@ class _Members:
         Raises:
             EOFError: that is so.
         """
-        with Surroundings(self._scheduler, self._backward, self._say).in_place():
+        with self._surroundings.in_place():
             while True:
                 rank, content = self._channel.receive()
                 seat = self._seats[rank]
@@ -82,7 +120,8 @@ class _Members:
         seat = self._seats[rank]
         seat.take_answer()
         outcome = run_in(partial(self._world, seat), self._job.program)
-        seat.over(Over(outcome))
+        self._surroundings.finish_lines(seat.process.name)
+        seat.over(outcome)
 
     def _world(self, seat: Seat) -> World:
         job, costs = self._job, self._job.cluster.communication
@@ -101,7 +140,7 @@ class _Members:
             store=RemoteStore(seat) if job.strategy.num_servers() else None,
             reporter=RemoteReporter(seat),
             before_step=seat.require_going,
-            announce=seat.announce,
+            on_forward=seat,
         )
 
     def _say(self, who: str, line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, final
 
@@ -16,6 +17,7 @@ from paceline.engines.virtual.spread.carrier import Carrier
 from paceline.engines.virtual.spread.crew import Crew
 from paceline.engines.virtual.spread.messages import Answer, Ask, Begin, Busy, Keep, Over, Print
 from paceline.engines.virtual.spread.order import RecordsInOrder
+from paceline.errors import RunFailed
 from paceline.records import Reporter, StepRecord
 
 
@@ -52,9 +54,11 @@ class Deputy:
         self._collective, self._store, self._reporter = collective, store, reporter
         self._records, self._say, self._is_ending = records, say, is_ending
         self._carrier = Carrier()
+        self._opening: list[Segment] = []  # of which the worker has been told, and may not have opened yet
         self._prepared: dict[int, tuple[Tensor, Callable[[], Work]]] = {}
         self._works: dict[int, tuple[Work, Tensor | None]] = {}
         self._trouble: Exception | None = None  # with what nobody waits for; the next one who asks hears of it
+        self._turn: int | None = None
 
     def act(self) -> Outcome:
         """Have the worker begin, and do what it asks for until it is over.
@@ -62,25 +66,55 @@ class Deputy:
         Raises:
             EOFError: its process has died.
         """
-        self._records.begin(self._process.turn)
         self._answer()
-        while True:
-            self._process.let_pass()
-            for said in self._carrier.unpack(self._crew.receive(self._rank)):
-                match said:
-                    case Begin():
-                        self._begin(said)
-                    case Ask():
-                        self._do(said)
-                    case Busy():
-                        self._process.advance_to(said.until_s)
-                    case Keep():
-                        self._keep(said)
-                    case Print():
-                        self._say(said.line)
-                    case Over():
-                        self._records.end(self._process.turn)
-                        return said.outcome
+        try:
+            while True:
+                self._process.let_pass()
+                content = self._crew.receive(self._rank)
+                self._note_turn()
+                for segment in self._opening:
+                    segment.close_descriptor()
+                self._opening.clear()
+                outcome = self._follow(self._carrier.unpack(content))
+                if outcome is not None:
+                    return outcome
+        finally:
+            self._note_turn(is_over=True)
+
+    def close(self) -> None:
+        """Let go of what is shared with the worker, which is over."""
+        self._prepared.clear()
+        self._works.clear()
+        self._carrier.close()
+
+    def _follow(self, frame: list[object]) -> Outcome | None:
+        """Do what the worker says; returns how it has ended if it has."""
+        for said in frame:
+            match said:
+                case Begin():
+                    self._begin(said)
+                case Ask():
+                    self._do(said)
+                case Busy():
+                    self._process.let_pass(until_s=said.until_s)
+                case Keep():
+                    self._keep(said)
+                case Print():
+                    self._say(said.line)
+                case Over():
+                    return said.outcome
+        return None
+
+    def _note_turn(self, *, is_over: bool = False) -> None:
+        """Records that come from here on are of the process's present turn."""
+        turn = None if is_over else self._process.turn
+        if turn == self._turn:
+            return
+        if self._turn is not None:
+            self._records.end(self._turn)
+        self._turn = turn
+        if turn is not None:
+            self._records.begin(turn)
 
     # --- what the worker says -----------------------------------------------------------------------------------
 
@@ -92,28 +126,27 @@ class Deputy:
             self._trouble = self._trouble or error
 
     def _do(self, said: Ask) -> None:
-        turn = self._process.turn
         self._process.advance_to(said.clock_s)
+        trouble, self._trouble = self._trouble, None
         try:
-            if self._trouble is not None:
-                raise self._trouble
+            if trouble is not None:
+                raise trouble
             value, error = getattr(self, said.method)(*said.arguments), None
-        except Exception as trouble:
-            value, error = None, trouble
-        if self._process.turn != turn:
-            self._records.end(turn)
-            self._records.begin(self._process.turn)
+        except Exception as met:
+            value, error = None, met
+        self._note_turn()
         self._answer(value, error)
 
     def _keep(self, said: Keep) -> None:
         if isinstance(said.record, StepRecord):
             self.num_steps = said.record.step
-        self._records.add(self._process.turn, said.record)
+        assert self._turn is not None
+        self._records.add(self._turn, said.record)
 
     def _answer(self, value: Any = None, error: Exception | None = None) -> None:
         timings = self._collective.timing, self._store.timing if self._store is not None else Timing()
         answer = Answer(
-            self._process.now_s, timings, self._reporter.stop_requested(), self._is_ending(), value, _alone(error)
+            self._process.now_s, timings, self._reporter.stop_requested(), self._is_ending(), value, _portable(error)
         )
         self._crew.send(self._rank, self._carrier.pack(answer))
 
@@ -126,6 +159,7 @@ class Deputy:
         self.call(of, "allocate", (num_bytes,), {})
         segment = Segment.create(num_bytes)
         self._carrier.share(segment)
+        self._opening.append(segment)
         return segment.address
 
     def save(self, name: str, content: bytes) -> None:
@@ -135,13 +169,14 @@ class Deputy:
         self._collective.broadcast(tensor, root=root)
         return tensor
 
+    def all_reduce(self, number: int, tensor: Tensor, op: ReduceOp) -> None:
+        self._works[number] = self._collective.all_reduce(tensor, op=op), tensor
+
     def prepare_all_reduce(self, number: int, tensor: Tensor, op: ReduceOp) -> None:
         self._prepared[number] = tensor, self._collective.persistent_all_reduce(tensor, op=op)
 
-    def all_reduce(self, number: int, prepared: int, content: Tensor | None) -> None:
+    def start_all_reduce(self, number: int, prepared: int) -> None:
         tensor, start = self._prepared[prepared]
-        if content is not None:
-            tensor.copy_(content)
         self._works[number] = start(), tensor
 
     def send(self, number: int, tensor: Tensor, destination: int) -> None:
@@ -165,6 +200,11 @@ class Deputy:
         return True, tensor
 
 
-def _alone(error: Exception | None) -> Exception | None:
-    """Without what only this process can make sense of."""
-    return error.with_traceback(None) if error is not None else None
+def _portable(error: Exception | None) -> Exception | None:
+    """The error, or one that says the same where it cannot go to another process."""
+    if error is None:
+        return None
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:
+        return RunFailed(f"{type(error).__name__}: {error}")

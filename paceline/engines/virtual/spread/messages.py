@@ -26,7 +26,7 @@ class Ask(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """The last thing in a frame: nothing that others could notice comes before this time."""
+    """The last thing in a frame: nothing that others could notice comes before this time of the worker's."""
 
     until_s: float
 

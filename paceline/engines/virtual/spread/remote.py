@@ -7,6 +7,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from paceline.comm.arguments import require_other
 from paceline.comm.base import Collective, OptimizerSpec, Push, ReduceOp, Reply, Store, Work
 from paceline.comm.reduction import require_reducible
 from paceline.engines.virtual.spread.seat import Seat
@@ -32,18 +33,16 @@ class RemoteCollective(Collective):
         return tensor
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
-        return self.persistent_all_reduce(tensor, op=op)()
+        require_reducible(op, tensor.dtype)
+        return self._start(tensor, self._operation_s, "all_reduce", tensor, op)
 
     def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
         require_reducible(op, tensor.dtype)
+        if not self._seat.carrier.holds(tensor):  # then there is nothing to prepare
+            return lambda: self.all_reduce(tensor, op=op)
         prepared = self._next_number()
-        is_shared = self._seat.carrier.holds(tensor)
         self._seat.begin("prepare_all_reduce", prepared, tensor, op)
-
-        def start() -> Work:
-            return self._start(tensor, self._operation_s, "all_reduce", prepared, None if is_shared else tensor.clone())
-
-        return start
+        return lambda: self._start(tensor, self._operation_s, "start_all_reduce", prepared)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         _put(self._seat.ask("broadcast", tensor, root), tensor)
@@ -64,10 +63,13 @@ class RemoteCollective(Collective):
         return self._ask("all_to_all", tensors)  # type: ignore[no-any-return]
 
     def send(self, tensor: Tensor, *, destination: int) -> Work:
+        require_other(destination, rank=self.rank, size=self.size)
+        self.timing.moved_bytes += tensor.nbytes
         # A copy, since the tensor is free at once.
         return self._start(None, self._message_s, "send", tensor.detach().clone(), destination)
 
     def recv(self, tensor: Tensor, *, source: int) -> Work:
+        require_other(source, rank=self.rank, size=self.size)
         return self._start(tensor, 0.0, "recv", tuple(tensor.shape), tensor.dtype, source)
 
     def barrier(self) -> None:

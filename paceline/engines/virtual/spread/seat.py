@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import fields
 from typing import Any, final
 
 from paceline.comm.base import Timing
 from paceline.comm.segment import Segment
+from paceline.engines.scripting import Outcome
 from paceline.engines.virtual.process import Process, Scheduler
 from paceline.engines.virtual.spread.carrier import Carrier
 from paceline.engines.virtual.spread.channel import Channel
 from paceline.engines.virtual.spread.messages import Answer, Ask, Begin, Busy, Keep, Over, Print
-from paceline.errors import Aborted
+from paceline.errors import Aborted, UsageError
 from paceline.records import Record
 
 
@@ -29,8 +32,9 @@ class Seat:
         self.is_stopping = self._is_ending = False
         self.num_answers = 0
         self._channel, self._scheduler = channel, scheduler
-        self._unsaid: list[object] = []
+        self._unsaid: deque[object] = deque()  # threads of the script may print
         self._heard = b""
+        self._is_forward = self._has_promised = self._exchanges_in_forward = False
 
     def hear(self, content: bytes) -> None:
         """An answer has arrived, which the worker takes when it is resumed."""
@@ -40,6 +44,7 @@ class Seat:
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Have the deputy start something at this time."""
+        self._note_exchange()
         self._unsaid.append(Begin(self.process.now_s, method, arguments))
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -49,6 +54,7 @@ class Seat:
             Exception: what the deputy met with; the worker's clock has moved on all the same.
         """
         self._scheduler.require_waitable()
+        self._note_exchange()
         self._say(Ask(self.process.now_s, method, arguments))
         self._scheduler.give_back()
         return self.take_answer()
@@ -57,13 +63,20 @@ class Seat:
         self._unsaid.append(Keep(record))
 
     def print(self, line: str) -> None:
-        self._say(Print(line))
+        self._unsaid.append(Print(line))
 
-    def announce(self, until_s: float) -> None:
-        self._say(Busy(until_s))
+    def over(self, outcome: Outcome) -> None:
+        self._say(Over(outcome))
 
-    def over(self, over: Over) -> None:
-        self._say(over)
+    def begin_forward(self, until_s: float | None) -> None:
+        """Others need not wait for what this worker does before a forward pass ends, where that is known."""
+        self._is_forward = True
+        if until_s is not None and not self._exchanges_in_forward:
+            self._has_promised = True
+            self._say(Busy(until_s))
+
+    def end_forward(self) -> None:
+        self._is_forward = self._has_promised = False
 
     def allocate(self, of: str, num_bytes: int) -> Any:
         """Memory that the deputy sees too; `of` says whose allocation it is."""
@@ -79,12 +92,28 @@ class Seat:
         self.num_answers += 1
         self.process.advance_to(answer.now_s)
         for own, theirs in zip((self.collective_timing, self.store_timing), answer.timings, strict=True):
-            own.__dict__.update(theirs.__dict__)
+            for field in fields(Timing):
+                setattr(own, field.name, getattr(theirs, field.name))
         self.is_stopping, self._is_ending = answer.is_stopping, answer.is_ending
         if answer.error is not None:
             raise answer.error
         return answer.value
 
+    def _note_exchange(self) -> None:
+        """
+        Raises:
+            UsageError: the worker has promised not to exchange anything yet.
+        """
+        if self._has_promised:
+            raise UsageError(
+                "the script exchanges something before a forward pass has ended, and did not when it was first called: "
+                "on several processes the others have gone on by then; use --processes 1"
+            )
+        self._exchanges_in_forward = self._exchanges_in_forward or self._is_forward
+
     def _say(self, last: object) -> None:
-        said, self._unsaid = [*self._unsaid, last], []
+        said = []
+        while self._unsaid:
+            said.append(self._unsaid.popleft())
+        said.append(last)
         self._channel.send(self.rank, self.carrier.pack(said))

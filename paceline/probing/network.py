@@ -18,7 +18,7 @@ from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message, WireErr
 from paceline.engines.ray.cluster import own_address
 from paceline.engines.world import current
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
-from paceline.probing.sharing import measure_unevenness
+from paceline.probing.sharing import NUM_TRIES, answered, connected, measure_unevenness, unevenness_of
 from paceline.probing.steps import tell
 
 _NUM_PINGS = 40
@@ -27,10 +27,15 @@ _STREAM_S = 0.8
 """How long a measured stream lasts, at the rate of the first pieces."""
 _MIN_PIECES, _MAX_PIECES = 8, 128
 _FIRST_PIECES = 3
+_LEAST_INCAST = 3
+"""Hosts, for two of them to send to one at the same time."""
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0
 _MEMORY_BYTES = 2**26
 _NUM_UPDATES = 5
+_NUM_SINGLE_PIECES = 5
+_SILENCE_S = 0.05
+"""For a token bucket to fill, but too short for TCP to forget its window."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,12 @@ class PairReport:
     """Of a stream between two ranks."""
     pushed_bytes_per_s: float
     """Of pieces pushed to a server."""
+    piece_s: float
+    """There and back, of a request to a server with a piece, after a silence."""
+    message_core_s: float
+    """Processor time of one end in what took `message_s`."""
+    request_core_s: float
+    """Processor time of whoever asks in what took `request_s`."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,8 @@ class NetworkReport:
     """At which an update reads and writes."""
     unevenness: float | None = None
     """Of connections to another host; none where this rank measured none."""
+    incast_unevenness: float | None = None
+    """Of connections from all other hosts to one; none where there are too few hosts."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,7 @@ class _Measurement:
                             found.append(self._measure(destination, *places[destination]))
                         elif collective.rank == destination:
                             self._attend(source)
-            unevenness = self._unevenness(places)
+            unevenness, incast_unevenness = self._unevenness(places), self._incast_unevenness(places)
             packing_bytes_per_s = _packing_bytes_per_s(self._keys, echo.endpoint)
         finally:
             echo.close()
@@ -143,6 +156,7 @@ class _Measurement:
             else 0.0,
             _memory_bytes_per_s(),
             unevenness,
+            incast_unevenness,
         )
 
     def _unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:
@@ -157,6 +171,21 @@ class _Measurement:
         collective.barrier()
         return found
 
+    def _incast_unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:
+        """Of a connection from each other host to one, a few hosts in turn."""
+        collective = self._collective
+        if collective.size < _LEAST_INCAST or self._is_one_host(places):
+            return None
+        tries: list[list[int]] = []
+        for attempt in range(NUM_TRIES):
+            target = attempt % collective.size
+            names = [f"incast-{attempt}-{collective.rank}"] if collective.rank != target else []
+            with connected(self._keys, places[target][2], names) as callers:
+                collective.barrier()
+                counts = collective.all_gather_object(answered(callers))
+            tries.append([count for each in counts for count in each])
+        return unevenness_of(tries)
+
     def _is_one_host(self, places: Sequence[Sequence[object]]) -> bool:
         return len({place[0] for place in places}) == 1
 
@@ -165,13 +194,14 @@ class _Measurement:
     def _measure(self, other: int, address: str, port: int, endpoint: str) -> PairReport:
         collective = self._collective
         latency_s = _plain_latency_s(address, port)
-        message_s = _median_s(lambda: self._swap(other), _NUM_PINGS)
+        message_s, message_core_s = _cost_s(lambda: self._swap(other), _NUM_PINGS)
         num_pieces = self._stream(other, _FIRST_PIECES)
         bytes_per_s = self._stream_rate(other, num_pieces)
         caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
         try:
-            request_s = _median_s(lambda: _ask(caller, 1, b""), _NUM_PINGS)
+            request_s, request_core_s = _cost_s(lambda: _ask(caller, 1, b""), _NUM_PINGS)
             pushed_bytes_per_s = _ask(caller, num_pieces, bytes(FRAME_BYTES))
+            piece_s = statistics.median(_single_piece_s(caller) for _ in range(_NUM_SINGLE_PIECES))
         finally:
             caller.close()
         self._tell(other, 0)  # all has been pushed
@@ -183,6 +213,9 @@ class _Measurement:
             request_s,
             bytes_per_s,
             pushed_bytes_per_s,
+            piece_s,
+            message_core_s,
+            request_core_s,
         )
 
     def _attend(self, other: int) -> None:
@@ -249,6 +282,14 @@ def _ask(caller: Caller, count: int, piece: bytes) -> float:
     return (count - 1) * len(piece) / max(time.perf_counter() - began_s, 1e-9)
 
 
+def _single_piece_s(caller: Caller) -> float:
+    """Seconds until a piece that is pushed after a silence is answered."""
+    time.sleep(_SILENCE_S)
+    began_s = time.perf_counter()
+    _ask(caller, 1, bytes(FRAME_BYTES))
+    return time.perf_counter() - began_s
+
+
 def _plain_latency_s(address: str, port: int) -> float:
     ping = bytes(PING_BYTES)
     with socket.create_connection((address, port), timeout=_CONNECT_S) as connection:
@@ -286,10 +327,17 @@ def _memory_bytes_per_s() -> float:
 
 
 def _median_s(action: Callable[[], object], count: int) -> float:
+    return _cost_s(action, count)[0]
+
+
+def _cost_s(action: Callable[[], object], count: int) -> tuple[float, float]:
+    """Median seconds, and mean processor seconds of this process, of so many times after some that warm up."""
+    for _ in range(min(_NUM_WARMUP, count)):
+        action()
     taken_s = []
-    for number in range(count + min(_NUM_WARMUP, count)):
+    core_began_s = time.process_time()
+    for _ in range(count):
         began_s = time.perf_counter()
         action()
-        if number >= min(_NUM_WARMUP, count):
-            taken_s.append(time.perf_counter() - began_s)
-    return statistics.median(taken_s)
+        taken_s.append(time.perf_counter() - began_s)
+    return statistics.median(taken_s), (time.process_time() - core_began_s) / count

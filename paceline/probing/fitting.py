@@ -14,7 +14,7 @@ from paceline.probing.steps import StepReport
 ALIKE = 0.15
 """Hosts whose numbers differ by less are described as one kind: two measurements of the same one do, too."""
 _EVEN = 0.05
-ASSUMED_INCAST = 0.3
+ASSUMED_INCAST = 0.5
 """Unevenness of connections from several hosts to one, where two hosts cannot show it: docs/prediction.md has why."""
 _LEAST_BURST_S = 1e-3
 """Of the link's time: less than that is how measurements vary."""

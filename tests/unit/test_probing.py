@@ -31,6 +31,8 @@ from paceline.probing.sharing import (
     connected,
     logarithms_of_shares,
     measure_unevenness,
+)
+from paceline.probing.sharing import (
     unevenness_of as unevenness_of_counts,
 )
 from paceline.probing.steps import StepReport, StepWatch

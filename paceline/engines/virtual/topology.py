@@ -60,9 +60,7 @@ class Topology:
             # A request and its answer pass twice each. What senders are charged for, cores have been at already.
             passing_s, message_s = costs.request_core_us * 1e-6 / 4 / cores, costs.message_core_us * 1e-6 / cores
             self._machine = (
-                Link(
-                    "shared cores", bytes_per_s * cores, message_s=passing_s, burst_s=costs.request_us * 1e-6
-                ),
+                Link("shared cores", bytes_per_s * cores, message_s=passing_s, burst_s=costs.request_us * 1e-6),
             )
             self._messaging = (
                 Link("shared cores of messages", math.inf, message_s=message_s, burst_s=costs.message_us * 1e-6),
@@ -103,7 +101,16 @@ class Topology:
     def links(self) -> list[Link]:
         """All of them."""
         shared = [link for pair in (*self._rack_links, *self._site_links.values()) for link in pair]
-        return [*self._ups, *self._downs, *self._memories, *shared, *self._core, *self._packers, *self._machine, *self._messaging]
+        return [
+            *self._ups,
+            *self._downs,
+            *self._memories,
+            *shared,
+            *self._core,
+            *self._packers,
+            *self._machine,
+            *self._messaging,
+        ]
 
 
 @dataclass(frozen=True)

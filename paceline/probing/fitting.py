@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.comm.wire import FRAME_BYTES
 from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Servers
 from paceline.probing.network import NetworkReport, PairReport
 from paceline.probing.steps import StepReport
@@ -13,6 +14,10 @@ from paceline.probing.steps import StepReport
 ALIKE = 0.15
 """Hosts whose numbers differ by less are described as one kind: two measurements of the same one do, too."""
 _EVEN = 0.05
+ASSUMED_INCAST = 0.5
+"""Unevenness of connections from several hosts to one, where two hosts cannot show it: docs/prediction.md has why."""
+_LEAST_BURST_S = 1e-3
+"""Of the link's time: less than that is how measurements vary."""
 _MAX_TRACE = 400
 _BITS = 8
 _DIGITS = 4
@@ -50,8 +55,10 @@ def fit(
             operation_us=_us(_operation_s(network, latency_s, num_hosts=len(hosts))),
             message_us=_us(max(0.0, _median(pair.message_s - pair.latency_s for pair in pairs))),
             request_us=_us(_request_s(pairs) / 2),
-            packing_gbyte_per_s=None if is_one else _rounded(_median(r.packing_bytes_per_s for r in network) / 1e9),
-            unevenness=_unevenness(network),
+            message_core_us=_us(_median(pair.message_core_s for pair in pairs)),
+            request_core_us=_us(2 * _median(pair.request_core_s for pair in pairs)),
+            packing_gbyte_per_s=None if is_one else _rounded(_packing(network) / 1e9),
+            unevenness=0.0 if is_one else _unevenness(network),
         ),
     )
 
@@ -116,10 +123,26 @@ def _each_host(
                 bandwidth_gbit_per_s=_gbit(down),
                 up_gbit_per_s=_gbit(up),
                 latency_us=_us(_median(p.latency_s for p in pairs if rank in (p.source, p.destination))),
+                burst_kbyte=_burst_bytes([p for p in pairs if p.source == rank], _packing(network)) / 1e3,
                 memory_gbyte_per_s=network[rank].memory_bytes_per_s / 1e9,
             )
         )
     return found
+
+
+def _burst_bytes(pairs: Sequence[PairReport], packing_bytes_per_s: float) -> float:
+    """What a piece after a silence was ahead of the link's rate, packing and the request itself left out."""
+
+    def ahead_s(pair: PairReport) -> float:
+        alone_s = pair.piece_s - pair.request_s - 2 * FRAME_BYTES / packing_bytes_per_s
+        return FRAME_BYTES / _carried(pair) - max(0.0, alone_s)
+
+    burst_s = _median(ahead_s(pair) for pair in pairs)
+    return burst_s * _median(_carried(pair) for pair in pairs) if burst_s >= _LEAST_BURST_S else 0.0
+
+
+def _packing(network: Sequence[NetworkReport]) -> float:
+    return _median(report.packing_bytes_per_s for report in network)
 
 
 def _carried(pair: PairReport) -> float:
@@ -156,6 +179,7 @@ def _merged(kinds: Sequence[Hosts]) -> list[Hosts]:
                 bandwidth_gbit_per_s=_rounded(down),
                 up_gbit_per_s=_rounded(up) if up else None,
                 latency_us=_rounded(middle(lambda h: h.latency_us)),
+                burst_kbyte=_rounded(middle(lambda h: h.burst_kbyte)),
                 memory_gbyte_per_s=_rounded(middle(lambda h: h.memory_gbyte_per_s)),
             )
         )
@@ -188,10 +212,12 @@ def _operation_s(network: Sequence[NetworkReport], latency_s: float, *, num_host
 
 
 def _unevenness(network: Sequence[NetworkReport]) -> float:
-    """What is hardly uneven is even, which is simulated faster."""
-    found = [report.unevenness for report in network if report.unevenness is not None]
-    unevenness = _rounded(_median(found)) if found else 0.0
-    return unevenness if unevenness >= _EVEN else 0.0
+    """Between two hosts or from several to one, whichever is more; what is hardly uneven is even, which is simulated
+    faster."""
+    between = [report.unevenness for report in network if report.unevenness is not None]
+    incast = [report.incast_unevenness for report in network if report.incast_unevenness is not None]
+    unevenness = max(_median(between or [0.0]), _median(incast or [ASSUMED_INCAST]))
+    return _rounded(unevenness) if unevenness >= _EVEN else 0.0
 
 
 def _counts(host: HostFacts) -> tuple[int, int]:

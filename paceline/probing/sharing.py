@@ -1,11 +1,12 @@
-"""How unevenly connections share the way between two hosts."""
+"""How unevenly connections share a link: those between two hosts, and those from several hosts to one."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import zmq
 
@@ -19,7 +20,7 @@ _NUM_UNDER_WAY = 64
 """Of a connection: more than its window, which is what is to decide."""
 _STREAM_S = 1.0
 _ANSWER_S = 30.0
-_NUM_TRIES = 3
+NUM_TRIES = 3
 _LEAST_SHARE = 0.02
 """Of an even share: one that gets less could get nothing, which has no logarithm."""
 _LEAST_PIECES = 10
@@ -37,20 +38,21 @@ def measure_unevenness(keys: Keys, endpoint: str, *, name: str) -> float | None:
     Raises:
         WireError: the other host does not answer.
     """
-    logarithms: list[float] = []
-    for attempt in range(_NUM_TRIES):
-        callers = [
-            Caller(keys, endpoint=endpoint, identity=f"{name}-{attempt}-{number}") for number in range(NUM_CONNECTIONS)
-        ]
-        try:
-            counts = _answered(callers)
-        finally:
-            for caller in callers:
-                caller.close()
-        if sum(counts) < _LEAST_PIECES * NUM_CONNECTIONS:
-            return None
-        logarithms += logarithms_of_shares(counts)
-    return statistics.pstdev(logarithms)
+    tries = []
+    for attempt in range(NUM_TRIES):
+        with connected(keys, endpoint, [f"{name}-{attempt}-{number}" for number in range(NUM_CONNECTIONS)]) as callers:
+            tries.append(answered(callers))
+    return unevenness_of(tries)
+
+
+def unevenness_of(tries: Sequence[Sequence[int]]) -> float | None:
+    """The standard deviation of the logarithm of what each connection got, of several tries.
+
+    None where too little has passed to say.
+    """
+    if any(sum(counts) < _LEAST_PIECES * len(counts) for counts in tries):
+        return None
+    return statistics.pstdev(share for counts in tries for share in logarithms_of_shares(counts))
 
 
 def logarithms_of_shares(counts: Sequence[int]) -> list[float]:
@@ -59,15 +61,33 @@ def logarithms_of_shares(counts: Sequence[int]) -> list[float]:
     return [math.log(max(count / even, _LEAST_SHARE)) for count in counts]
 
 
-def _answered(callers: Sequence[Caller]) -> list[int]:
-    """How many pieces of each were taken in a second."""
-    greeting, piece = Message(Kind.EXCHANGE, EPOCH), Message(Kind.EXCHANGE, EPOCH, payload=[bytes(_PIECE_BYTES)])
+@contextmanager
+def connected(keys: Keys, endpoint: str, names: Sequence[str]) -> Iterator[list[Caller]]:
+    """Callers of these names that have all shaken hands, so that none is late when the first piece leaves.
+
+    Raises:
+        WireError: the other host does not answer.
+    """
+    callers = [Caller(keys, endpoint=endpoint, identity=name) for name in names]
+    try:
+        for caller in callers:
+            caller.send(Message(Kind.EXCHANGE, EPOCH))
+            if not caller.socket.poll(int(_ANSWER_S * 1000)):
+                raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
+            caller.socket.recv_multipart()
+        yield callers
+    finally:
+        for caller in callers:
+            caller.close()
+
+
+def answered(callers: Sequence[Caller]) -> list[int]:
+    """How many pieces of each are taken in a second; at once without callers, whose host may be the one that takes."""
+    if not callers:
+        return []
+    piece = Message(Kind.EXCHANGE, EPOCH, payload=[bytes(_PIECE_BYTES)])
     poller = zmq.Poller()
-    for caller in callers:  # all have shaken hands before the first piece leaves
-        caller.send(greeting)
-        if not caller.socket.poll(int(_ANSWER_S * 1000)):
-            raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
-        caller.socket.recv_multipart()
+    for caller in callers:
         poller.register(caller.socket, zmq.POLLIN)
     by_socket = {caller.socket: number for number, caller in enumerate(callers)}
     counts = [0] * len(callers)

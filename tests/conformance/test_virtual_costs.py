@@ -94,6 +94,28 @@ def test_shared_cores_pack_no_faster_than_they_are(tmp_path: Path) -> None:
     assert together_s == pytest.approx(4 * STEP_S + 4 * packed_s, rel=0.1)
 
 
+def test_messages_queue_for_the_cores_of_one_machine(tmp_path: Path) -> None:
+    """A ring of four has six rounds of four messages, 4 ms of a core each: 8 ms a round on two cores, or a little less,
+    since who is through first computes already. Four workers compute in turns on two cores."""
+    costs = Communication(message_us=5000.0, message_core_us=4000.0)
+    alone, together, many = (replace(cluster_of(), communication=costs, shared_cores=cores) for cores in (None, 2, 4))
+    ring_s = partial(taken_s, strategy="all-reduce", workers=4, options={"algorithm": "ring"})
+    for name, cluster in (("alone", alone), ("many", many)):
+        assert ring_s(tmp_path / name, cluster=cluster) == pytest.approx(STEP_S + 6 * 5e-3, rel=0.001)
+    assert ring_s(tmp_path / "together", cluster=together) == pytest.approx(2 * STEP_S + 6 * 8e-3, rel=0.1)
+
+
+def test_requests_queue_for_the_cores_of_one_machine(tmp_path: Path) -> None:
+    """Four workers ask four servers, one of them each on its own host: twelve requests of 8 ms on two cores."""
+    cluster = cluster_of(placement="with workers")
+    cluster = replace(cluster, communication=Communication(request_core_us=8000.0))
+    options = {"servers": 4, **PLAIN}
+    assert taken_s(tmp_path / "alone", "ps-bsp", 4, cluster, options=options) == pytest.approx(STEP_S, rel=0.001)
+    together = replace(cluster, shared_cores=2)
+    found_s = taken_s(tmp_path / "together", "ps-bsp", 4, together, options=options)
+    assert found_s == pytest.approx(2 * STEP_S + 12 * 4e-3, rel=0.1)
+
+
 def noting(moments: list[float], worker: Worker, out: Path) -> None:
     """Notes when the gradients of two layers are there, after the forward pass began."""
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 4, bias=False))

@@ -24,9 +24,17 @@ from paceline.engines.virtual.cluster_writing import as_toml
 from paceline.errors import BudgetReached, RunFailed, UsageError
 from paceline.probing import network, probe, steps
 from paceline.probing.echo import Echo
-from paceline.probing.fitting import HostFacts, fit
+from paceline.probing.fitting import ASSUMED_INCAST, HostFacts, fit
 from paceline.probing.network import NetworkReport, PairReport
-from paceline.probing.sharing import logarithms_of_shares, measure_unevenness
+from paceline.probing.sharing import (
+    answered,
+    connected,
+    logarithms_of_shares,
+    measure_unevenness,
+)
+from paceline.probing.sharing import (
+    unevenness_of as unevenness_of_counts,
+)
 from paceline.probing.steps import StepReport, StepWatch
 from paceline.strategies.replica import describe
 
@@ -154,6 +162,9 @@ def pair(source: int, destination: int, **changes: float) -> PairReport:
         "request_s": 300e-6,
         "bytes_per_s": 125e6,
         "pushed_bytes_per_s": 120e6,
+        "piece_s": 20e-3,
+        "message_core_s": 20e-6,
+        "request_core_s": 90e-6,
     }
     return PairReport(source, destination, **{**numbers, **changes})
 
@@ -199,6 +210,8 @@ def test_alike_hosts_are_one_table_with_every_number_worked_by_hand() -> None:
     # 300 us there and back, of which 100 us are the way: 100 us at each end.
     assert cluster.communication.request_us == cluster.servers.request_us == pytest.approx(100.0)
     assert cluster.communication.message_us == pytest.approx(30.0)
+    assert cluster.communication.message_core_us == pytest.approx(20.0)
+    assert cluster.communication.request_core_us == pytest.approx(180.0)  # of both ends
     assert cluster.communication.operation_us == pytest.approx(1000.0 - 4 * 50.0)  # a ring of three has four rounds
     assert cluster.communication.packing_gbyte_per_s == 0.5
     assert cluster.servers.placement == "with workers"
@@ -238,14 +251,41 @@ def test_one_host_has_room_for_a_worker_a_core() -> None:
     assert cluster.num_slots == 4
 
 
-def test_how_unevenly_a_way_is_shared_is_the_middle_of_what_was_measured() -> None:
-    def fitted(*measured: float | None) -> float:
-        found = [dataclasses.replace(r, unevenness=u) for r, u in zip(reports(len(measured)), measured, strict=True)]
-        return fit(facts(len(measured)), taken(*[1.0] * len(measured)), found, about="it").communication.unevenness
+def unevenness_of(between: Sequence[float | None], incast: float | None) -> float:
+    """What is made of that between hosts, as each measured it, and from several to one, as all did."""
+    count = len(between)
+    found = [
+        dataclasses.replace(report, unevenness=each, incast_unevenness=incast)
+        for report, each in zip(reports(count), between, strict=True)
+    ]
+    return fit(facts(count), taken(*[1.0] * count), found, about="it").communication.unevenness
 
-    assert fitted(0.2, 0.3, None, 0.7) == 0.3
-    assert fitted(0.04, 0.01) == 0.0  # hardly uneven
-    assert fitted(None, None) == 0.0
+
+def test_links_are_as_uneven_as_hosts_found_them() -> None:
+    assert unevenness_of([0.2, 0.3, None, 0.7], incast=0.1) == 0.3  # the middle one
+    assert unevenness_of([0.2, 0.3, None, 0.7], incast=0.4) == 0.4
+    assert unevenness_of([0.01, None, 0.02], incast=0.04) == 0.0  # hardly uneven
+
+
+def test_two_hosts_are_taken_to_be_as_uneven_as_several_were_found_elsewhere() -> None:
+    assert unevenness_of([0.02, None], incast=None) == ASSUMED_INCAST
+    assert unevenness_of([None, None], incast=None) == ASSUMED_INCAST
+    assert unevenness_of([0.5, 0.7], incast=None) == 0.6
+
+
+def test_what_a_link_lets_pass_at_once_is_what_a_piece_was_ahead_of_its_rate() -> None:
+    """A piece of 1 MiB takes 8.4 ms at 1 Gbit/s, and 4.2 ms to be packed and unpacked."""
+    piece_s, packing_s = 2**20 / 125e6, 2 * 2**20 / 5e8
+
+    def burst_kbyte(ahead_s: float) -> float:
+        alone_s = piece_s + packing_s + 300e-6 - ahead_s
+        changes = {way: {"piece_s": alone_s} for way in ((0, 1), (1, 0))}
+        (hosts,) = fit(facts(2), taken(1.0, 1.0), reports(2, changes), about="it").hosts
+        return hosts.burst_kbyte
+
+    assert burst_kbyte(5e-3) == pytest.approx(625.0)
+    assert burst_kbyte(20e-3) == pytest.approx(1049.0)  # no more than was sent
+    assert burst_kbyte(0.5e-3) == burst_kbyte(-3e-3) == 0.0
 
 
 def test_shares_by_hand() -> None:
@@ -253,11 +293,19 @@ def test_shares_by_hand() -> None:
     assert logarithms_of_shares([20, 0, 10]) == pytest.approx([math.log(2), math.log(0.02), 0.0])
 
 
+def test_too_few_pieces_say_nothing() -> None:
+    assert unevenness_of_counts([[100, 50], [50, 100]]) == pytest.approx(math.log(2) / 2, rel=1e-6)
+    assert unevenness_of_counts([[100, 50], [10, 9]]) is None
+
+
 def test_connections_to_one_listener_are_all_counted() -> None:
     keys = Keys.generate()
     echo = Echo(keys, host="127.0.0.1")
     try:
         assert 0 <= measure_unevenness(keys, echo.endpoint, name="it") < 3
+        with connected(keys, echo.endpoint, ["one", "two"]) as callers:
+            assert min(answered(callers)) > 0
+        assert answered([]) == []  # of the host that all others push to
     finally:
         echo.close()
 
@@ -274,7 +322,7 @@ positive = st.floats(1e-6, 1e6)
 def test_whatever_was_measured_makes_a_file_that_is_read_back_as_it_was(
     means_s: list[float], noise: list[float], shares: list[float]
 ) -> None:
-    names = ("latency_s", "message_s", "request_s", "bytes_per_s", "pushed_bytes_per_s")
+    names = ("latency_s", "message_s", "request_s", "bytes_per_s", "pushed_bytes_per_s", "piece_s", "message_core_s")
     count = max(2, len(means_s))
     changes = {
         (a, b): {name: noise[(a + b + i) % 8] for i, name in enumerate(names)}
@@ -303,13 +351,13 @@ def test_every_table_is_written() -> None:
     cluster = Cluster(
         hosts=(
             Hosts(count=4, bandwidth_gbit_per_s=1.0, site="here"),
-            Hosts(name="b", bandwidth_gbit_per_s=2.0, site="there"),
+            Hosts(name="b", bandwidth_gbit_per_s=2.0, burst_kbyte=3.0, site="there"),
         ),
         racks=Racks(hosts=2, bandwidth_gbit_per_s=5.0, core_gbit_per_s=7.0),
         sites=(here, there),
         compute=Compute(sample_s=0.1, distribution="log-normal", variation=0.2),
         servers=Servers(placement="with workers", request_us=3.0),
-        communication=Communication(operation_us=1.0, packing_gbyte_per_s=0.5, unevenness=0.3),
+        communication=Communication(operation_us=1.0, packing_gbyte_per_s=0.5, unevenness=0.3, request_core_us=7.0),
         shared_cores=2,
     )
     assert parse(as_toml(cluster), where="it") == cluster

@@ -300,6 +300,53 @@ def test_sites_are_far_apart() -> None:
     assert bench.arrived["near"] < 0.02
 
 
+# --- bursts and messages ---------------------------------------------------------------------------------------------
+
+
+def bursting(num_hosts: int, burst_bytes: float) -> Bench:
+    hosts = Hosts(count=num_hosts, bandwidth_gbit_per_s=1.0, latency_us=0.0, burst_kbyte=burst_bytes / 1e3)
+    bench = Bench(1)
+    bench.network = Network(bench.timeline, Topology(Cluster(hosts=(hosts,), compute=Compute(step_s=1.0))))
+    return bench
+
+
+def test_a_token_bucket_lets_what_it_holds_pass_at_once() -> None:
+    bench = bursting(2, 1e6)
+    for number in range(4):
+        bench.send(0, 1, 0.5e6, number)
+    bench.run()
+    assert [bench.arrived[number] for number in range(4)] == pytest.approx([0.0, 0.0, 0.5e6 / B, 1e6 / B])
+
+
+def test_a_token_bucket_fills_at_the_links_rate() -> None:
+    bench = bursting(2, 1e6)
+    bench.send(0, 1, 2e6, "first")
+    bench.at(1e6 / B + 0.4e6 / B, lambda: bench.send(0, 1, 1e6, "half full"))
+    bench.at(1.0, lambda: bench.send(0, 1, 1.5e6, "full"))
+    bench.run()
+    assert bench.arrived["first"] == pytest.approx(1e6 / B)
+    assert bench.arrived["half full"] == pytest.approx(2e6 / B)
+    assert bench.arrived["full"] == pytest.approx(1.0 + 0.5e6 / B)
+
+
+def test_bursts_of_many_senders_meet_one_bucket() -> None:
+    bench = bursting(5, 1e6)
+    for sender in range(1, 5):
+        bench.send(sender, 0, 1e6, sender)
+    assert bench.run() == pytest.approx(3e6 / B)
+
+
+@pytest.mark.parametrize(("burst_s", "expected_s"), [(0.0, [1.1, 1.2, 1.3]), (0.15, [1.0, 1.05, 1.15])])
+def test_messages_keep_a_link_busy_besides_their_bytes(burst_s: float, expected_s: list[float]) -> None:
+    timeline, link = Timeline(), Link("cores", math.inf, message_s=0.1, burst_s=burst_s)
+    network = Network(timeline, lambda source, destination: (Link("card", B), link))
+    arrived_s: list[float] = []
+    for _ in range(3):
+        timeline.at(1.0, network.send, 0, 1, 0.0, lambda: arrived_s.append(timeline.now_s))
+    timeline.run()
+    assert arrived_s == pytest.approx(expected_s)
+
+
 # --- places and size -------------------------------------------------------------------------------------------------
 
 

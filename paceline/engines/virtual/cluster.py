@@ -49,6 +49,7 @@ class Hosts:
     bandwidth_gbit_per_s: float = setting("of the network card, each way", above=0)
     up_gbit_per_s: float | None = setting("of the network card, sending, where that differs", None, above=0)
     latency_us: float = setting("from one of these hosts to another of the same rack, one way", 50.0, least=0)
+    burst_kbyte: float = setting("that the network card lets pass at once after a silence, each way", 0.0, least=0)
     memory_gbyte_per_s: float = setting("at which a server updates, and workers of one host exchange", 20.0, above=0)
     site: str = setting("which of the [[sites]] they are at", "")
 
@@ -162,6 +163,15 @@ class Communication:
     operation_us: float = setting("a worker is at a collective operation, besides its messages", 0.0, least=0)
     message_us: float = setting("a worker is at sending another one a message", 0.0, least=0)
     request_us: float = setting("a worker is at asking its servers and taking what they answer", 0.0, least=0)
+    message_core_us: float = setting(
+        "of a core's time, at both ends, that a message from one worker to another takes; counts where hosts share "
+        "cores, as request_core_us does",
+        0.0,
+        least=0,
+    )
+    request_core_us: float = setting(
+        "of a core's time, at both ends, that a request to a server elsewhere and its answer take", 0.0, least=0
+    )
     packing_gbyte_per_s: float | None = setting(
         "at which a core encrypts and copies what goes to or comes from a server elsewhere; none: at once",
         None,

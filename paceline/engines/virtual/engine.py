@@ -68,6 +68,7 @@ class VirtualRun:
             self._network,
             host_of=self._places.workers,
             ranks_by_host=self._places.ranks_by_host,
+            messages=new_network(topology.between_workers),
         )
         self._worlds = Worlds(job, self._places)
         backward = BackwardEnds()

@@ -81,6 +81,7 @@ class Meeting:
     Args:
         host_of: each rank's host.
         ranks_by_host: the ranks of each host that has some.
+        messages: moves those between two ranks, if another network does.
     """
 
     def __init__(
@@ -90,10 +91,12 @@ class Meeting:
         *,
         host_of: Sequence[int],
         ranks_by_host: Sequence[Sequence[int]],
+        messages: Network | None = None,
     ) -> None:
         self.size = len(host_of)
         self.ranks_by_host = ranks_by_host
         self._timeline, self._network, self._host_of = timeline, network, host_of
+        self._messages = messages or network
         self._operations: dict[int, Operation] = {}
         self._parcels: dict[tuple[int, int], deque[Parcel]] = {}
         self._awaited: dict[tuple[int, int], deque[Awaited]] = {}
@@ -153,7 +156,7 @@ class Meeting:
         parcel.sent_s = self._timeline.now_s
         hosts = self._host_of
         pair = source, destination
-        self._network.send(hosts[source], hosts[destination], parcel.flat.nbytes, self._deliver, pair, parcel)
+        self._messages.send(hosts[source], hosts[destination], parcel.flat.nbytes, self._deliver, pair, parcel)
 
     def receive(self, source: int, destination: int, awaited: Awaited) -> None:
         pair = source, destination

@@ -37,8 +37,12 @@ class Link:
     bytes_per_s: float
     latency_s: float = 0.0
     """From one end to the other."""
+    message_s: float = 0.0
+    """For which each message keeps it busy, besides its bytes."""
+    burst_s: float = 0.0
+    """So far it may be behind in its work before anything waits: a token bucket's size over its rate."""
     free_s: float = 0.0
-    """When the last chunk that was taken will have passed."""
+    """When the work on all that was taken will be done."""
     moved_bytes: float = 0.0
     """Of all chunks taken so far."""
     _flows: dict[_Flow, deque[_Message]] = field(default_factory=dict)
@@ -153,11 +157,11 @@ class Network:
         port._flows[flow] = deque((message,))
         port._turns.append(flow)
         if not port._is_serving:
-            if port.free_s <= self._timeline.now_s:
+            if port.free_s - port.burst_s <= self._timeline.now_s:
                 self._serve(port)
             else:
                 port._is_serving = True
-                self._timeline.at(port.free_s, self._serve, port)
+                self._timeline.at(port.free_s - port.burst_s, self._serve, port)
 
     def _serve(self, port: Link) -> None:
         """The sender's link is free: pass one chunk of the flow whose turn it is."""
@@ -174,10 +178,8 @@ class Network:
         else:
             del port._flows[flow]
         timeline = self._timeline
-        now_s = timeline.now_s
-        start_s = max(now_s, port.free_s)  # later than now where messages of other paths pass this link, too
-        end_s = port.free_s = start_s + chunk_bytes / port.bytes_per_s
-        port.moved_bytes += chunk_bytes
+        # It is later than now where messages of other paths pass this link, too.
+        start_s, end_s = _pass(port, timeline.now_s, chunk_bytes, is_last)
         if len(message.path) > 1:
             head_s, tail_s = start_s + port.latency_s, end_s + port.latency_s
             timeline.at(head_s, self._enter, message, 1, chunk_bytes, tail_s, is_last)
@@ -191,10 +193,8 @@ class Network:
         """A chunk's head has come to the link after its first `hop`, and its tail will have at `tail_s`."""
         link = message.path[hop]
         timeline = self._timeline
-        start_s = max(timeline.now_s, link.free_s)
-        link.free_s = start_s + chunk_bytes / link.bytes_per_s
-        link.moved_bytes += chunk_bytes
-        end_s = max(link.free_s, tail_s) + link.latency_s
+        start_s, end_s = _pass(link, timeline.now_s, chunk_bytes, is_last)
+        end_s = max(end_s, tail_s) + link.latency_s
         if hop + 1 < len(message.path):
             timeline.at(start_s + link.latency_s, self._enter, message, hop + 1, chunk_bytes, end_s, is_last)
         elif message.connection is not None:
@@ -239,3 +239,16 @@ class Network:
         connection.idle_since_s = self._timeline.now_s
         if is_last:
             message.action(*message.arguments)
+
+
+def _pass(link: Link, now_s: float, chunk_bytes: float, is_last: bool) -> tuple[float, float]:
+    """Take a chunk that comes now; when its first byte passes, and its last."""
+    start_s = now_s if now_s > link.free_s else link.free_s
+    end_s = start_s + chunk_bytes / link.bytes_per_s
+    if is_last:
+        end_s += link.message_s
+    link.free_s = end_s
+    link.moved_bytes += chunk_bytes
+    if link.burst_s:
+        return max(now_s, start_s - link.burst_s), max(now_s, end_s - link.burst_s)
+    return start_s, end_s

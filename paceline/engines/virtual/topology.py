@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,8 @@ MEMORY_LATENCY_S = 1e-6
 class Topology:
     """The links of a cluster: a host's network card, its rack's cable, the core, its site's line.
 
-    Where packing takes time, a host's core is a link as well, and so are the cores of a machine that hosts share.
+    Where packing takes time, a host's core is a link as well. The cores of a machine that hosts share are one, too, for
+    what is packed and for what each message takes besides: it is behind in its work when these come too fast.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -47,12 +49,22 @@ class Topology:
             for site in cluster.sites
         }
 
+        costs, cores = cluster.communication, cluster.shared_cores
         self._packers: list[Link] = []
         self._machine: tuple[Link, ...] = ()
-        if (gbyte_per_s := cluster.communication.packing_gbyte_per_s) is not None:
-            self._packers = [Link(f"{name} core", gbyte_per_s * 1e9) for name in names]
-            if cluster.shared_cores is not None:
-                self._machine = (Link("shared cores", gbyte_per_s * 1e9 * cluster.shared_cores),)
+        self._messaging: tuple[Link, ...] = ()
+        if costs.packing_gbyte_per_s is not None or cores is not None:
+            bytes_per_s = (costs.packing_gbyte_per_s or math.inf) * 1e9
+            self._packers = [Link(f"{name} core", bytes_per_s) for name in names]
+        if cores is not None:
+            # A request and its answer pass twice each. What senders are charged for, cores have been at already.
+            passing_s, message_s = costs.request_core_us * 1e-6 / 4 / cores, costs.message_core_us * 1e-6 / cores
+            self._machine = (
+                Link("shared cores", bytes_per_s * cores, message_s=passing_s, burst_s=costs.request_us * 1e-6),
+            )
+            self._messaging = (
+                Link("shared cores of messages", math.inf, message_s=message_s, burst_s=costs.message_us * 1e-6),
+            )
 
     def between_workers_and_servers(self, source: int, destination: int) -> Sequence[Link]:
         """The links from one host to another for what is packed and unpacked on the way."""
@@ -62,6 +74,11 @@ class Topology:
         return (
             self._packers[source], *self._machine, *path, *self._machine, self._packers[destination]
         )  # fmt: skip
+
+    def between_workers(self, source: int, destination: int) -> Sequence[Link]:
+        """The links from one host to another for a message of one worker to another."""
+        path = self(source, destination)
+        return path if source == destination else (*path, *self._messaging)
 
     def __call__(self, source: int, destination: int) -> Sequence[Link]:
         """The links from one host to another, the sender's own first."""
@@ -84,7 +101,16 @@ class Topology:
     def links(self) -> list[Link]:
         """All of them."""
         shared = [link for pair in (*self._rack_links, *self._site_links.values()) for link in pair]
-        return [*self._ups, *self._downs, *self._memories, *shared, *self._core, *self._packers, *self._machine]
+        return [
+            *self._ups,
+            *self._downs,
+            *self._memories,
+            *shared,
+            *self._core,
+            *self._packers,
+            *self._machine,
+            *self._messaging,
+        ]
 
 
 @dataclass(frozen=True)
@@ -142,7 +168,9 @@ def _card(host: Hosts, name: str, direction: str) -> Link:
     gbit_per_s = host.bandwidth_gbit_per_s
     if direction == "up" and host.up_gbit_per_s is not None:
         gbit_per_s = host.up_gbit_per_s
-    return Link(f"{name} {direction}", gbit_per_s * BYTES_PER_GBIT, host.latency_us * 1e-6 / 2)
+    bytes_per_s = gbit_per_s * BYTES_PER_GBIT
+    burst_s = host.burst_kbyte * 1e3 / bytes_per_s
+    return Link(f"{name} {direction}", bytes_per_s, host.latency_us * 1e-6 / 2, burst_s=burst_s)
 
 
 def _both_ways(name: str, gbit_per_s: float, latency_s: float) -> tuple[Link, Link]:

@@ -79,10 +79,10 @@ def run(
         workers: how many processes train.
         options: of the strategy, where it is given by name.
         arguments: the script's own; one that was read already has them.
-        engine: `ray`: real processes; `virtual`: real gradients on a simulated cluster, in this process, whose network
-            and clock are simulated too.
+        engine: `ray`: real processes; `virtual`: real gradients on a simulated cluster, whose network and clock are
+            simulated too.
         cluster: of the virtual engine: a TOML file, the name of one that comes with Paceline, or what either holds.
-        processes: of the virtual engine, that the workers' computing is spread over; what comes of the run is the same.
+        processes: of the virtual engine, that the workers' computing is spread over, as docs/virtual.md says.
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         max_steps, max_time_s, target: what ends the run before the script does.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
@@ -124,7 +124,7 @@ def run(
     described = manifest.describe_run(program=path, arguments=given, strategy=plan, num_workers=workers, config=config)
     described |= {"resumed_from": str(resume) if resume is not None else None, "engine": engine}
     if virtual is not None:
-        described |= {"cluster": asdict(virtual), "processes": processes}
+        described |= {"cluster": asdict(virtual), "processes": min(processes, workers)}
     else:  # a simulated clock does not mind who else computes
         described["load"] = machine_load.describe()
     is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
@@ -179,7 +179,7 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None, pr
     if processes < 1:
         raise UsageError(f"--processes must be at least 1, not {processes}")
     if address is not None:
-        raise UsageError("--address has no effect with --engine virtual, which runs in this process")
+        raise UsageError("--address has no effect with --engine virtual, which runs on this machine")
     if cluster is None:
         known = ", ".join(cluster_file.shipped())
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")

@@ -95,7 +95,7 @@ def locked(study: Path) -> Iterator[None]:
 
 def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_failed: bool = False) -> None:
     """Run all trials that have not ended. One Ray serves them all; after a failure the next trial gets a fresh one.
-    On the virtual engine they run in this process.
+    On the virtual engine they run in this process, and those that it starts for them.
 
     Args:
         retry_failed: run those again that failed before.

@@ -39,7 +39,9 @@ from paceline.server.admission import AdmissionRule
 
 @final
 class VirtualRun:
-    """Runs one job in this process. The same job gives the same parameters, records and times, bit for bit.
+    """Runs one job in this process, and in crews that it starts where it is to be spread.
+
+    The same job gives the same parameters, records and times, bit for bit.
 
     Args:
         job: what to run.

@@ -79,8 +79,8 @@ class Pace:
         elif self._replica is not None:
             self._count = ForwardCount(model, self._replica.parameters)
         if self._on_forward is not None:
-            known = self._forward_s is not None
-            self._on_forward.begin_forward(self._process.now_s + self._forward_s if known else None)
+            forward_s = self._forward_s
+            self._on_forward.begin_forward(None if forward_s is None else self._process.now_s + forward_s)
 
     def _end_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], output: object) -> None:
         num_samples = _num_samples((*inputs, *named.values()))

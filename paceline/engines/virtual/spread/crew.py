@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import cloudpickle
 import torch
@@ -44,7 +44,7 @@ class Setup:
     arguments: tuple[str, ...]
     python_path: str | None
     dtype: torch.dtype
-    random_state: object
+    random_state: dict[str, Any]
 
 
 @final

@@ -38,6 +38,9 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def main(channel_fd: int, setup_fd: int) -> None:
     """The process that `Crew` starts, with its end of the channel and what it is told to begin with."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The simulation, which all crews wait for, is not to wait for a core that one of them computes on.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    os.nice(5)
     channel = Channel(socket.socket(fileno=channel_fd))
     os.register_at_fork(after_in_child=channel.close)  # else the simulation would take a fork for this process
     with open(setup_fd, "rb") as file:

@@ -31,6 +31,7 @@ from paceline.engines.virtual.timeline import Timeline
 from paceline.engines.virtual.topology import place
 from paceline.engines.virtual.worlds import Worlds, run_in
 from paceline.engines.world import World
+from paceline.memory import keep_freed_memory
 from paceline.seeding import set_random_state
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -40,6 +41,7 @@ def main(channel_fd: int, setup_fd: int) -> None:
     """The process that `Crew` starts, with its end of the channel and what it is told to begin with."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _give_way()
+    keep_freed_memory()
     channel = Channel(socket.socket(fileno=channel_fd))
     os.register_at_fork(after_in_child=channel.close)  # else the simulation would take a fork for this process
     with open(setup_fd, "rb") as file:

@@ -55,7 +55,7 @@ BATCH_SIZE = {"convnet": 100, "resnet18": 4}
 NUM_WARMUP = {"convnet": 10, "resnet18": 2}  # the first ones meet a link whose rate has just changed
 MAX_STEPS = {"convnet": 40, "resnet18": 6}
 NUM_PROBED_STEPS = 20
-STEPS_BUDGET_S = 24.0
+STEPS_BUDGET_S = 8.0
 """A real run takes fewer steps than MAX_STEPS where these would take longer, but one at least."""
 OPEN_MBIT = 20_000.0
 TIMEOUT_S = 300.0

@@ -20,6 +20,22 @@ from tests.conformance.rows import launched, loader_of, problem
 STEP_S = 0.01
 PLAIN = {"combine": "never"}  # else workers meet in the first step, to see whether the script changes gradients
 GIGABIT = 125e6  # bytes per second
+SCRIPT = """
+import sys, torch, paceline
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    worker = paceline.init()
+    model = torch.nn.Linear(3, 1)
+    data = DataLoader(TensorDataset(torch.ones(40, 3)), batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+    model, optimizer, data = worker.prepare(model, optimizer, data)
+    for (x,) in data:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+"""A file that takes its learning rate from the command line, and 20 steps over the workers."""
 
 
 def cluster_of(

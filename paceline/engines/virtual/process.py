@@ -65,19 +65,14 @@ class Process:
         self.turn = 0
         """The timeline's, in which it does what it does now."""
         self._num_posted = 0
-        self._scheduler, self._timeline = scheduler, scheduler.timeline
+        self._scheduler, self.timeline = scheduler, scheduler.timeline
         self._clock_s = 0.0
         self._program = program
         self._greenlet = greenlet(self._run)
 
     @property
     def now_s(self) -> float:
-        return max(self._clock_s, self._timeline.now_s)
-
-    @property
-    def timeline(self) -> Timeline:
-        """Of all processes."""
-        return self._timeline
+        return max(self._clock_s, self.timeline.now_s)
 
     @property
     def is_running(self) -> bool:
@@ -95,7 +90,7 @@ class Process:
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         """Have something happen at this process's time."""
         self._num_posted += 1
-        self._timeline.at_turn(self.now_s, self.turn, self._num_posted, action, *arguments)
+        self.timeline.at_turn(self.now_s, self.turn, self._num_posted, action, *arguments)
 
     def has_seen(self, signal: Signal) -> bool:
         """Whether it was fired before this process's turn."""
@@ -119,7 +114,7 @@ class Process:
         if self.doom is None:
             self._num_posted += 1
             until_s = self.now_s if until_s is None else until_s
-            self._timeline.at_turn(until_s, self.turn, self._num_posted, self._scheduler.go_on, self)
+            self.timeline.at_turn(until_s, self.turn, self._num_posted, self._scheduler.go_on, self)
             self._scheduler.give_back()
 
     def wait(self, signal: Signal, what: Callable[[], str]) -> None:
@@ -134,7 +129,7 @@ class Process:
             raise self.doom
         if self.has_seen(signal):
             return
-        at_turn, resume = self._timeline.at_turn, self._scheduler.resume
+        at_turn, resume = self.timeline.at_turn, self._scheduler.resume
         signal.listen(lambda time_s, turn: at_turn(max(self._clock_s, time_s), turn, 0, resume, self))
         self.waits_for = what
         self._scheduler.give_back()

@@ -65,10 +65,6 @@ class Crew:
         self._channel = Channel(own)
         self._heard: dict[int, deque[bytes]] = {rank: deque() for rank in self.ranks}
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def send(self, rank: int, content: bytes) -> None:
         """Answer a worker.
 

@@ -212,7 +212,10 @@ class ParameterService:
         spec = self._ready()
         if message.sender >= spec.rule.num_workers:
             raise WireError(f"refused worker {message.sender} of {spec.rule.num_workers}")
-        about: dict[str, Any] = {"follows": self._parts[-1].shard.follows}
+        about: dict[str, Any] = {
+            "follows": self._parts[-1].shard.follows,
+            "wants_all": any(part.shard.follows for part in self._parts),
+        }
         if message.body:
             least_bytes = spec.layout.num_bytes
             segments = tuple(

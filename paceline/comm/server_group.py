@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, final
@@ -40,6 +41,13 @@ _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind
 _YIELD_S = 1e-3
 WAKE_S = 0.2  # how often a wait looks whether the run was aborted
 _GLANCE_S = 2e-3  # how often a wait for servers elsewhere looks at the lines too
+PIECES_UNDER_WAY = 4
+"""That a worker has sent to one server elsewhere, and that are not answered yet.
+
+A piece is updated when the slowest worker's has come, and connections share a link unevenly; so workers stay abreast,
+and a server's link carries answers while it still carries gradients. ResNet-18 on 8 hosts at 1 Gbit/s, `ps-bsp`: 3.6 s
+a step with everything sent at once and 2.9 s so with one server, 2.4 s and 1.9 s with two (medians of three and more).
+"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,10 @@ class _Link:
     """The server's own parameters, if this worker is to read them itself."""
     follows: bool = False
     """Whether it has to be told what the first server decided."""
+    wants_all: bool = False
+    """Whether some of its shards answer only when all have been asked, as they follow another's decision."""
+    unsent: deque[Message] = field(default_factory=deque)
+    """Requests that wait until earlier ones are answered."""
     num_due: int = 0
     """Answers to come."""
     asked_over: WorkerLine | Caller | None = None
@@ -225,7 +237,7 @@ class ServerGroup(Store):
         self._segments.clear()
 
     def _attached_to(self, link: _Link, answer: Message) -> None:
-        link.follows = bool(answer.body["follows"])
+        link.follows, link.wants_all = bool(answer.body["follows"]), bool(answer.body["wants_all"])
         if "parameters" in answer.body:
             segment = Segment.open(SegmentAddress(*answer.body["parameters"]))
             self._segments.append(segment)
@@ -272,6 +284,8 @@ class ServerGroup(Store):
     def _ask(self, what: str, requests: Sequence[Sequence[Message]], take: Take | None = None) -> list[list[Message]]:
         """Ask each server, and wait for all it has to answer: to a request for tensors, one message a shard.
 
+        Of requests with the tensors of shards, only so many go out before the first is answered.
+
         Args:
             take: is given every answer as it comes.
 
@@ -282,8 +296,10 @@ class ServerGroup(Store):
             is_cut = bool(messages) and messages[0].kind in _TENSORS and not link.is_local
             link.num_due = len(link.parameters) if is_cut else 1
             link.asked_over = None
-            for message in messages:
-                self._send(link, message)
+            link.unsent = deque(messages)
+            is_in_turn = is_cut and not link.wants_all
+            for _ in range(PIECES_UNDER_WAY if is_in_turn else len(messages)):
+                self._send_next(link)
         answers: list[list[Message]] = [[] for _ in self._links]
         heard_s = time.monotonic()
         while any(link.num_due for link in self._links):
@@ -296,6 +312,7 @@ class ServerGroup(Store):
                 link = self._links[index]
                 link.num_due -= 1
                 answers[index].append(answer)
+                self._send_next(link)
                 heard_s = time.monotonic()
                 if take is not None:
                     take(link, answer)
@@ -306,6 +323,11 @@ class ServerGroup(Store):
                     f"to: {what}"
                 )
         return answers
+
+    def _send_next(self, link: _Link) -> None:
+        """What waited for an earlier one's answer, if anything does."""
+        if link.unsent:
+            self._send(link, link.unsent.popleft())
 
     def _send(self, link: _Link, request: Message) -> None:
         """Ask one server, on its line if it has one and the request fits."""

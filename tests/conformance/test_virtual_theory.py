@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from paceline.comm.server_group import PIECES_UNDER_WAY
 from paceline.engines.virtual import store
 from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
+from paceline.engines.virtual.server import Delivery, VirtualServer
 from paceline.result import Result
 from paceline.worker import Worker
 from tests.conformance.reference import train_alone
@@ -177,3 +180,39 @@ def test_small_pieces_equal_one_process(
         lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster_of(), options={"servers": servers}
     )
     assert_close(result.model_state(), train_alone(script, 3), tolerance if case != "adam" else EXACT)
+
+
+@pytest.mark.parametrize(("options", "is_in_turn"), [({}, True), ({"backup_workers": 1}, False)])
+def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(
+    options: dict[str, Any], is_in_turn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except where shards follow another's decision, and answer only when all have been asked."""
+    monkeypatch.setattr(store, "FRAME_BYTES", 256)
+    under_way: Counter[tuple[int, int]] = Counter()
+    most = 0
+    push, deliver = VirtualServer.push, store.VirtualStore.deliver
+
+    def noted_push(server: VirtualServer, worker: int, *rest: Any, **given: Any) -> None:
+        nonlocal most
+        under_way[server.index, worker] += 1
+        most = max(most, under_way[server.index, worker])
+        push(server, worker, *rest, **given)
+
+    def noted_delivery(own: store.VirtualStore, delivery: Delivery) -> None:
+        if delivery.answer is not None:
+            under_way[delivery.server, own._collective.rank] -= 1
+        deliver(own, delivery)
+
+    monkeypatch.setattr(VirtualServer, "push", noted_push)
+    monkeypatch.setattr(store.VirtualStore, "deliver", noted_delivery)
+    script, _ = SCRIPTS["one-cycle schedule, momentum"]
+    result = run(
+        lambda worker, out: script(worker),
+        tmp_path,
+        "ps-bsp",
+        3,
+        cluster=cluster_of(slow=0.5),  # the others' pieces wait for its
+        options={"servers": 2, **options},
+    )
+    assert result.iteration > 0
+    assert most == PIECES_UNDER_WAY if is_in_turn else most > PIECES_UNDER_WAY

@@ -106,6 +106,11 @@ class VirtualServer:
         """Whether it has to be told what the first server decided."""
         return self.parts[-1].shard.follows
 
+    @property
+    def wants_all(self) -> bool:
+        """Whether some shards answer only when all have been asked, as they follow another's decision."""
+        return any(part.shard.follows for part in self.parts)
+
     def part_bytes(self, shard: int) -> float:
         """Of one shard's parameters, or gradients."""
         return float(sum(tensor.nbytes for tensor in self.parts[shard].shard.parameters))

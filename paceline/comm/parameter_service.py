@@ -67,6 +67,9 @@ class _Client:
     asked_on_line: bool = False
     """Whether the last request came that way; its answer goes back the same."""
     arrived_s: float = 0.0
+    """When its last request did."""
+    released_s: float = 0.0
+    """Of a worker elsewhere, when a shard last stopped to hold an answer back."""
     answers: dict[int, Answer] = field(default_factory=dict)
     """For a worker on this host, which is answered once for all shards: what they have answered to its request yet."""
 
@@ -214,7 +217,7 @@ class ParameterService:
             raise WireError(f"refused worker {message.sender} of {spec.rule.num_workers}")
         about: dict[str, Any] = {
             "follows": self._parts[-1].shard.follows,
-            "wants_all": any(part.shard.follows for part in self._parts),
+            "is_in_turn": all(part.shard.needs_all for part in self._parts),
         }
         if message.body:
             least_bytes = spec.layout.num_bytes
@@ -336,8 +339,10 @@ class ParameterService:
         for answer in answers:
             client = self._clients[answer.worker]
             self._give_parameters(client, answer.worker, index)
-            waiting_s = max(0.0, released_at_s - client.arrived_s)
+            # Of many pieces it waits from when all that it has under way are here, and not twice at the same time.
+            waiting_s = max(0.0, released_at_s - max(client.arrived_s, client.released_s))
             if client.parameters is None:
+                client.released_s = released_at_s
                 frames = part.as_frames()
                 message = self._about(
                     answer, is_admitted=answer.admitted, waiting_s=waiting_s, shard=index, payload=frames

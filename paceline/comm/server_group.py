@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, final
@@ -17,6 +17,7 @@ from paceline.comm.base import Collective, OptimizerSpec, Push, Reply, Store, Ti
 from paceline.comm.line import BellAddress, WorkerLine
 from paceline.comm.parameter_service import ADMITTED, STOP, VOID, identity_of
 from paceline.comm.segment import Segment, SegmentAddress
+from paceline.comm.send_window import PIECES_UNDER_WAY, SendWindow
 from paceline.comm.wire import (
     FRAME_BYTES,
     Caller,
@@ -41,13 +42,6 @@ _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind
 _YIELD_S = 1e-3
 WAKE_S = 0.2  # how often a wait looks whether the run was aborted
 _GLANCE_S = 2e-3  # how often a wait for servers elsewhere looks at the lines too
-PIECES_UNDER_WAY = 4
-"""That a worker has sent to one server elsewhere, and that are not answered yet.
-
-A piece is updated when the slowest worker's has come, and connections share a link unevenly; so workers stay abreast,
-and a server's link carries answers while it still carries gradients. ResNet-18 on 8 hosts at 1 Gbit/s, `ps-bsp`: 3.6 s
-a step with everything sent at once and 2.9 s so with one server, 2.4 s and 1.9 s with two (medians of three and more).
-"""
 
 
 @dataclass(frozen=True)
@@ -80,10 +74,10 @@ class _Link:
     """The server's own parameters, if this worker is to read them itself."""
     follows: bool = False
     """Whether it has to be told what the first server decided."""
-    wants_all: bool = False
-    """Whether some of its shards answer only when all have been asked, as they follow another's decision."""
-    unsent: deque[Message] = field(default_factory=deque)
-    """Requests that wait until earlier ones are answered."""
+    is_in_turn: bool = False
+    """Whether pieces are to go a few at a time."""
+    window: SendWindow[Message] = field(default_factory=lambda: SendWindow(limit_bytes=math.inf))
+    """What it has yet to be asked."""
     num_due: int = 0
     """Answers to come."""
     asked_over: WorkerLine | Caller | None = None
@@ -237,7 +231,7 @@ class ServerGroup(Store):
         self._segments.clear()
 
     def _attached_to(self, link: _Link, answer: Message) -> None:
-        link.follows, link.wants_all = bool(answer.body["follows"]), bool(answer.body["wants_all"])
+        link.follows, link.is_in_turn = bool(answer.body["follows"]), bool(answer.body["is_in_turn"])
         if "parameters" in answer.body:
             segment = Segment.open(SegmentAddress(*answer.body["parameters"]))
             self._segments.append(segment)
@@ -258,7 +252,7 @@ class ServerGroup(Store):
         began_s = time.perf_counter()
         answers = self._ask(what, requests, take)
         elapsed_s = time.perf_counter() - began_s
-        waiting_s = min(elapsed_s, max(answer.waiting_s for some in answers for answer in some))
+        waiting_s = min(elapsed_s, max(sum(answer.waiting_s for answer in some) for some in answers))
         self.timing.waiting_s += waiting_s
         self.timing.communication_s += elapsed_s - waiting_s
         self.timing.moved_bytes += moved_bytes
@@ -284,7 +278,7 @@ class ServerGroup(Store):
     def _ask(self, what: str, requests: Sequence[Sequence[Message]], take: Take | None = None) -> list[list[Message]]:
         """Ask each server, and wait for all it has to answer: to a request for tensors, one message a shard.
 
-        Of requests with the tensors of shards, only so many go out before the first is answered.
+        Of pushed pieces only a few go out before the first is answered, where updates need every worker's.
 
         Args:
             take: is given every answer as it comes.
@@ -296,10 +290,11 @@ class ServerGroup(Store):
             is_cut = bool(messages) and messages[0].kind in _TENSORS and not link.is_local
             link.num_due = len(link.parameters) if is_cut else 1
             link.asked_over = None
-            link.unsent = deque(messages)
-            is_in_turn = is_cut and not link.wants_all
-            for _ in range(PIECES_UNDER_WAY if is_in_turn else len(messages)):
-                self._send_next(link)
+            is_in_turn = is_cut and link.is_in_turn
+            link.window = SendWindow(limit_bytes=PIECES_UNDER_WAY * FRAME_BYTES if is_in_turn else math.inf)
+            for message in messages:
+                link.window.put(message, sum(len(frame) for frame in message.payload))
+            self._send_next(link)
         answers: list[list[Message]] = [[] for _ in self._links]
         heard_s = time.monotonic()
         while any(link.num_due for link in self._links):
@@ -312,6 +307,7 @@ class ServerGroup(Store):
                 link = self._links[index]
                 link.num_due -= 1
                 answers[index].append(answer)
+                link.window.answered()
                 self._send_next(link)
                 heard_s = time.monotonic()
                 if take is not None:
@@ -325,9 +321,9 @@ class ServerGroup(Store):
         return answers
 
     def _send_next(self, link: _Link) -> None:
-        """What waited for an earlier one's answer, if anything does."""
-        if link.unsent:
-            self._send(link, link.unsent.popleft())
+        """What may go now."""
+        for request in link.window.take():
+            self._send(link, request)
 
     def _send(self, link: _Link, request: Message) -> None:
         """Ask one server, on its line if it has one and the request fits."""

@@ -34,6 +34,8 @@ class AdmissionRule(ABC):
         """No further update will be formed: every worker is to end."""
         self.torn_reads = False
         """A worker on the server's host may read parameters while an update is being made."""
+        self.needs_all = False
+        """An update is made of every active worker's gradient, and each shard finds for itself when they have come."""
 
     @abstractmethod
     def for_another_shard(self) -> AdmissionRule:
@@ -95,6 +97,7 @@ class BulkSynchronous(AdmissionRule):
         if not 0 <= backup_workers < num_workers:
             raise ValueError(f"backup_workers must be in 0..{num_workers - 1}, not {backup_workers}")
         self._backup_workers = backup_workers
+        self.needs_all = not backup_workers
         self._clock = 0
         self._held: set[int] = set()
         self._num_missing = num_workers  # active workers that are not held

@@ -102,6 +102,11 @@ class Shard:
         """Whether each push must be followed by `follow`, with what another shard decided."""
         return isinstance(self._rule, Following)
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether an update needs a gradient of every worker, and nothing else."""
+        return self._rule.needs_all
+
     def push(
         self,
         worker: int,

@@ -20,7 +20,7 @@ from tests.conformance.reference import train_alone
 from tests.conformance.rows import NUM_SAMPLES, loader_of, prepared, problem, step
 from tests.conformance.scripts import EXACT, SCRIPTS, assert_close
 
-PIECE_BYTES = 256
+PIECE_BYTES = 64
 
 
 def in_small_pieces(script: Callable[[Any], Any]) -> None:

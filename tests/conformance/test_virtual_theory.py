@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from paceline.comm.server_group import PIECES_UNDER_WAY
+from paceline.comm.send_window import PIECES_UNDER_WAY
 from paceline.engines.virtual import store
 from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
 from paceline.engines.virtual.server import Delivery, VirtualServer
@@ -174,7 +174,7 @@ def test_buckets_move_while_backward_goes_on(tmp_path: Path) -> None:
 def test_small_pieces_equal_one_process(
     case: str, servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "FRAME_BYTES", 256)
+    monkeypatch.setattr(store, "FRAME_BYTES", 64)
     script, tolerance = SCRIPTS[case]
     result = run(
         lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster_of(), options={"servers": servers}
@@ -187,7 +187,7 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(
     options: dict[str, Any], is_in_turn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except where shards follow another's decision, and answer only when all have been asked."""
-    monkeypatch.setattr(store, "FRAME_BYTES", 256)
+    monkeypatch.setattr(store, "FRAME_BYTES", 64)
     under_way: Counter[tuple[int, int]] = Counter()
     most = 0
     push, deliver = VirtualServer.push, store.VirtualStore.deliver

@@ -13,7 +13,8 @@ from paceline.comm import server_group
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import OptimizerSpec, Push
 from paceline.comm.parameter_service import ParameterService, ServerSpec
-from paceline.comm.server_group import PIECES_UNDER_WAY, ServerAddress, ServerGroup
+from paceline.comm.send_window import PIECES_UNDER_WAY
+from paceline.comm.server_group import ServerAddress, ServerGroup
 from paceline.comm.wire import Keys
 from paceline.errors import Aborted
 from paceline.layout import TensorSpec, by_group

@@ -86,7 +86,8 @@ class VirtualServer:
         self._timeline, self._network, self._reporter = timeline, network, reporter
         self._memory_bytes_per_s, self._request_s = memory_bytes_per_s, request_s
         self._free_s = 0.0
-        self._arrived_s: dict[tuple[int, int], float] = {}  # by worker and shard
+        self._arrived_s: dict[int, float] = {}  # each worker's last request
+        self._released_s: dict[int, float] = {}  # when a shard last stopped to hold a worker's answer back
 
     def configure(
         self, layout: Layout, pieces: KeyRange, optimizer: OptimizerSpec, rule: AdmissionRule, max_updates: int | None
@@ -107,9 +108,9 @@ class VirtualServer:
         return self.parts[-1].shard.follows
 
     @property
-    def wants_all(self) -> bool:
-        """Whether some shards answer only when all have been asked, as they follow another's decision."""
-        return any(part.shard.follows for part in self.parts)
+    def is_in_turn(self) -> bool:
+        """Whether pieces are to come a few at a time."""
+        return all(part.shard.needs_all for part in self.parts)
 
     def part_bytes(self, shard: int) -> float:
         """Of one shard's parameters, or gradients."""
@@ -137,7 +138,7 @@ class VirtualServer:
         groups: Groups | None,
     ) -> None:
         part = self.parts[shard]
-        self._arrived_s[worker, shard] = self._timeline.now_s
+        self._arrived_s[worker] = self._timeline.now_s
         self._free_s = max(self._timeline.now_s, self._free_s) + self._request_s
         gradients = None if is_void else self.clients[worker].gradients(self.index, shard)
         own = part.own_groups(groups) if groups is not None else None
@@ -148,7 +149,7 @@ class VirtualServer:
         )
 
     def wait(self, worker: int, shard: int, pause_at: int) -> None:
-        self._arrived_s[worker, shard] = self._timeline.now_s
+        self._arrived_s[worker] = self._timeline.now_s
         self._guarded(worker, shard, lambda: self.parts[shard].shard.wait(worker, pause_at=pause_at))
 
     def follow(self, worker: int, clock: int, contributors: Sequence[int]) -> None:
@@ -205,7 +206,9 @@ class VirtualServer:
             self._free_s = max(now_s, self._free_s) + touched_bytes / self._memory_bytes_per_s
         for answer in answers:
             self._give(answer.worker, shard)
-            waiting_s = max(0.0, now_s - self._arrived_s[answer.worker, shard])
+            # As `ParameterService` counts: from when all that the worker has under way are here, and none twice.
+            waiting_s = now_s - max(self._arrived_s[answer.worker], self._released_s.get(answer.worker, 0.0))
+            self._released_s[answer.worker] = now_s
             delivery = Delivery(self.index, shard, answer, waiting_s, answer.iteration)
             self._send(answer.worker, self.part_bytes(shard), delivery)
         if shard != len(self.parts) - 1:

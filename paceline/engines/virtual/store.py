@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import final
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import Collective, OptimizerSpec, Push, Reply, Store, Timing
-from paceline.comm.server_group import PIECES_UNDER_WAY
+from paceline.comm.send_window import PIECES_UNDER_WAY, SendWindow
 from paceline.comm.wire import FRAME_BYTES, WireError
 from paceline.engines.virtual.network import Network
 from paceline.engines.virtual.process import Process, Signal
@@ -66,7 +66,7 @@ class VirtualStore(Store):
         self._parameters: list[list[list[Tensor]]] = []
         self._clock = 0
         self._num_due = 0
-        self._unsent: dict[int, deque[_Request]] = defaultdict(deque)  # by server; wait until earlier ones are answered
+        self._windows: list[SendWindow[_Request]] = []  # what each server has yet to be asked
         self._deliveries: list[Delivery] = []
         self._all_here = Signal()
         self._on_delivery: Callable[[Delivery], None] = lambda delivery: None
@@ -83,7 +83,9 @@ class VirtualStore(Store):
     def deliver(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
         self._on_delivery(delivery)
-        self._send_next(delivery.server)
+        if delivery.error is None:
+            self._windows[delivery.server].answered()
+            self._send_next(delivery.server)
         self._num_due -= 1
         if self._num_due == 0 or (delivery.error is not None and self._all_here.fired_s is None):
             self._all_here.fire(self._process.timeline)
@@ -135,9 +137,7 @@ class VirtualStore(Store):
                         self.host, server.host, NOTICE_BYTES, server.follow, rank, answer.clock, answer.contributors
                     )
 
-        return self._receive(
-            f"exchange of clock {clock}", self._of_each_shard(request), tell_others, in_turn=not push.void
-        )
+        return self._receive(f"exchange of clock {clock}", self._of_each_shard(request), tell_others, is_push=True)
 
     def wait_for_admission(self, *, pause_at: int) -> Reply:
         rank = self._collective.rank
@@ -199,13 +199,14 @@ class VirtualStore(Store):
         requests: Sequence[_Request],
         on_delivery: Callable[[Delivery], None] | None = None,
         *,
-        in_turn: bool = False,
+        is_push: bool = False,
     ) -> Reply:
         """Ask, and account the time."""
         began_s = self._process.now_s
-        deliveries = self._ask(what, requests, on_delivery, in_turn=in_turn)
+        deliveries = self._ask(what, requests, on_delivery, is_push=is_push)
         elapsed_s = self._process.now_s - began_s
-        waiting_s = min(elapsed_s, max(delivery.waiting_s for delivery in deliveries))
+        waits_s = [sum(d.waiting_s for d in deliveries if d.server == server.index) for server in self._servers]
+        waiting_s = min(elapsed_s, max(waits_s))
         self.timing.waiting_s += waiting_s
         self.timing.communication_s += elapsed_s - waiting_s
         pulled_bytes = sum(server.part_bytes(shard) for server in self._servers for shard in range(len(server.parts)))
@@ -228,12 +229,12 @@ class VirtualStore(Store):
         requests: Sequence[_Request],
         on_delivery: Callable[[Delivery], None] | None = None,
         *,
-        in_turn: bool = False,
+        is_push: bool = False,
     ) -> list[Delivery]:
         """Ask, and wait for as many answers.
 
         Args:
-            in_turn: most requests to a server elsewhere wait until earlier ones are answered.
+            is_push: pieces are pushed: a few at a time to a server elsewhere, where updates need every worker's.
 
         Raises:
             WireError: a server refused; the message says which, and why.
@@ -243,26 +244,28 @@ class VirtualStore(Store):
         self._deliveries, self._num_due, self._all_here = [], len(requests), Signal()
         self._on_delivery = on_delivery or (lambda delivery: None)
         self._process.advance(self._request_s)
-        self._process.post(self._send, requests, in_turn)
+        self._process.post(self._send, requests, is_push)
         self._process.wait(self._all_here, lambda: f"{what}, of which {self._num_due} answer(s) are due")
         for delivery in self._deliveries:
             if delivery.error is not None:
                 raise WireError(f"{what} was refused by {delivery.error}")
         return self._deliveries
 
-    def _send(self, requests: Sequence[_Request], in_turn: bool) -> None:
-        self._unsent.clear()
-        for request in requests:
-            self._unsent[request[0].index].append(request)
+    def _send(self, requests: Sequence[_Request], is_push: bool) -> None:
+        self._windows = []
         for server in self._servers:
-            is_limited = in_turn and server.host != self.host and not server.wants_all
-            for _ in range(PIECES_UNDER_WAY if is_limited else len(self._unsent[server.index])):
-                self._send_next(server.index)
+            is_in_turn = is_push and server.is_in_turn and server.host != self.host
+            limit_bytes = PIECES_UNDER_WAY * FRAME_BYTES if is_in_turn else math.inf
+            self._windows.append(SendWindow(limit_bytes=limit_bytes))
+        for request in requests:
+            server, num_bytes, _ = request
+            self._windows[server.index].put(request, num_bytes)
+        for server in self._servers:
+            self._send_next(server.index)
 
     def _send_next(self, server: int) -> None:
-        """The server's next request, if there is one."""
-        if self._unsent[server]:
-            asked, num_bytes, arrive = self._unsent[server].popleft()
+        """What may go to this server now."""
+        for asked, num_bytes, arrive in self._windows[server].take():
             self._network.send(self.host, asked.host, num_bytes, arrive)
 
     def _of_each_shard(self, request: Callable[[VirtualServer, int], _Request]) -> list[_Request]:

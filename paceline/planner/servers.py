@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.comm.send_window import PIECES_UNDER_WAY
 from paceline.comm.wire import FRAME_BYTES
 from paceline.engines.virtual.network import CHUNK_BYTES
 from paceline.engines.virtual.server import update_bytes
@@ -50,6 +51,8 @@ class ServerExchange:
     from each, others idle."""
     chunk_share: float
     """Of a range."""
+    ahead: float
+    """The part of a range that a worker has under way at most until others' gradients come."""
     overlap_s: float
     """A lone worker's last chunks come to the servers in turns: the first begins to answer before the last has all."""
     loads: Loads
@@ -78,13 +81,16 @@ class ServerExchange:
 
         Links to the servers pass chunks as they come. So the first piece is complete when whole chunks that others sent
         before the last worker began have passed, and with them that worker's piece, among those of all who still send.
-        From then on every piece is answered to all.
+        From then on every piece is answered to all. What others could not send ahead comes beside the last one's.
         """
         each_s, own_s, last_s = self.push_s / len(self.own_push_s), float(self.own_push_s.max()), starts_s[..., -1]
         chunk = min(1.0, self.chunk_share)
-        sent = np.minimum(1.0, np.floor((last_s[..., None] - starts_s) / own_s / chunk) * chunk + 1 / self.num_pieces)
+        begun = np.floor((last_s[..., None] - starts_s) / own_s / chunk) * chunk + 1 / self.num_pieces
+        sent = np.minimum(self.ahead, begun)
         first_s = np.maximum(last_s + own_s / self.num_pieces, _passed_s(starts_s, sent * each_s))
+        kept_back_s = (starts_s.shape[-1] - 1) * (1 - self.ahead) * each_s
         all_in_s = np.maximum(last_s + own_s, _passed_s(starts_s, np.full_like(starts_s, each_s)))
+        all_in_s = np.maximum(all_in_s, last_s + each_s + kept_back_s)
         piece_s = (self.request_s + self.update_s) / self.num_pieces
         end_s: Floats = np.maximum(all_in_s + self.after_push_s, first_s + piece_s + self.pull_s + self.clash_s)
         return end_s
@@ -128,6 +134,7 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
     is_local = len({*setting.places.workers, *setting.places.servers}) == 1
     is_apart = not {*setting.places.workers} & {*setting.places.servers}
     is_cut = work.is_element_wise and not is_local
+    needs_all = num_gradients == num_workers
     piece_bytes = min(range_bytes, FRAME_BYTES if is_cut else range_bytes)
     last_bytes = (range_bytes % piece_bytes or piece_bytes) % CHUNK_BYTES or CHUNK_BYTES
     touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
@@ -155,6 +162,7 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
         if range_bytes > piece_bytes and is_apart
         else 0.0,
         chunk_share=CHUNK_BYTES / range_bytes,
+        ahead=min(1.0, PIECES_UNDER_WAY * FRAME_BYTES / range_bytes) if is_cut and needs_all else 1.0,
         overlap_s=(num_servers - 1) * min(last_bytes, range_bytes) / card if not is_local else 0.0,
         loads=push + pull,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -261,9 +263,9 @@ def test_a_ring_as_one_sliding_maximum_is_the_ring_message_by_message(
     assert found == pytest.approx([ends_s[rank] for rank in range(size)], rel=0.02)
 
 
-def train(worker: Any, out: Path) -> None:
-    """Four tensors of 1 MB, each in a layer of its own."""
-    model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(4)))
+def train(worker: Any, out: Path, *, num_layers: int = 4) -> None:
+    """Tensors of 1 MB, each in a layer of its own."""
+    model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(num_layers)))
     model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1e-4), loader_of(problem()))
     while True:
         for _ in loader:
@@ -306,6 +308,25 @@ def test_the_virtual_engine_takes_as_long(
     work = replace(WORK, samples=1)
     found = predict(cluster, strategy=strategy, workers=workers, work=work, options=options)
     assert found.step_s == pytest.approx(measured_s, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2])
+def test_early_workers_send_only_a_few_pieces_as_on_the_virtual_engine(tmp_path: Path, servers: int) -> None:
+    """What passes from when the last one has computed until all go on; others are up to seconds early."""
+    num_layers, workers, num_steps = 24, 8, 6
+    compute = {"distribution": "log-normal", "variation": 0.3}
+    cluster = replace(cluster_of(**compute), compute=Compute(step_s=3.0, **compute))
+    options = {"combine": "never", "servers": servers}
+    script = partial(train, num_layers=num_layers)
+    result = virtual_cluster.run(
+        script, tmp_path, "ps-bsp", workers, cluster=cluster, options=options, max_steps=num_steps
+    )
+    steps = pd.DataFrame(result.steps).groupby("step")
+    own_s = (steps.time_s.mean().diff() - steps.compute_s.max()).dropna()
+    work = Work(tensor_bytes=(1_000_000,) * num_layers, samples=1)
+    found = predict(cluster, strategy="ps-bsp", workers=workers, work=work, options=options)
+    assert found.exchange_s + found.overhead_s == pytest.approx(own_s.mean(), rel=0.02)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, final
@@ -53,13 +53,13 @@ def run(
     out: Path,
     options: Mapping[str, Any] | None = None,
     resume: Path | None = None,
-    servers_are_local: bool = True,
+    servers_are_local: bool | Collection[int] = True,
     **settings: Any,
 ) -> Result:
     """As `paceline.run`, for functions that can be pickled.
 
     Args:
-        servers_are_local: false: tensors go through the servers' sockets, as from another host.
+        servers_are_local: false: tensors go through the servers' sockets, as from another host; ranks: of all others.
 
     Raises:
         RunFailed: a worker raised; the message holds every failed worker's error and traceback.
@@ -73,10 +73,9 @@ def run(
         processes = [_Process(program, plan, config, rank, workers, out, checkpoint) for rank in range(workers)]
         try:
             addresses = [process.receive() for process in processes]
-            servers = [
-                ServerAddress(service.endpoint, service.bell if servers_are_local else None) for service in services
-            ]
-            for process in processes:
+            for rank, process in enumerate(processes):
+                is_local = servers_are_local if isinstance(servers_are_local, bool) else rank in servers_are_local
+                servers = [ServerAddress(service.endpoint, service.bell if is_local else None) for service in services]
                 process.connection.send((addresses, keys, servers))
             failures = _watch(processes, services, plan, config, records)
         finally:

@@ -121,15 +121,34 @@ def test_backup_workers_count_alike_at_every_server(servers_are_local: bool, tmp
     assert result.iteration >= 3 * NUM_SAMPLES // 4 // 3
 
 
-@pytest.mark.parametrize("strategy", ["ps-ssp", "ps-asp"])
-def test_asynchronous_pieces_apply_every_gradient(strategy: str, tmp_path: Path) -> None:
+def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_piece(tmp_path: Path) -> None:
+    script, tolerance = SCRIPTS["one-cycle schedule, momentum"]
+    result = local_engine.run(
+        partial(in_small_pieces, script),
+        strategy="ps-bsp",
+        options={"servers": 2},
+        workers=3,
+        out=tmp_path,
+        servers_are_local=[0],
+    )
+    assert_close(result.model_state(), train_alone(script, 3), tolerance)
+
+
+@pytest.mark.parametrize("servers_are_local", [False, [0]], ids=["elsewhere", "of one worker"])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("ps-ssp", {"staleness": 0}), ("ps-ssp", {"staleness": 1}), ("ps-asp", {})]
+)
+def test_asynchronous_pieces_apply_every_gradient(
+    strategy: str, options: dict[str, Any], servers_are_local: bool | list[int], tmp_path: Path
+) -> None:
     result = local_engine.run(
         partial(in_small_pieces, train),
         strategy=strategy,
-        options={"servers": 2},
+        options={"servers": 2, **options},
         workers=2,
         out=tmp_path,
-        servers_are_local=False,
+        servers_are_local=servers_are_local,
+        checkpoint_every=10,
     )
     assert result.iteration == 3 * NUM_SAMPLES // 4
     assert [len([u for u in result.updates if u.server == server]) for server in (0, 1)] == [result.iteration] * 2

@@ -216,3 +216,19 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(
     )
     assert result.iteration > 0
     assert most == PIECES_UNDER_WAY if is_in_turn else most > PIECES_UNDER_WAY
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 2**20])
+def test_waiting_for_a_slow_worker_is_counted_once_however_many_pieces_wait(
+    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "FRAME_BYTES", piece_bytes)
+    script, _ = SCRIPTS["one-cycle schedule, momentum"]
+    cluster = cluster_of(slow=0.5)  # the host of the first worker
+    result = run(
+        lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster, options={"servers": 2, **PLAIN}
+    )
+    for record in result.steps:
+        late_s = 0.0 if record.worker == 0 else STEP_S
+        assert record.waiting_s == pytest.approx(late_s, abs=0.02 * STEP_S)
+        assert record.communication_s < 0.02 * STEP_S

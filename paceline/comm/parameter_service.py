@@ -339,7 +339,7 @@ class ParameterService:
         for answer in answers:
             client = self._clients[answer.worker]
             self._give_parameters(client, answer.worker, index)
-            # Of many pieces it waits from when all that it has under way are here, and not twice at the same time.
+            # With many pieces it waits from its latest arrival so far, and not twice at the same time.
             waiting_s = max(0.0, released_at_s - max(client.arrived_s, client.released_s))
             if client.parameters is None:
                 client.released_s = released_at_s

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from paceline.comm.send_window import PIECES_UNDER_WAY
 from paceline.engines.virtual import store
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
+from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Servers
 from paceline.engines.virtual.server import Delivery, VirtualServer
 from paceline.result import Result
 from paceline.worker import Worker
@@ -182,11 +182,18 @@ def test_small_pieces_equal_one_process(
     assert_close(result.model_state(), train_alone(script, 3), tolerance if case != "adam" else EXACT)
 
 
-@pytest.mark.parametrize(("options", "is_in_turn"), [({}, True), ({"backup_workers": 1}, False)])
+@pytest.mark.parametrize(
+    ("strategy", "options", "is_in_turn"),
+    [
+        ("ps-bsp", {}, True),
+        ("ps-bsp", {"backup_workers": 1}, False),
+        ("ps-ssp", {"staleness": 0}, False),
+    ],
+)
 def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(
-    options: dict[str, Any], is_in_turn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, options: dict[str, Any], is_in_turn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Except where shards follow another's decision, and answer only when all have been asked."""
+    """Except where gradients are applied when they come, or shards follow another's decision and want all first."""
     monkeypatch.setattr(store, "FRAME_BYTES", 64)
     under_way: Counter[tuple[int, int]] = Counter()
     most = 0
@@ -209,7 +216,7 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(
     result = run(
         lambda worker, out: script(worker),
         tmp_path,
-        "ps-bsp",
+        strategy,
         3,
         cluster=cluster_of(slow=0.5),  # the others' pieces wait for its
         options={"servers": 2, **options},
@@ -232,3 +239,32 @@ def test_waiting_for_a_slow_worker_is_counted_once_however_many_pieces_wait(
         late_s = 0.0 if record.worker == 0 else STEP_S
         assert record.waiting_s == pytest.approx(late_s, abs=0.02 * STEP_S)
         assert record.communication_s < 0.02 * STEP_S
+
+
+def test_waiting_for_a_slow_connection_is_counted_once_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four pieces at a time wait for the slow worker's, one after the other, until all have come."""
+    monkeypatch.setattr(store, "FRAME_BYTES", 64)
+    counted_s: Counter[int] = Counter()
+    deliver = store.VirtualStore.deliver
+
+    def noted(own: store.VirtualStore, delivery: Delivery) -> None:
+        counted_s[own._collective.rank] += delivery.waiting_s
+        deliver(own, delivery)
+
+    monkeypatch.setattr(store.VirtualStore, "deliver", noted)
+    slow_bytes_per_s = 1e4
+    hosts = (
+        Hosts(name="slow", bandwidth_gbit_per_s=8 * slow_bytes_per_s / 1e9, latency_us=0.0),
+        Hosts(count=20, bandwidth_gbit_per_s=1000.0, latency_us=0.0),
+    )
+    cluster = Cluster(hosts=hosts, compute=Compute(step_s=STEP_S), servers=Servers(placement="separate"))
+    script, _ = SCRIPTS["one-cycle schedule, momentum"]
+    result = run(lambda worker, out: script(worker), tmp_path, "ps-bsp", 2, cluster=cluster, options=PLAIN)
+    model_bytes = sum(tensor.nbytes for tensor in result.model_state().values())
+    of_fast = [record for record in result.steps if record.worker == 1]
+    for record in of_fast[1:]:
+        assert record.waiting_s == pytest.approx(model_bytes / slow_bytes_per_s, rel=0.02)
+    passed_s = sum(record.waiting_s + record.communication_s for record in of_fast)
+    assert counted_s[1] < 1.01 * passed_s, "no moment is counted twice"

@@ -19,7 +19,7 @@ from paceline.comm.wire import Keys
 from paceline.errors import Aborted
 from paceline.layout import TensorSpec, by_group
 from paceline.records import NullReporter
-from paceline.server.admission import AdmissionRule, BulkSynchronous
+from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.server.shard import Shard
 
 EPOCH = 1
@@ -85,6 +85,15 @@ def test_every_piece_is_sent_in_its_turn(pushed: list[int]) -> None:
         for clock in range(3):
             assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
             assert len(pushed) == (clock + 1) * NUM_PIECES
+
+
+def test_gradients_that_are_applied_when_they_come_are_not_kept_back(pushed: list[int]) -> None:
+    """Though the answers are: a worker may not be ahead of the other one here."""
+    with group_of_one(StaleSynchronous(num_workers=2, staleness=0)) as group:
+        threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
+        with pytest.raises(Aborted, match="the test has seen enough"):
+            group.exchange(Push(pause_at=FOREVER))
+        assert len(pushed) == NUM_PIECES
 
 
 def test_shards_that_follow_a_decision_are_sent_all_at_once(pushed: list[int]) -> None:

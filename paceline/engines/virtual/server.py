@@ -206,7 +206,7 @@ class VirtualServer:
             self._free_s = max(now_s, self._free_s) + touched_bytes / self._memory_bytes_per_s
         for answer in answers:
             self._give(answer.worker, shard)
-            # As `ParameterService` counts: from when all that the worker has under way are here, and none twice.
+            # As `ParameterService` counts: from the worker's latest arrival so far, and no moment twice.
             waiting_s = now_s - max(self._arrived_s[answer.worker], self._released_s.get(answer.worker, 0.0))
             self._released_s[answer.worker] = now_s
             delivery = Delivery(self.index, shard, answer, waiting_s, answer.iteration)

@@ -2,8 +2,8 @@
 
 Each host is a namespace with one interface, `eth0`. The bridge has a namespace to itself, so that the machine's own
 network is not touched. Whoever leaves `network` has removed everything: the processes inside, found by their
-namespace, the namespaces with their links, and the directory for files. A run that was killed is cleared up by the
-next.
+namespace, the namespaces with their links, and the directory for files; so does whoever is terminated. A run that was
+killed is cleared up by the next.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def network(num_hosts: int, *, congestion: str = CONGESTION_CONTROL) -> Iterator
         SystemExit: this is not Linux, the user is not root, a tool is missing, or another network is up.
     """
     _require_rights()
-    with _only_one():
+    with _only_one(), _termination_is_an_exit():
         _clear()
         directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))  # the paths of Ray's sockets must be short
         try:
@@ -156,6 +156,15 @@ def network(num_hosts: int, *, congestion: str = CONGESTION_CONTROL) -> Iterator
             yield Network(hosts, directory, _environment())
         finally:
             _clear()
+
+
+@contextmanager
+def _termination_is_an_exit() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _environment() -> dict[str, str]:

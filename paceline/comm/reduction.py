@@ -91,6 +91,6 @@ def _is_possible(op: ReduceOp, dtype: torch.dtype) -> bool:
     sample = torch.zeros(1, dtype=dtype)
     try:
         Reduction(op, dtype)([sample, sample], torch.zeros(1, dtype=dtype))
-    except RuntimeError:  # what torch has no kernel for is a NotImplementedError, which is one
+    except RuntimeError:  # also where torch has no kernel for it
         return False
     return True

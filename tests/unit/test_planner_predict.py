@@ -311,12 +311,16 @@ def test_the_virtual_engine_takes_as_long(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("servers", [1, 2])
-def test_early_workers_send_only_a_few_pieces_as_on_the_virtual_engine(tmp_path: Path, servers: int) -> None:
+@pytest.mark.parametrize(
+    ("servers", "placement", "tolerance"), [(1, "separate", 0.02), (2, "separate", 0.02), (2, "with workers", 0.12)]
+)
+def test_early_workers_send_only_a_few_pieces_as_on_the_virtual_engine(
+    tmp_path: Path, servers: int, placement: str, tolerance: float
+) -> None:
     """What passes from when the last one has computed until all go on; others are up to seconds early."""
     num_layers, workers, num_steps = 24, 8, 6
     compute = {"distribution": "log-normal", "variation": 0.3}
-    cluster = replace(cluster_of(**compute), compute=Compute(step_s=3.0, **compute))
+    cluster = replace(cluster_of(placement=placement), compute=Compute(step_s=3.0, **compute))
     options = {"combine": "never", "servers": servers}
     script = partial(train, num_layers=num_layers)
     result = virtual_cluster.run(
@@ -326,7 +330,7 @@ def test_early_workers_send_only_a_few_pieces_as_on_the_virtual_engine(tmp_path:
     own_s = (steps.time_s.mean().diff() - steps.compute_s.max()).dropna()
     work = Work(tensor_bytes=(1_000_000,) * num_layers, samples=1)
     found = predict(cluster, strategy="ps-bsp", workers=workers, work=work, options=options)
-    assert found.exchange_s + found.overhead_s == pytest.approx(own_s.mean(), rel=0.02)
+    assert found.exchange_s + found.overhead_s == pytest.approx(own_s.mean(), rel=tolerance)
 
 
 @pytest.mark.slow

@@ -82,6 +82,8 @@ class VirtualServer:
     ) -> None:
         self.index, self.host = index, host
         self.parts: list[Part] = []
+        self.is_in_turn = False
+        """Whether pieces are to come a few at a time."""
         self.clients: dict[int, Client] = {}
         self._timeline, self._network, self._reporter = timeline, network, reporter
         self._memory_bytes_per_s, self._request_s = memory_bytes_per_s, request_s
@@ -101,16 +103,12 @@ class VirtualServer:
             build_part(layout, pieces, optimizer, rule, max_updates=max_updates, memory=None)
             for pieces, rule in zip(ranges, rules, strict=True)
         ]
+        self.is_in_turn = all(part.shard.needs_all for part in self.parts)
 
     @property
     def follows(self) -> bool:
         """Whether it has to be told what the first server decided."""
         return self.parts[-1].shard.follows
-
-    @property
-    def is_in_turn(self) -> bool:
-        """Whether pieces are to come a few at a time."""
-        return all(part.shard.needs_all for part in self.parts)
 
     def part_bytes(self, shard: int) -> float:
         """Of one shard's parameters, or gradients."""

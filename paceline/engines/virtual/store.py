@@ -205,7 +205,9 @@ class VirtualStore(Store):
         began_s = self._process.now_s
         deliveries = self._ask(what, requests, on_delivery, is_push=is_push)
         elapsed_s = self._process.now_s - began_s
-        waits_s = [sum(d.waiting_s for d in deliveries if d.server == server.index) for server in self._servers]
+        waits_s = [0.0] * len(self._servers)
+        for delivery in deliveries:
+            waits_s[delivery.server] += delivery.waiting_s
         waiting_s = min(elapsed_s, max(waits_s))
         self.timing.waiting_s += waiting_s
         self.timing.communication_s += elapsed_s - waiting_s

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from paceline.comm import server_group
+from paceline.comm import parameter_service, server_group
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import OptimizerSpec, Push
 from paceline.comm.parameter_service import ParameterService, ServerSpec
 from paceline.comm.send_window import PIECES_UNDER_WAY
 from paceline.comm.server_group import ServerAddress, ServerGroup
-from paceline.comm.wire import Keys
+from paceline.comm.wire import Keys, Kind, Message
 from paceline.errors import Aborted
 from paceline.layout import TensorSpec, by_group
 from paceline.records import NullReporter
@@ -68,7 +68,8 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return push(shard, worker, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Shard, "push", noted)
-    monkeypatch.setattr(server_group, "FRAME_BYTES", 256)
+    for module in (server_group, parameter_service):
+        monkeypatch.setattr(module, "FRAME_BYTES", 256)
     return seen
 
 
@@ -85,6 +86,32 @@ def test_every_piece_is_sent_in_its_turn(pushed: list[int]) -> None:
         for clock in range(3):
             assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
             assert len(pushed) == (clock + 1) * NUM_PIECES
+
+
+def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(
+    pushed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_group, "PIECES_UNDER_WAY", NUM_PIECES)
+    send, take = ServerGroup._send, ServerGroup._take
+    num_answers = 0
+
+    def all_but_receipts(group: ServerGroup, link: object, request: Message) -> None:
+        if request.kind is not Kind.RECEIVED:
+            send(group, link, request)  # type: ignore[arg-type]
+
+    def noted(group: ServerGroup, link: object, answer: Message) -> None:
+        nonlocal num_answers
+        num_answers += 1
+        take(group, link, answer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ServerGroup, "_send", all_but_receipts)
+    monkeypatch.setattr(ServerGroup, "_take", noted)
+    with group_of_one(BulkSynchronous(num_workers=1)) as group:
+        threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
+        with pytest.raises(Aborted, match="the test has seen enough"):
+            group.exchange(Push(pause_at=FOREVER))
+    assert len(pushed) == NUM_PIECES
+    assert num_answers == PIECES_UNDER_WAY
 
 
 def test_gradients_that_are_applied_when_they_come_are_not_kept_back(pushed: list[int]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from paceline.comm.send_window import PIECES_UNDER_WAY, SendWindow
+from paceline.comm.send_window import ANSWERS_UNDER_WAY, PIECES_UNDER_WAY, SendWindow
 from paceline.engines.virtual import server, store
 from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Servers
 from paceline.engines.virtual.server import Delivery, VirtualServer
@@ -254,7 +254,7 @@ def test_a_server_has_a_few_answers_under_way_to_all_workers_together(
         lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster_of(), options={"servers": 2}
     )
     assert result.iteration > 0
-    assert most == PIECES_UNDER_WAY
+    assert most == ANSWERS_UNDER_WAY
 
 
 @pytest.mark.parametrize("piece_bytes", [64, 2**20])

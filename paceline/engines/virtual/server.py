@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import OptimizerSpec
-from paceline.comm.send_window import PIECES_UNDER_WAY, SendWindow
+from paceline.comm.send_window import ANSWERS_UNDER_WAY, SendWindow
 from paceline.comm.server_part import Part, are_in_turn, build_part
 from paceline.comm.wire import FRAME_BYTES
 from paceline.engines.virtual.network import Network
@@ -98,7 +99,7 @@ class VirtualServer:
         self._free_s = 0.0
         self._arrived_s: dict[int, float] = {}  # each worker's last request
         self._released_s: dict[int, float] = {}  # when a shard last stopped to hold a worker's answer back
-        self._answers: SendWindow[_Answer] = SendWindow(limit_bytes=PIECES_UNDER_WAY * FRAME_BYTES)
+        self._answers: SendWindow[_Answer] = SendWindow(limit_bytes=ANSWERS_UNDER_WAY * FRAME_BYTES)
 
     def configure(
         self, layout: Layout, pieces: KeyRange, optimizer: OptimizerSpec, rule: AdmissionRule, max_updates: int | None
@@ -113,6 +114,11 @@ class VirtualServer:
             for pieces, rule in zip(ranges, rules, strict=True)
         ]
         self.is_in_turn = are_in_turn(self.parts)
+
+    @functools.cached_property
+    def _has_neighbour(self) -> bool:
+        """Whether a worker is on this host."""
+        return any(client.host == self.host for client in self.clients.values())
 
     @property
     def follows(self) -> bool:
@@ -222,7 +228,7 @@ class VirtualServer:
             waiting_s = now_s - max(self._arrived_s[answer.worker], self._released_s.get(answer.worker, 0.0))
             self._released_s[answer.worker] = now_s
             delivery = Delivery(self.index, shard, answer, waiting_s, answer.iteration)
-            if self.is_in_turn and self.clients[answer.worker].host != self.host:
+            if self.is_in_turn and self._has_neighbour and self.clients[answer.worker].host != self.host:
                 self._timeline.at(self._free_s, self._send_in_turn, answer.worker, shard, delivery)
             else:
                 self._send(answer.worker, self.part_bytes(shard), delivery)

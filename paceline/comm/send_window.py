@@ -1,4 +1,4 @@
-"""How much is under way, from a worker to a server and from a server to all workers."""
+"""How much a worker has under way to one server."""
 
 from __future__ import annotations
 
@@ -15,43 +15,34 @@ server's link carries answers while it still carries gradients. ResNet-18 on 8 h
 three: 3.7 s a step with everything pushed at once and 2.9 s so with one server, 2.4 s and 1.9 s with two.
 """
 
-ANSWERS_UNDER_WAY = 4
-"""Of full size, that a server on a worker's host has sent to workers elsewhere, all together, and that these have not
-said to have come.
-
-Else every other worker is sent an answer at the same moment, and the connection on which the host's own worker pushes
-to another server, which passes busy links at both ends, loses its packets and comes last. ResNet-18 on 8 hosts at
-100 Mbit/s, `ps-bsp` with 2 servers: 27 s a step with answers to all 7 at once, 18 s so.
-"""
-
-Sent = TypeVar("Sent")
+Request = TypeVar("Request")
 
 
 @final
-class SendWindow(Generic[Sent]):
-    """Messages that go in order, and wait until earlier ones have been answered.
+class SendWindow(Generic[Request]):
+    """Requests of one exchange with one server: the next may go when earlier ones are answered, in their order.
 
     Args:
-        limit_bytes: what may be under way; a message that is larger goes alone.
+        limit_bytes: what may be under way; a request that is larger goes alone.
     """
 
     def __init__(self, *, limit_bytes: float) -> None:
         self._limit_bytes = limit_bytes
-        self._unsent: deque[tuple[Sent, float]] = deque()
+        self._unsent: deque[tuple[Request, float]] = deque()
         self._under_way: deque[float] = deque()
         self._num_bytes = 0.0
 
-    def put(self, message: Sent, num_bytes: float) -> None:
+    def put(self, request: Request, num_bytes: float) -> None:
         """One more to send."""
-        self._unsent.append((message, num_bytes))
+        self._unsent.append((request, num_bytes))
 
-    def take(self) -> Iterator[Sent]:
+    def take(self) -> Iterator[Request]:
         """Those that may go now."""
         while self._unsent and (not self._under_way or self._num_bytes + self._unsent[0][1] <= self._limit_bytes):
-            message, num_bytes = self._unsent.popleft()
+            request, num_bytes = self._unsent.popleft()
             self._under_way.append(num_bytes)
             self._num_bytes += num_bytes
-            yield message
+            yield request
 
     def answered(self) -> None:
         """The first that is under way is so no more."""

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from paceline.comm import parameter_service, server_group
+from paceline.comm import server_group
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import OptimizerSpec, Push
 from paceline.comm.parameter_service import ParameterService, ServerSpec
-from paceline.comm.send_window import ANSWERS_UNDER_WAY, PIECES_UNDER_WAY
+from paceline.comm.send_window import PIECES_UNDER_WAY
 from paceline.comm.server_group import ServerAddress, ServerGroup
-from paceline.comm.wire import Keys, Kind, Message, WireError
+from paceline.comm.wire import Keys
 from paceline.errors import Aborted
 from paceline.layout import TensorSpec, by_group
 from paceline.records import NullReporter
@@ -29,15 +29,10 @@ ENOUGH_S = 0.5  # for all that will ever be sent
 
 
 @contextmanager
-def group_of_one(rule: AdmissionRule, *, is_beside_another: bool = False) -> Iterator[ServerGroup]:
-    """Worker 0, attached to a server elsewhere that holds a model of `NUM_PIECES`.
-
-    Args:
-        is_beside_another: the server shares its host with another worker, as far as it knows.
-    """
+def group_of_one(rule: AdmissionRule) -> Iterator[ServerGroup]:
+    """Worker 0, attached to a server elsewhere that holds a model of `NUM_PIECES`."""
     keys = Keys.generate()
     service = ParameterService(keys, host="127.0.0.1", index=0, epoch=EPOCH, reporter=NullReporter())
-    service._has_neighbour = is_beside_another
     thread = threading.Thread(target=service.serve)
     thread.start()
     group = ServerGroup(
@@ -73,8 +68,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return push(shard, worker, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Shard, "push", noted)
-    for module in (server_group, parameter_service):
-        monkeypatch.setattr(module, "FRAME_BYTES", 256)
+    monkeypatch.setattr(server_group, "FRAME_BYTES", 256)
     return seen
 
 
@@ -87,43 +81,10 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(pushed: l
 
 
 def test_every_piece_is_sent_in_its_turn(pushed: list[int]) -> None:
-    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
+    with group_of_one(BulkSynchronous(num_workers=1)) as group:
         for clock in range(3):
             assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
             assert len(pushed) == (clock + 1) * NUM_PIECES
-
-
-def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(
-    pushed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_group, "PIECES_UNDER_WAY", NUM_PIECES)
-    send, take = ServerGroup._send, ServerGroup._take
-    num_answers = 0
-
-    def all_but_receipts(group: ServerGroup, link: object, request: Message) -> None:
-        if request.kind is not Kind.RECEIVED:
-            send(group, link, request)  # type: ignore[arg-type]
-
-    def noted(group: ServerGroup, link: object, answer: Message) -> None:
-        nonlocal num_answers
-        num_answers += 1
-        take(group, link, answer)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ServerGroup, "_send", all_but_receipts)
-    monkeypatch.setattr(ServerGroup, "_take", noted)
-    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
-        threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
-        with pytest.raises(Aborted, match="the test has seen enough"):
-            group.exchange(Push(pause_at=FOREVER))
-    assert len(pushed) == NUM_PIECES
-    assert num_answers == ANSWERS_UNDER_WAY
-
-
-def test_word_of_an_answer_that_was_not_sent_is_refused(pushed: list[int]) -> None:
-    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
-        group._send(group._links[0], group._message(Kind.RECEIVED))
-        with pytest.raises(WireError, match="refused word from worker 0 of an answer that it was not sent"):
-            group.exchange(Push(pause_at=FOREVER))
 
 
 def test_gradients_that_are_applied_when_they_come_are_not_kept_back(pushed: list[int]) -> None:

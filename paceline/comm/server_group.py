@@ -41,7 +41,7 @@ _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind
 # 50,000 and 55,000. With more workers than cores they sleep at once, for others can use the core.
 _YIELD_S = 1e-3
 WAKE_S = 0.2  # how often a wait looks whether the run was aborted
-_GLANCE_S = 2e-3  # how often a wait for servers elsewhere looks at the lines too
+_GLANCE_S = 2e-3  # how often a wait for servers elsewhere that follow another's decision looks at the lines too
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,8 @@ class ServerGroup(Store):
                 frames = way.receive(timeout_s=0.0 if is_mixed else WAKE_S)
                 if frames is not None or not is_mixed:
                     return [] if frames is None else [(index, frames)]
-                wait_s = _GLANCE_S
+                if any(link.follows for link in self._links):
+                    wait_s = _GLANCE_S
         ready = {socket for socket, _ in self._poller.poll(int(wait_s * 1000))}
         return [
             (index, link.caller.socket.recv_multipart(copy=False))

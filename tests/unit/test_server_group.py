@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -12,14 +12,16 @@ import torch
 from paceline.comm import server_group
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import OptimizerSpec, Push
+from paceline.comm.line import WorkerLine
 from paceline.comm.parameter_service import ParameterService, ServerSpec
 from paceline.comm.send_window import PIECES_UNDER_WAY
 from paceline.comm.server_group import ServerAddress, ServerGroup
 from paceline.comm.wire import Keys
 from paceline.errors import Aborted
-from paceline.layout import TensorSpec, by_group
+from paceline.layout import Layout, TensorSpec, by_group
 from paceline.records import NullReporter
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.server.ranges import KeyRange
 from paceline.server.shard import Shard
 
 EPOCH = 1
@@ -29,19 +31,32 @@ ENOUGH_S = 0.5  # for all that will ever be sent
 
 
 @contextmanager
-def group_of_one(rule: AdmissionRule) -> Iterator[ServerGroup]:
-    """Worker 0, attached to a server elsewhere that holds a model of `NUM_PIECES`."""
+def group_of_one(rule: AdmissionRule, *, has_server_here: bool = False) -> Iterator[ServerGroup]:
+    """Worker 0, attached to a server elsewhere that holds a model of `NUM_PIECES`, or half of one.
+
+    Args:
+        has_server_here: the other half is on a server on the worker's host.
+    """
     keys = Keys.generate()
-    service = ParameterService(keys, host="127.0.0.1", index=0, epoch=EPOCH, reporter=NullReporter())
-    thread = threading.Thread(target=service.serve)
-    thread.start()
+    services = [
+        ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=NullReporter())
+        for index in range(1 + has_server_here)
+    ]
+    threads = [threading.Thread(target=service.serve) for service in services]
+    for thread in threads:
+        thread.start()
+
+    def configure(layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
+        for service, pieces in zip(services, ranges, strict=True):
+            service.configure(ServerSpec(layout, pieces, spec, rule, max_updates=None))
+
     group = ServerGroup(
         keys,
-        servers=[ServerAddress(service.endpoint, None)],
+        servers=[
+            ServerAddress(service.endpoint, service.bell if index else None) for index, service in enumerate(services)
+        ],
         collective=AloneCollective(),
-        configure=lambda layout, spec, ranges: service.configure(
-            ServerSpec(layout, ranges[0], spec, rule, max_updates=None)
-        ),
+        configure=configure,
         epoch=EPOCH,
         deadline_s=60.0,
     )
@@ -53,8 +68,9 @@ def group_of_one(rule: AdmissionRule) -> Iterator[ServerGroup]:
         yield group
     finally:
         group.close()
-        service.stop()
-        thread.join()
+        for service, thread in zip(services, threads, strict=True):
+            service.stop()
+            thread.join()
 
 
 @pytest.fixture
@@ -101,3 +117,21 @@ def test_shards_that_follow_a_decision_are_sent_all_at_once(pushed: list[int]) -
     with group_of_one(BulkSynchronous(num_workers=2, backup_workers=1)) as group:
         assert group.exchange(Push(pause_at=FOREVER)).iteration == 1
         assert len(pushed) == NUM_PIECES
+
+
+def test_a_worker_that_waits_for_servers_here_and_elsewhere_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+    receive = WorkerLine.receive
+
+    def noted(line: WorkerLine, **options: float) -> object:
+        nonlocal num_looks
+        num_looks += 1
+        return receive(line, **options)
+
+    monkeypatch.setattr(WorkerLine, "receive", noted)
+    with group_of_one(BulkSynchronous(num_workers=2), has_server_here=True) as group:
+        num_looks = 0
+        threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
+        with pytest.raises(Aborted, match="the test has seen enough"):
+            group.exchange(Push(pause_at=FOREVER))
+    assert num_looks < 10 * ENOUGH_S / server_group.WAKE_S

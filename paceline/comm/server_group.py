@@ -41,7 +41,7 @@ _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind
 # 50,000 and 55,000. With more workers than cores they sleep at once, for others can use the core.
 _YIELD_S = 1e-3
 WAKE_S = 0.2  # how often a wait looks whether the run was aborted
-_GLANCE_S = 2e-3  # how often a wait for servers elsewhere that follow another's decision looks at the lines too
+_GLANCE_S = 2e-3  # how often it looks at the lines, where servers elsewhere wait for what one here decides
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class ServerGroup(Store):
             self._poller.register(link.caller.socket, zmq.POLLIN)
         self._segments: list[Segment] = []
         self._abort_reason: str | None = None
+        self._look_s = WAKE_S  # how often a wait for servers elsewhere looks at the lines too
         self._ranges: list[KeyRange] = []
         self._layout: Layout | None = None
         self._num_bytes = 0
@@ -161,6 +162,7 @@ class ServerGroup(Store):
             body = memory | {"line": astuple(link.line.address)} if link.line is not None else {}
             requests.append([self._message(Kind.ATTACH, body=body)])
         self._ask("attach", requests, self._attached_to)
+        self._look_s = _GLANCE_S if any(link.follows for link in self._links) else WAKE_S
         self._collective.barrier()
         self._initialise(iteration=0)
 
@@ -343,8 +345,7 @@ class ServerGroup(Store):
                 frames = way.receive(timeout_s=0.0 if is_mixed else WAKE_S)
                 if frames is not None or not is_mixed:
                     return [] if frames is None else [(index, frames)]
-                if any(link.follows for link in self._links):
-                    wait_s = _GLANCE_S
+                wait_s = self._look_s
         ready = {socket for socket, _ in self._poller.poll(int(wait_s * 1000))}
         return [
             (index, link.caller.socket.recv_multipart(copy=False))

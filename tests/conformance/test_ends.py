@@ -97,7 +97,7 @@ def test_what_a_worker_is_left_with_after_the_loop(row: Row, tmp_path: Path) -> 
     final = result.model_state()
     left = [kept(tmp_path, f"model-{rank}") for rank in range(row.workers)]
     is_global = [all(torch.equal(model[name], final[name]) for name in final) for model in left]
-    if row.drops_gradients:  # until the first that is through says so, the others may go on without it
+    if row.drops_gradients:  # until it has left, the others may go on without the one that is through first
         assert any(is_global)
     else:
         assert is_global == ([True] * row.workers if row.updates_are_joint else [True, False])

@@ -3,9 +3,9 @@
 Hosts are network namespaces on this machine with links of limited rate, as in network.py (Linux and root needed). For
 each rate, model and workload, `paceline probe` measures two hosts once. From its file alone, with `count` raised and
 `shared_cores` added, since all hosts are this one machine, the virtual engine runs the same script under each strategy
-and number of hosts; then the real hosts do. A row compares the time of a step: the mean of each worker's steps after
-those that warm up, and of these the median. The only server's host is left out under ps-asp, as its worker crosses no
-link.
+and number of hosts; then the real hosts do. A row compares the time of a step: what each worker took for one on the
+average while all were at it, none of them warming up or through, and of these the median. Under ps-asp, workers end at
+the same time instead of after as many steps, and the only server's host is left out, as its worker crosses no link.
 
 Workloads: `sleep` exchanges gradients as large as the model's and sleeps instead of computing (the conv net 20 ms,
 ResNet-18 100 ms), so that hosts do not fight for the cores that they share; `compute` trains.
@@ -32,8 +32,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from namespaces import Network, network
 from peers.exchange import gradient_bytes
@@ -59,6 +61,8 @@ STEPS_BUDGET_S = 8.0
 """A real run takes fewer steps than MAX_STEPS where these would take longer, but one at least."""
 ASYNCHRONOUS_TIMES = 4
 """As many steps, and as long, of workers that do not wait for each other: where they meet is chance."""
+LEAST_ASYNCHRONOUS_STEPS = 3
+ENDLESS_STEPS = 100_000
 OPEN_MBIT = 20_000.0
 TIMEOUT_S = 300.0
 TABLE_WIDTH = 120
@@ -93,10 +97,19 @@ class Cell:
         return SLEEP_S[self.model] + passes * gradient_bytes(self.model) / (self.rate_mbit * 1e6 / 8)
 
     @property
+    def is_asynchronous(self) -> bool:
+        return self.strategy == "ps-asp"
+
+    @property
     def num_steps(self) -> int:
-        """That are timed, measured as predicted: without a barrier it matters who is through first."""
-        times = ASYNCHRONOUS_TIMES if self.strategy == "ps-asp" else 1
-        return min(times * MAX_STEPS[self.model], max(1, round(times * STEPS_BUDGET_S / self.link_s)))
+        """That are timed, about so many where workers do not wait for each other."""
+        times, least = (ASYNCHRONOUS_TIMES, LEAST_ASYNCHRONOUS_STEPS) if self.is_asynchronous else (1, 1)
+        return min(times * MAX_STEPS[self.model], max(least, round(times * STEPS_BUDGET_S / self.link_s)))
+
+    @property
+    def max_time_s(self) -> float | None:
+        """What ends a run whose workers are not to be through one after the other."""
+        return (NUM_WARMUP[self.model] + self.num_steps) * self.link_s if self.is_asynchronous else None
 
     @property
     def options(self) -> dict[str, str]:
@@ -104,20 +117,36 @@ class Cell:
 
     def script(self, num_steps: int) -> tuple[Path, list[str]]:
         """The script that every worker runs, and its arguments; `num_steps` come after those that warm up."""
-        arguments = ["--model", self.model, "--steps", str(NUM_WARMUP[self.model] + num_steps)]
+        max_steps = ENDLESS_STEPS if self.is_asynchronous else NUM_WARMUP[self.model] + num_steps
+        arguments = ["--model", self.model, "--steps", str(max_steps)]
         if self.workload == "sleep":
             return HERE / "exchange_script.py", [*arguments, "--sleep-s", str(SLEEP_S[self.model])]
         return HERE / "training_script.py", [*arguments, "--batch-size", str(BATCH_SIZE[self.model])]
 
     def step_s(self, result: Result) -> tuple[float, float, float]:
-        """Of a result's steps: the median over workers of their means, and the lowest and the highest of these."""
-        is_left_out = self.strategy == "ps-asp" and self.num_servers == 1
-        own: dict[int, list[float]] = {}
+        """Of a result, while all workers were at it: the median over workers, and the lowest and the highest.
+
+        Raises:
+            RuntimeError: some were through before others had warmed up.
+        """
+        ends_s: dict[int, list[float]] = {}
         for step in result.steps:
-            if step.step > NUM_WARMUP[self.model] and not (is_left_out and step.worker == 0):
-                own.setdefault(step.worker, []).append(step.compute_s + step.communication_s + step.waiting_s)
-        means_s = [statistics.fmean(steps_s) for steps_s in own.values()]
-        return statistics.median(means_s), min(means_s), max(means_s)
+            if not (step.worker == 0 and self.is_asynchronous and self.num_servers == 1):
+                ends_s.setdefault(step.worker, []).append(step.time_s)
+        num_warmup = NUM_WARMUP[self.model]
+        if any(len(own_s) <= num_warmup for own_s in ends_s.values()):
+            raise RuntimeError(f"{self.label}: a worker took no step beyond those that warm up")
+        began_s, ended_s = max(own_s[num_warmup - 1] for own_s in ends_s.values()), min(s[-1] for s in ends_s.values())
+        if began_s >= ended_s:
+            raise RuntimeError(f"{self.label}: workers were not at it together")
+        steps_s = [(ended_s - began_s) / _steps_between(began_s, ended_s, own_s) for own_s in ends_s.values()]
+        return statistics.median(steps_s), min(steps_s), max(steps_s)
+
+
+def _steps_between(began_s: float, ended_s: float, ends_s: Sequence[float]) -> float:
+    """How many, and parts of them, a worker took whose steps ended at `ends_s`."""
+    first, last = np.interp([began_s, ended_s], ends_s, range(len(ends_s)))
+    return float(last - first)
 
 
 @dataclass(frozen=True)
@@ -186,6 +215,7 @@ def predicted_s(cell: Cell, cluster_text: str) -> float:
             engine="virtual",
             cluster=enlarged(cluster_text, num_hosts=cell.num_hosts),
             device="cpu",
+            max_time_s=cell.max_time_s,
             watcher=Quiet(),
             out=Path(directory) / "run",
         )
@@ -208,6 +238,7 @@ def measured(net: Network, ray: str, cell: Cell) -> tuple[float, float, float]:
             "all-reduce" if cell.strategy == "ring" else cell.strategy,
         ]
         command += ["--workers", str(cell.num_hosts), "--address", ray, "--device", "cpu", "--out", str(out)]
+        command += ["--max-time", str(cell.max_time_s)] if cell.max_time_s is not None else []
         command += [word for name, value in cell.options.items() for word in ("--option", f"{name}={value}")]
         net.limit(OPEN_MBIT)
         process = net.start(net.hosts[0], [*command, "--", *arguments])
@@ -215,8 +246,7 @@ def measured(net: Network, ray: str, cell: Cell) -> tuple[float, float, float]:
             # Only training meets the limit: large models take long to be handed out and to be saved.
             _until(process, lambda: '"training"' in _read(out / "events.jsonl"))
             net.limit(cell.rate_mbit)
-            num_rows = cell.num_hosts * (NUM_WARMUP[cell.model] + cell.num_steps)
-            _until(process, lambda: _read(out / "steps.csv").count("\n") > num_rows)
+            _until(process, partial(_is_timed, cell, out, began_s=time.monotonic()))
             net.limit(OPEN_MBIT)
             _, errors = process.communicate(timeout=TIMEOUT_S)
         finally:
@@ -226,6 +256,14 @@ def measured(net: Network, ray: str, cell: Cell) -> tuple[float, float, float]:
         if process.returncode != 0:
             raise RuntimeError(f"{cell.label} failed:\n{errors[-3000:]}")
         return cell.step_s(Result.open(out))
+
+
+def _is_timed(cell: Cell, out: Path, *, began_s: float) -> bool:
+    """Whether a run that began to train at `began_s` has taken the steps that are asked about."""
+    if cell.max_time_s is not None:
+        return time.monotonic() > began_s + cell.max_time_s + 2 * cell.link_s  # the last steps end later
+    num_rows = cell.num_hosts * (NUM_WARMUP[cell.model] + cell.num_steps)
+    return _read(out / "steps.csv").count("\n") > num_rows
 
 
 def _until(process: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:

@@ -61,8 +61,10 @@ STEPS_BUDGET_S = 8.0
 """A real run takes fewer steps than MAX_STEPS where these would take longer, but one at least."""
 ASYNCHRONOUS_TIMES = 4
 """As many steps, and as long, of workers that do not wait for each other: where they meet is chance."""
-LEAST_ASYNCHRONOUS_STEPS = 3
-ENDLESS_STEPS = 100_000
+LEAST_ASYNCHRONOUS_STEPS = 6
+"""Of a step of 13 s, a worker that was badly served took none within five of them."""
+LEAST_STEP_S = 5e-3
+"""No worker takes more steps than so long ones before its time is over."""
 OPEN_MBIT = 20_000.0
 TIMEOUT_S = 300.0
 TABLE_WIDTH = 120
@@ -115,9 +117,15 @@ class Cell:
     def options(self) -> dict[str, str]:
         return {"servers": str(self.num_servers)} if self.num_servers else {"algorithm": "ring"}
 
-    def script(self, num_steps: int) -> tuple[Path, list[str]]:
-        """The script that every worker runs, and its arguments; `num_steps` come after those that warm up."""
-        max_steps = ENDLESS_STEPS if self.is_asynchronous else NUM_WARMUP[self.model] + num_steps
+    @property
+    def max_steps(self) -> int:
+        """After which a worker is through: more than there is time for, if time ends the run."""
+        if self.max_time_s is not None:
+            return math.ceil(self.max_time_s / LEAST_STEP_S)
+        return NUM_WARMUP[self.model] + self.num_steps
+
+    def script(self, max_steps: int) -> tuple[Path, list[str]]:
+        """The script that every worker runs, and its arguments."""
         arguments = ["--model", self.model, "--steps", str(max_steps)]
         if self.workload == "sleep":
             return HERE / "exchange_script.py", [*arguments, "--sleep-s", str(SLEEP_S[self.model])]
@@ -184,7 +192,7 @@ def probed(net: Network, ray: str, cell: Cell) -> str:
     """The file that a probe of the two hosts of `net` writes."""
     net.limit(cell.rate_mbit)
     out = net.directory / "cluster.toml"
-    script, arguments = cell.script(10 * NUM_PROBED_STEPS)
+    script, arguments = cell.script(NUM_WARMUP[cell.model] + 10 * NUM_PROBED_STEPS)
     command = [PACELINE, "probe", str(script), "--address", ray, "--out", str(out), "--force"]
     command += ["--steps", str(NUM_PROBED_STEPS), "--max-time", "6", "--", *arguments]
     net.run(net.hosts[0], command, timeout_s=TIMEOUT_S)
@@ -204,7 +212,7 @@ def enlarged(text: str, *, num_hosts: int) -> Cluster:
 
 def predicted_s(cell: Cell, cluster_text: str) -> float:
     """Seconds a step on the virtual engine."""
-    script, arguments = cell.script(cell.num_steps)
+    script, arguments = cell.script(cell.max_steps)
     with tempfile.TemporaryDirectory() as directory:
         result = paceline.run(
             script,
@@ -227,7 +235,7 @@ def predicted_s(cell: Cell, cluster_text: str) -> float:
 
 def measured(net: Network, ray: str, cell: Cell) -> tuple[float, float, float]:
     """As `Cell.step_s`, of a real run."""
-    script, arguments = cell.script(cell.num_steps)
+    script, arguments = cell.script(cell.max_steps)
     with tempfile.TemporaryDirectory(dir=net.directory) as directory:
         out = Path(directory) / "run"
         command = [
@@ -244,9 +252,10 @@ def measured(net: Network, ray: str, cell: Cell) -> tuple[float, float, float]:
         process = net.start(net.hosts[0], [*command, "--", *arguments])
         try:
             # Only training meets the limit: large models take long to be handed out and to be saved.
-            _until(process, lambda: '"training"' in _read(out / "events.jsonl"))
+            _until(process, lambda: '"training"' in _read(out / "events.jsonl"), timeout_s=TIMEOUT_S)
             net.limit(cell.rate_mbit)
-            _until(process, partial(_is_timed, cell, out, began_s=time.monotonic()))
+            is_timed = partial(_is_timed, cell, out, began_s=time.monotonic())
+            _until(process, is_timed, timeout_s=TIMEOUT_S + (cell.max_time_s or 0.0))
             net.limit(OPEN_MBIT)
             _, errors = process.communicate(timeout=TIMEOUT_S)
         finally:
@@ -266,12 +275,12 @@ def _is_timed(cell: Cell, out: Path, *, began_s: float) -> bool:
     return _read(out / "steps.csv").count("\n") > num_rows
 
 
-def _until(process: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+def _until(process: subprocess.Popen[str], is_so: Callable[[], bool], *, timeout_s: float) -> None:
     """Until something is so, or the process has ended."""
-    give_up_s = time.monotonic() + TIMEOUT_S
+    give_up_s = time.monotonic() + timeout_s
     while process.poll() is None and not is_so():
         if time.monotonic() > give_up_s:
-            raise RuntimeError(f"a run took longer than {TIMEOUT_S:g} s")
+            raise RuntimeError(f"a run took longer than {timeout_s:g} s")
         time.sleep(0.02)
 
 
@@ -412,11 +421,16 @@ def main() -> None:
     if args.no_prediction:
         return
     for cell, row in rows.items():
-        rows[cell] = replace(row, predicted_s=predicted_s(cell, clusters[cell.probe]))
+        try:
+            rows[cell] = replace(row, predicted_s=predicted_s(cell, clusters[cell.probe]))
+        except RuntimeError as error:
+            say(f"{cell.label}, predicted: {error}")  # the others are worth having
+            continue
         say(f"{cell.label}: predicted {rows[cell].predicted_s:.3f} s, measured {row.measured_s:.3f} s")
     keep()
     shown = sorted(
-        rows.values(), key=lambda row: (row.cell.workload, row.cell.rate_mbit, row.cell.model, row.cell.num_hosts)
+        (row for row in rows.values() if not math.isnan(row.predicted_s)),
+        key=lambda row: (row.cell.workload, row.cell.rate_mbit, row.cell.model, row.cell.num_hosts),
     )
     Console(width=TABLE_WIDTH).print(table_of(shown))
     for workload in sorted({row.cell.workload for row in shown}):

@@ -3,11 +3,11 @@
     python benchmarks/virtual.py --workers 20 --strategies all-reduce,ps-bsp,ps-asp
     python benchmarks/virtual.py --workers 20 --processes 2
 
-Both sides compute the same gradients: batches of 100 of CIFAR-10's shape, forward and backward. The virtual run also
-takes batches, updates, exchanges and writes records. "batches" is the pure side with a DataLoader that shuffles and
-takes each batch. With `--processes 2` the virtual run's computing is spread over two, each with its share of the cores;
-the pure side stays in one, with as many threads as OMP_NUM_THREADS says. The sides take turns, and the least of all
-turns counts: what else the machine does only adds.
+Both sides compute the same gradients, forward and backward: batches of 100, of as many images as CIFAR-10 has. The
+virtual run also takes batches, updates, exchanges and writes records. "batches" is the pure side with a DataLoader that
+shuffles and takes each batch. With `--processes 2` the virtual run's computing is spread over two, each with its share
+of the cores; the pure side stays in one, with as many threads as OMP_NUM_THREADS says. The sides take turns, and the
+least of all turns counts: what else the machine does only adds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.data import collate
 from paceline.data.dataset import Split
 from paceline.models import build
 
-BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 100, 20, 8
+BATCH_SIZE, NUM_IMAGES, NUM_STEPS, NUM_ROUNDS = 100, 50_000, 50, 4
 
 
 def images(count: int) -> Split:
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each worker")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     given = parser.parse_args()
-    split = images(BATCH_SIZE * given.workers * 5)
+    split = images(NUM_IMAGES)
     num_gradients = given.workers * given.steps
     how = f"{given.processes} process(es), {torch.get_num_threads()} thread(s) in all"
     print(f"{given.model}, {given.workers} virtual workers, {how}: least ms a gradient")

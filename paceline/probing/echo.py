@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from contextlib import suppress
 from typing import final
 
 import torch
 import zmq
 
-from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Listener, Message, WireError, from_frames, raw_bytes
+from paceline.comm.wire import FRAME_BYTES, Keys, Kind, Listener, Message, from_frames, raw_bytes
 
 EPOCH = 1
 PING_BYTES = 8
 _POLL_S = 0.05
-_ANSWER_S = 30.0
 
 
 @final
@@ -67,31 +65,3 @@ class Echo:
                 num_bytes = sum(len(raw_bytes(frame)) for frame in message.payload)
                 from_frames(message.payload, [place[:num_bytes]])
             self._listener.send(identity.bytes, Message(Kind.OK, EPOCH))
-
-
-def ask(caller: Caller, count: int, piece: bytes) -> float:
-    """Send an echo so many requests, with a piece each unless it is empty; bytes per second from the first answer on.
-
-    Raises:
-        WireError: the answers do not come.
-    """
-    message = Message(Kind.EXCHANGE, EPOCH, payload=[piece] if piece else ())
-    for _ in range(count):
-        caller.send(message)
-    began_s = time.perf_counter()
-    for number in range(count):
-        take_answer(caller)
-        if number == 0:
-            began_s = time.perf_counter()
-    return (count - 1) * len(piece) / max(time.perf_counter() - began_s, 1e-9)
-
-
-def take_answer(caller: Caller) -> None:
-    """Wait for one.
-
-    Raises:
-        WireError: it does not come.
-    """
-    if not caller.socket.poll(int(_ANSWER_S * 1000)):
-        raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
-    caller.socket.recv_multipart()

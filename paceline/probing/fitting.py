@@ -58,7 +58,6 @@ def fit(
             message_core_us=_us(_median(pair.message_core_s for pair in pairs)),
             request_core_us=_us(2 * _median(pair.request_core_s for pair in pairs)),
             packing_gbyte_per_s=None if is_one else _rounded(_packing(network) / 1e9),
-            handling_gbyte_per_s=None if is_one else _handling(network),
             unevenness=0.0 if is_one else _unevenness(network),
         ),
     )
@@ -144,12 +143,6 @@ def _burst_bytes(pairs: Sequence[PairReport], packing_bytes_per_s: float) -> flo
 
 def _packing(network: Sequence[NetworkReport]) -> float:
     return _median(report.packing_bytes_per_s for report in network)
-
-
-def _handling(network: Sequence[NetworkReport]) -> float | None:
-    """What an exchange takes beyond packing; none if that is nothing."""
-    byte_s = _median(1 / report.exchanged_bytes_per_s - 1 / report.packing_bytes_per_s for report in network)
-    return _rounded(1e-9 / byte_s) if byte_s > 0 else None
 
 
 def _carried(pair: PairReport) -> float:

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from paceline.comm.algorithms.messages import exchange
 from paceline.comm.base import Collective
-from paceline.comm.wire import FRAME_BYTES, Caller, Keys
+from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message, WireError
 from paceline.engines.ray.cluster import own_address
 from paceline.engines.world import current
-from paceline.probing.echo import PING_BYTES, Echo, ask
-from paceline.probing.handling import measure_handling
+from paceline.probing.echo import EPOCH, PING_BYTES, Echo
 from paceline.probing.sharing import NUM_TRIES, answered, connected, measure_unevenness, unevenness_of
 from paceline.probing.steps import tell
 
@@ -36,6 +35,7 @@ _FIRST_PIECES = 3
 _LEAST_INCAST = 3
 """Hosts, for two of them to send to one at the same time."""
 _CONNECT_S = 10.0
+_ANSWER_S = 30.0
 _MEMORY_BYTES = 2**26
 _NUM_UPDATES = 5
 _NUM_SINGLE_PIECES = 5
@@ -77,8 +77,6 @@ class NetworkReport:
     """From this rank."""
     packing_bytes_per_s: float
     """Pushed, or taken in as a server does, in one second of processor time."""
-    exchanged_bytes_per_s: float
-    """Sent or received by a worker or a server that really exchange, in one second of processor time."""
     operation_s: float
     """Of a small all-reduce among all."""
     shared_bytes_per_s: float
@@ -148,7 +146,7 @@ class _Measurement:
                         elif collective.rank == destination:
                             self._attend(source)
             unevenness, incast_unevenness = self._unevenness(places), self._incast_unevenness(places)
-            packing_bytes_per_s, exchanged_bytes_per_s = measure_handling(self._keys, self._address, echo.endpoint)
+            packing_bytes_per_s = _packing_bytes_per_s(self._keys, echo.endpoint)
         finally:
             echo.close()
         small, large = torch.zeros(1024), torch.zeros(_MEMORY_BYTES // 4)
@@ -157,7 +155,6 @@ class _Measurement:
             collective.rank,
             tuple(found),
             packing_bytes_per_s,
-            exchanged_bytes_per_s,
             _median_s(lambda: collective.all_reduce(small, op="mean").wait(), _NUM_PINGS),
             large.nbytes / _median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
             if self._is_one_host(places)
@@ -208,8 +205,8 @@ class _Measurement:
         bytes_per_s = self._stream_rate(other, num_pieces)
         caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
         try:
-            request_s, request_core_s = _cost_s(lambda: ask(caller, 1, b""), _NUM_PINGS)
-            pushed_bytes_per_s = ask(caller, num_pieces, bytes(FRAME_BYTES))
+            request_s, request_core_s = _cost_s(lambda: _ask(caller, 1, b""), _NUM_PINGS)
+            pushed_bytes_per_s = _ask(caller, num_pieces, bytes(FRAME_BYTES))
             piece_s = statistics.median(_single_piece_s(caller) for _ in range(_NUM_SINGLE_PIECES))
         finally:
             caller.close()
@@ -281,11 +278,30 @@ class _Measurement:
         return float(number)
 
 
+def _ask(caller: Caller, count: int, piece: bytes) -> float:
+    """Send so many requests, with a piece each unless it is empty; bytes per second from the first answer on.
+
+    Raises:
+        WireError: the answers do not come.
+    """
+    message = Message(Kind.EXCHANGE, EPOCH, payload=[piece] if piece else ())
+    for _ in range(count):
+        caller.send(message)
+    began_s = time.perf_counter()
+    for number in range(count):
+        if not caller.socket.poll(int(_ANSWER_S * 1000)):
+            raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
+        caller.socket.recv_multipart()
+        if number == 0:
+            began_s = time.perf_counter()
+    return (count - 1) * len(piece) / max(time.perf_counter() - began_s, 1e-9)
+
+
 def _single_piece_s(caller: Caller) -> float:
     """Seconds until a piece that is pushed after a silence is answered."""
     time.sleep(_SILENCE_S)
     began_s = time.perf_counter()
-    ask(caller, 1, bytes(FRAME_BYTES))
+    _ask(caller, 1, bytes(FRAME_BYTES))
     return time.perf_counter() - began_s
 
 
@@ -299,6 +315,18 @@ def _plain_latency_s(address: str, port: int) -> float:
             connection.recv(PING_BYTES)
 
         return _median_s(there_and_back, _NUM_PINGS) / 2
+
+
+def _packing_bytes_per_s(keys: Keys, endpoint: str) -> float:
+    """From this process to itself, so that no link's rate matters: every piece is packed and taken in again."""
+    caller = Caller(keys, endpoint=endpoint, identity="packer")
+    try:
+        _ask(caller, _FIRST_PIECES, bytes(FRAME_BYTES))
+        began_s = time.process_time()
+        _ask(caller, _MAX_PIECES, bytes(FRAME_BYTES))
+        return 2 * _MAX_PIECES * FRAME_BYTES / max(time.process_time() - began_s, 1e-9)
+    finally:
+        caller.close()
 
 
 def _memory_bytes_per_s() -> float:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import zmq
 
-from paceline.comm.wire import Caller, Keys, Kind, Message
-from paceline.probing.echo import EPOCH, take_answer
+from paceline.comm.wire import Caller, Keys, Kind, Message, WireError
+from paceline.probing.echo import EPOCH
 
 NUM_CONNECTIONS = 8
 """As many as a host of five has with a server on each."""
@@ -19,6 +19,7 @@ _PIECE_BYTES = 2**16
 _NUM_UNDER_WAY = 64
 """Of a connection: more than its window, which is what is to decide."""
 _STREAM_S = 1.0
+_ANSWER_S = 30.0
 NUM_TRIES = 3
 _LEAST_SHARE = 0.02
 """Of an even share: one that gets less could get nothing, which has no logarithm."""
@@ -71,7 +72,9 @@ def connected(keys: Keys, endpoint: str, names: Sequence[str]) -> Iterator[list[
     try:
         for caller in callers:
             caller.send(Message(Kind.EXCHANGE, EPOCH))
-            take_answer(caller)
+            if not caller.socket.poll(int(_ANSWER_S * 1000)):
+                raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
+            caller.socket.recv_multipart()
         yield callers
     finally:
         for caller in callers:

@@ -177,7 +177,6 @@ def reports(count: int, changes: dict[tuple[int, int], dict[str, float]] | None 
             rank=rank,
             pairs=tuple(pair(rank, other, **changes.get((rank, other), {})) for other in range(count) if other != rank),
             packing_bytes_per_s=5e8,
-            exchanged_bytes_per_s=4e8,
             operation_s=1e-3,
             shared_bytes_per_s=2e9,
             memory_bytes_per_s=8e9,
@@ -215,7 +214,6 @@ def test_alike_hosts_are_one_table_with_every_number_worked_by_hand() -> None:
     assert cluster.communication.request_core_us == pytest.approx(180.0)  # of both ends
     assert cluster.communication.operation_us == pytest.approx(1000.0 - 4 * 50.0)  # a ring of three has four rounds
     assert cluster.communication.packing_gbyte_per_s == 0.5
-    assert cluster.communication.handling_gbyte_per_s == 2.0  # 2.5 ns a byte, of which packing is 2
     assert cluster.servers.placement == "with workers"
 
 
@@ -250,7 +248,6 @@ def test_one_host_has_room_for_a_worker_a_core() -> None:
     assert (hosts.count, hosts.cores, hosts.workers) == (1, 4, 4)
     assert hosts.memory_gbyte_per_s == 4.0  # what workers exchange, up and back, is slower than updates
     assert cluster.communication.packing_gbyte_per_s is None
-    assert cluster.communication.handling_gbyte_per_s is None
     assert cluster.num_slots == 4
 
 

@@ -177,28 +177,11 @@ class Communication:
         None,
         above=0,
     )
-    handling_gbyte_per_s: float | None = setting(
-        "at which a core does all else with that, at either end: looks at it, updates, puts it in place; counts where "
-        "hosts share cores, as elsewhere other cores do it meanwhile; none: at once",
-        None,
-        above=0,
-    )
     unevenness: float = setting(
         "of connections that share a link: the standard deviation of the logarithm of what each gets; 0: all the same",
         0.0,
         least=0,
     )
-
-    @property
-    def packing_bytes_per_s(self) -> float:
-        """Infinite where it takes no time."""
-        return (self.packing_gbyte_per_s or math.inf) * 1e9
-
-    @property
-    def shared_core_bytes_per_s(self) -> float:
-        """Packed and handled by one of the cores that hosts share."""
-        byte_s = 1 / self.packing_bytes_per_s + 1e-9 / (self.handling_gbyte_per_s or math.inf)
-        return 1 / byte_s if byte_s else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,6 @@ class Link:
     _flows: dict[_Flow, deque[_Message]] = field(default_factory=dict)
     """Messages that wait at their sender, by the host that they are for."""
     _turns: deque[_Flow] = field(default_factory=deque)
-    _is_serving: bool = False
 
     @property
     def busy_s(self) -> float:
@@ -150,18 +149,21 @@ class Network:
             self._send_unevenly(message, (source, destination, is_answer))
             return
         port = path[0]
+        is_idle = not port._turns
+        is_free = is_idle and port.free_s - port.burst_s <= self._timeline.now_s
+        if is_free and num_bytes <= self._chunk_bytes:
+            self._depart(message, num_bytes, is_last=True)
+            return
         flow = (destination, is_answer)
         if flow in port._flows:
             port._flows[flow].append(message)
             return
         port._flows[flow] = deque((message,))
         port._turns.append(flow)
-        if not port._is_serving:
-            if port.free_s - port.burst_s <= self._timeline.now_s:
-                self._serve(port)
-            else:
-                port._is_serving = True
-                self._timeline.at(port.free_s - port.burst_s, self._serve, port)
+        if is_free:
+            self._serve(port)
+        elif is_idle:
+            self._timeline.at(port.free_s - port.burst_s, self._serve, port)
 
     def _serve(self, port: Link) -> None:
         """The sender's link is free: pass one chunk of the flow whose turn it is."""
@@ -177,7 +179,13 @@ class Network:
             port._turns.append(flow)
         else:
             del port._flows[flow]
-        timeline = self._timeline
+        end_s = self._depart(message, chunk_bytes, is_last)
+        if port._turns:
+            self._timeline.at(end_s, self._serve, port)
+
+    def _depart(self, message: _Message, chunk_bytes: float, is_last: bool) -> float:
+        """A chunk passes its sender's link; when that is done."""
+        port, timeline = message.path[0], self._timeline
         # It is later than now where messages of other paths pass this link, too.
         start_s, end_s = _pass(port, timeline.now_s, chunk_bytes, is_last)
         if len(message.path) > 1:
@@ -185,9 +193,7 @@ class Network:
             timeline.at(head_s, self._enter, message, 1, chunk_bytes, tail_s, is_last)
         elif is_last:
             timeline.at(end_s + port.latency_s, message.action, *message.arguments)
-        port._is_serving = bool(port._turns)
-        if port._is_serving:
-            timeline.at(end_s, self._serve, port)
+        return end_s
 
     def _enter(self, message: _Message, hop: int, chunk_bytes: float, tail_s: float, is_last: bool) -> None:
         """A chunk's head has come to the link after its first `hop`, and its tail will have at `tail_s`."""

@@ -425,6 +425,7 @@ def main() -> None:
             rows[cell] = replace(row, predicted_s=predicted_s(cell, clusters[cell.probe]))
         except RuntimeError as error:
             say(f"{cell.label}, predicted: {error}")  # the others are worth having
+            rows[cell] = replace(row, predicted_s=math.nan)
             continue
         say(f"{cell.label}: predicted {rows[cell].predicted_s:.3f} s, measured {row.measured_s:.3f} s")
     keep()

@@ -152,6 +152,7 @@ class Network:
         is_idle = not port._turns
         is_free = is_idle and port.free_s - port.burst_s <= self._timeline.now_s
         if is_free and num_bytes <= self._chunk_bytes:
+            # It waits for nobody: 3.1 us instead of 4.0 us for a message of a ring, with all that it brings about.
             self._depart(message, num_bytes, is_last=True)
             return
         flow = (destination, is_answer)

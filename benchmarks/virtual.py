@@ -29,7 +29,9 @@ from paceline.data import collate
 from paceline.data.dataset import Split
 from paceline.models import build
 
-BATCH_SIZE, NUM_IMAGES, NUM_STEPS, NUM_ROUNDS = 100, 50_000, 50, 4
+BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 100, 50, 4
+NUM_IMAGES = 50_000
+"""A worker then has 25 batches an epoch, over which what an epoch begins with, such as drawing its order, is spread."""
 
 
 def images(count: int) -> Split:

@@ -13,12 +13,14 @@ import zmq
 from safetensors import SafetensorError
 from torch import Tensor
 
+from paceline.comm.answer_window import LEAST_ANSWERS, AnswerWindow
 from paceline.comm.base import OptimizerSpec
 from paceline.comm.line import Bell, BellAddress, ServerLine
 from paceline.comm.segment import Segment, SegmentAddress
-from paceline.comm.server_part import Part, build_part
+from paceline.comm.server_part import Part, are_in_turn, build_part
 from paceline.comm.wire import (
     ALL_SHARDS,
+    FRAME_BYTES,
     Keys,
     Kind,
     Listener,
@@ -36,7 +38,7 @@ from paceline.server.ranges import KeyRange, in_shards
 from paceline.server.shard import Answer
 from paceline.server.state import export_state, import_state
 
-VOID, STOP, ADMITTED = 1, 2, 4  # flags of EXCHANGE and ANSWER
+VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
 POLL_S = 0.1
 _ERROR_LENGTH = 4000
 
@@ -70,6 +72,8 @@ class _Client:
     """When its last request did."""
     released_s: float = 0.0
     """Of a worker elsewhere, when a shard last stopped to hold an answer back."""
+    num_unconfirmed: int = 0
+    """Answers that it was sent and has not said to have come, where they go in turn."""
     answers: dict[int, Answer] = field(default_factory=dict)
     """For a worker on this host, which is answered once for all shards: what they have answered to its request yet."""
 
@@ -96,12 +100,19 @@ class ParameterService:
         self._spec: ServerSpec | None = None
         self._parts: list[Part] = []
         self._all_parts: list[tuple[int, Part]] = []
+        self._is_in_turn = False
+        self._has_neighbour = False
+        """Whether a worker is on this host."""
+        self._answers: AnswerWindow[tuple[_Client, Message]] = AnswerWindow(
+            time.monotonic, least_bytes=LEAST_ANSWERS * FRAME_BYTES
+        )
         self._shared: Segment | None = None
         self._handlers: dict[Kind, Callable[[_Client, Message], None]] = {
             Kind.INITIALISE: self._initialise,
             Kind.EXCHANGE: self._exchange,
             Kind.FOLLOW: self._follow,
             Kind.WAIT: self._wait,
+            Kind.RECEIVED: self._received,
             Kind.PULL: self._pull,
             Kind.LEAVE: self._leave,
             Kind.GET_STATE: self._get_state,
@@ -135,6 +146,7 @@ class ParameterService:
             for pieces, rule in zip(ranges, rules, strict=True)
         ]
         self._all_parts = list(enumerate(self._parts))
+        self._is_in_turn = are_in_turn(self._parts)
         self._spec = spec
 
     def serve(self) -> None:
@@ -217,7 +229,7 @@ class ParameterService:
             raise WireError(f"refused worker {message.sender} of {spec.rule.num_workers}")
         about: dict[str, Any] = {
             "follows": self._parts[-1].shard.follows,
-            "is_in_turn": all(part.shard.needs_all for part in self._parts),
+            "is_in_turn": self._is_in_turn,
         }
         if message.body:
             least_bytes = spec.layout.num_bytes
@@ -234,6 +246,7 @@ class ParameterService:
             )
             line = ServerLine(_address(message.body["line"]))
             client = _Client(identity, gradients, parameters, segments, line)
+            self._has_neighbour = True
             if self._shared is not None:
                 about["parameters"] = astuple(self._shared.address)
         else:
@@ -347,7 +360,7 @@ class ParameterService:
                 message = self._about(
                     answer, is_admitted=answer.admitted, waiting_s=waiting_s, shard=index, payload=frames
                 )
-                self._listener.send(client.identity, message)
+                self._send_answer(client, message)
             else:
                 client.answers[index] = answer
                 self._answer_on_line(client, waiting_s)
@@ -359,6 +372,29 @@ class ParameterService:
         for answer in answers:
             if answer.contributors is not None:
                 self._tell_followers(answer.worker, answer.clock, answer.contributors)
+
+    def _send_answer(self, client: _Client, message: Message) -> None:
+        """To a worker elsewhere: in turn where a worker beside this server needs the link for what it pushes."""
+        if self._is_in_turn and self._has_neighbour:
+            message.flags |= IN_TURN
+            self._answers.put((client, message), sum(len(frame) for frame in message.payload))
+            self._send_next()
+        else:
+            self._listener.send(client.identity, message)
+
+    def _received(self, client: _Client, message: Message) -> None:
+        """A worker has one of the answers that go in turn."""
+        if not client.num_unconfirmed:
+            raise WireError(f"refused word from worker {message.sender} of an answer that it was not sent")
+        client.num_unconfirmed -= 1
+        self._answers.answered()
+        self._send_next()
+
+    def _send_next(self) -> None:
+        """What may go now."""
+        for client, message in self._answers.take():
+            client.num_unconfirmed += 1
+            self._listener.send(client.identity, message)
 
     def _answer_on_line(self, client: _Client, waiting_s: float) -> None:
         """One answer for all shards, once the last of them has answered."""

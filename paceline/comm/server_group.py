@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm.base import Collective, OptimizerSpec, Push, Reply, Store, Timing
 from paceline.comm.line import BellAddress, WorkerLine
-from paceline.comm.parameter_service import ADMITTED, STOP, VOID, identity_of
+from paceline.comm.parameter_service import ADMITTED, IN_TURN, STOP, VOID, identity_of
 from paceline.comm.segment import Segment, SegmentAddress
 from paceline.comm.send_window import PIECES_UNDER_WAY, SendWindow
 from paceline.comm.wire import (
@@ -308,6 +308,8 @@ class ServerGroup(Store):
                     raise WireError(f"{what} was refused by {answer.body.get('error')}")
                 link = self._links[index]
                 link.num_due -= 1
+                if answer.flags & IN_TURN:
+                    self._send(link, self._message(Kind.RECEIVED))
                 answers[index].append(answer)
                 link.window.answered()
                 self._send_next(link)

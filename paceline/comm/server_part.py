@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import OptimizerSpec
+from paceline.comm.send_window import PIECES_UNDER_WAY
 from paceline.comm.wire import Raw, WireError, to_frames
 from paceline.layout import Layout
 from paceline.server.admission import AdmissionRule
@@ -50,6 +51,11 @@ class Part:
             self.frames = [bytes(frame) for frame in to_frames(self.shard.parameters)]
             self.frames_iteration = self.shard.iteration
         return self.frames
+
+
+def are_in_turn(parts: Sequence[Part]) -> bool:
+    """Whether a server's pieces pass links a few at a time: there are more, and each needs every worker's gradient."""
+    return len(parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in parts)
 
 
 def build_part(

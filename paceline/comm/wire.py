@@ -48,6 +48,7 @@ class Kind(IntEnum):
     GET_STATE = 7
     SET_STATE = 8
     FOLLOW = 9
+    RECEIVED = 10
     ANSWER = 16
     OK = 17
     ERROR = 18

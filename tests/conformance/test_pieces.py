@@ -12,7 +12,9 @@ import torch
 
 import paceline
 from paceline.checkpoint import FILE_NAME, Checkpoint
-from paceline.comm import server_group
+from paceline.comm import answer_window, parameter_service, server_group
+from paceline.comm.answer_window import LEAST_ANSWERS
+from paceline.comm.parameter_service import ParameterService
 from paceline.errors import UsageError
 from paceline.strategies.parameter_server import ParameterServer
 from tests.conformance import local_engine
@@ -121,7 +123,20 @@ def test_backup_workers_count_alike_at_every_server(servers_are_local: bool, tmp
     assert result.iteration >= 3 * NUM_SAMPLES // 4 // 3
 
 
-def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_piece(tmp_path: Path) -> None:
+def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the others are answered a few pieces at a time, both together."""
+    monkeypatch.setattr(parameter_service, "FRAME_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(answer_window, "UNDER_WAY_S", 0.0)  # as if all links were slow
+    answered_at_once: list[int] = []
+    send_next = ParameterService._send_next
+
+    def noted(service: ParameterService) -> None:
+        send_next(service)
+        answered_at_once.append(sum(client.num_unconfirmed for client in service._clients.values()))
+
+    monkeypatch.setattr(ParameterService, "_send_next", noted)
     script, tolerance = SCRIPTS["one-cycle schedule, momentum"]
     result = local_engine.run(
         partial(in_small_pieces, script),
@@ -132,6 +147,7 @@ def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_pi
         servers_are_local=[0],
     )
     assert_close(result.model_state(), train_alone(script, 3), tolerance)
+    assert max(answered_at_once) == LEAST_ANSWERS
 
 
 @pytest.mark.parametrize("servers_are_local", [False, [0]], ids=["elsewhere", "of one worker"])

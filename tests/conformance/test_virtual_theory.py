@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from paceline.comm import answer_window
+from paceline.comm.answer_window import LEAST_ANSWERS, AnswerWindow
 from paceline.comm.send_window import PIECES_UNDER_WAY
-from paceline.engines.virtual import store
+from paceline.engines.virtual import server, store
 from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Servers
 from paceline.engines.virtual.server import Delivery, VirtualServer
 from paceline.result import Result
@@ -225,6 +228,39 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(
     assert most == PIECES_UNDER_WAY if is_in_turn else most > PIECES_UNDER_WAY
 
 
+@pytest.mark.parametrize("under_way_s", [0.0, 1e3])
+def test_a_server_has_a_few_answers_under_way_to_all_workers_together(
+    under_way_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or more, where what arrives within a time is more."""
+    for module in (store, server):
+        monkeypatch.setattr(module, "FRAME_BYTES", 64)
+    monkeypatch.setattr(answer_window, "UNDER_WAY_S", under_way_s)
+    under_way: Counter[int] = Counter()  # by window
+    most = 0
+    take, received = AnswerWindow.take, VirtualServer.received
+
+    def noted_take(window: AnswerWindow[Any]) -> Iterator[Any]:
+        nonlocal most
+        for answer in take(window):
+            under_way[id(window)] += 1
+            most = max(most, under_way[id(window)])
+            yield answer
+
+    def noted_receipt(own: VirtualServer) -> None:
+        under_way[id(own._answers)] -= 1
+        received(own)
+
+    monkeypatch.setattr(AnswerWindow, "take", noted_take)
+    monkeypatch.setattr(VirtualServer, "received", noted_receipt)
+    script, _ = SCRIPTS["one-cycle schedule, momentum"]
+    result = run(
+        lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster_of(), options={"servers": 2}
+    )
+    assert result.iteration > 0
+    assert most > LEAST_ANSWERS if under_way_s else most == LEAST_ANSWERS
+
+
 @pytest.mark.parametrize("piece_bytes", [64, 2**20])
 def test_waiting_for_a_slow_worker_is_counted_once_however_many_pieces_wait(
     piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +282,7 @@ def test_waiting_for_a_slow_connection_is_counted_once_piece_by_piece(
 ) -> None:
     """Four pieces at a time wait for the slow worker's, one after the other, until all have come."""
     monkeypatch.setattr(store, "FRAME_BYTES", 64)
+    monkeypatch.setattr(store, "NOTICE_BYTES", 0.0)  # else to say that they have come takes longer than such pieces
     counted_s: Counter[int] = Counter()
     deliver = store.VirtualStore.deliver
 

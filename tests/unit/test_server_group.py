@@ -9,14 +9,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from paceline.comm import server_group
+from paceline.comm import parameter_service, server_group
 from paceline.comm.alone import AloneCollective
+from paceline.comm.answer_window import LEAST_ANSWERS
 from paceline.comm.base import OptimizerSpec, Push
 from paceline.comm.line import WorkerLine
 from paceline.comm.parameter_service import ParameterService, ServerSpec
 from paceline.comm.send_window import PIECES_UNDER_WAY
 from paceline.comm.server_group import ServerAddress, ServerGroup
-from paceline.comm.wire import Keys
+from paceline.comm.wire import Keys, Kind, Message, WireError
 from paceline.errors import Aborted
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.records import NullReporter
@@ -31,17 +32,21 @@ ENOUGH_S = 0.5  # for all that will ever be sent
 
 
 @contextmanager
-def group_of_one(rule: AdmissionRule, *, has_server_here: bool = False) -> Iterator[ServerGroup]:
+def group_of_one(
+    rule: AdmissionRule, *, has_server_here: bool = False, is_beside_another: bool = False
+) -> Iterator[ServerGroup]:
     """Worker 0, attached to a server elsewhere that holds a model of `NUM_PIECES`, or half of one.
 
     Args:
         has_server_here: the other half is on a server on the worker's host.
+        is_beside_another: the server elsewhere shares its host with another worker, as far as it knows.
     """
     keys = Keys.generate()
     services = [
         ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=NullReporter())
         for index in range(1 + has_server_here)
     ]
+    services[0]._has_neighbour = is_beside_another
     threads = [threading.Thread(target=service.serve) for service in services]
     for thread in threads:
         thread.start()
@@ -84,7 +89,8 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return push(shard, worker, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Shard, "push", noted)
-    monkeypatch.setattr(server_group, "FRAME_BYTES", 256)
+    for module in (server_group, parameter_service):
+        monkeypatch.setattr(module, "FRAME_BYTES", 256)
     return seen
 
 
@@ -97,10 +103,43 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(pushed: l
 
 
 def test_every_piece_is_sent_in_its_turn(pushed: list[int]) -> None:
-    with group_of_one(BulkSynchronous(num_workers=1)) as group:
+    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
         for clock in range(3):
             assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
             assert len(pushed) == (clock + 1) * NUM_PIECES
+
+
+def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(
+    pushed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_group, "PIECES_UNDER_WAY", NUM_PIECES)
+    send, take = ServerGroup._send, ServerGroup._take
+    num_answers = 0
+
+    def all_but_receipts(group: ServerGroup, link: object, request: Message) -> None:
+        if request.kind is not Kind.RECEIVED:
+            send(group, link, request)  # type: ignore[arg-type]
+
+    def noted(group: ServerGroup, link: object, answer: Message) -> None:
+        nonlocal num_answers
+        num_answers += 1
+        take(group, link, answer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ServerGroup, "_send", all_but_receipts)
+    monkeypatch.setattr(ServerGroup, "_take", noted)
+    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
+        threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
+        with pytest.raises(Aborted, match="the test has seen enough"):
+            group.exchange(Push(pause_at=FOREVER))
+    assert len(pushed) == NUM_PIECES
+    assert num_answers == LEAST_ANSWERS
+
+
+def test_word_of_an_answer_that_was_not_sent_is_refused(pushed: list[int]) -> None:
+    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
+        group._send(group._links[0], group._message(Kind.RECEIVED))
+        with pytest.raises(WireError, match="refused word from worker 0 of an answer that it was not sent"):
+            group.exchange(Push(pause_at=FOREVER))
 
 
 def test_gradients_that_are_applied_when_they_come_are_not_kept_back(pushed: list[int]) -> None:

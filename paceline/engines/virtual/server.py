@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
+from paceline.comm.answer_window import LEAST_ANSWERS, AnswerWindow
 from paceline.comm.base import OptimizerSpec
-from paceline.comm.server_part import Part, build_part
+from paceline.comm.server_part import Part, are_in_turn, build_part
+from paceline.comm.wire import FRAME_BYTES
 from paceline.engines.virtual.network import Network
 from paceline.engines.virtual.timeline import Timeline
 from paceline.errors import PacelineError
@@ -26,6 +29,10 @@ NOTICE_BYTES = 256.0
 """Of a request or an answer without tensors."""
 
 
+_Answer = tuple[int, float, Callable[[], None]]
+"""The host that it goes to, its bytes, and what happens when it is there."""
+
+
 @dataclass(frozen=True)
 class Delivery:
     """What one shard of a server says to a worker, when it has arrived."""
@@ -38,6 +45,8 @@ class Delivery:
     iteration: int = 0
     content: Any = None
     error: str | None = None
+    is_in_turn: bool = False
+    """Whether others wait until the server has heard that it has arrived."""
 
 
 class Client(Protocol):
@@ -90,6 +99,9 @@ class VirtualServer:
         self._free_s = 0.0
         self._arrived_s: dict[int, float] = {}  # each worker's last request
         self._released_s: dict[int, float] = {}  # when a shard last stopped to hold a worker's answer back
+        self._answers: AnswerWindow[_Answer] = AnswerWindow(
+            lambda: timeline.now_s, least_bytes=LEAST_ANSWERS * FRAME_BYTES
+        )
 
     def configure(
         self, layout: Layout, pieces: KeyRange, optimizer: OptimizerSpec, rule: AdmissionRule, max_updates: int | None
@@ -103,7 +115,12 @@ class VirtualServer:
             build_part(layout, pieces, optimizer, rule, max_updates=max_updates, memory=None)
             for pieces, rule in zip(ranges, rules, strict=True)
         ]
-        self.is_in_turn = all(part.shard.needs_all for part in self.parts)
+        self.is_in_turn = are_in_turn(self.parts)
+
+    @functools.cached_property
+    def _has_neighbour(self) -> bool:
+        """Whether a worker is on this host."""
+        return any(client.host == self.host for client in self.clients.values())
 
     @property
     def follows(self) -> bool:
@@ -155,6 +172,11 @@ class VirtualServer:
         for shard, part in enumerate(self.parts):
             if part.shard.follows:
                 self._guarded(worker, shard, lambda part=part: part.shard.follow(worker, clock, contributors))  # type: ignore[misc]
+
+    def received(self) -> None:
+        """A worker has one of the answers that go in turn."""
+        self._answers.answered()
+        self._timeline.at(self._free_s, self._send_next)
 
     def leave(self, worker: int) -> None:
         for shard, part in enumerate(self.parts):
@@ -208,7 +230,10 @@ class VirtualServer:
             waiting_s = now_s - max(self._arrived_s[answer.worker], self._released_s.get(answer.worker, 0.0))
             self._released_s[answer.worker] = now_s
             delivery = Delivery(self.index, shard, answer, waiting_s, answer.iteration)
-            self._send(answer.worker, self.part_bytes(shard), delivery)
+            if self.is_in_turn and self._has_neighbour and self.clients[answer.worker].host != self.host:
+                self._timeline.at(self._free_s, self._send_in_turn, answer.worker, shard, delivery)
+            else:
+                self._send(answer.worker, self.part_bytes(shard), delivery)
         if shard != len(self.parts) - 1:
             return
         for one in applied:
@@ -216,6 +241,17 @@ class VirtualServer:
         for answer in answers:
             if answer.contributors is not None:
                 self.follow(answer.worker, answer.clock, answer.contributors)
+
+    def _send_in_turn(self, worker: int, shard: int, delivery: Delivery) -> None:
+        num_bytes, client = self.part_bytes(shard), self.clients[worker]
+        arrive = partial(client.deliver, replace(delivery, is_in_turn=True))
+        self._answers.put((client.host, num_bytes, arrive), num_bytes)
+        self._send_next()
+
+    def _send_next(self) -> None:
+        """What may go now."""
+        for host, num_bytes, arrive in self._answers.take():
+            self._network.send(self.host, host, num_bytes, arrive, is_answer=True)
 
     def _give(self, worker: int, shard: int) -> None:
         """As they are now: the worker looks at them when the answer has arrived, and servers never change them."""

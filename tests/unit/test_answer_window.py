@@ -1,0 +1,111 @@
+"""How many answers of a server may be under way, by what arrives within a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.comm.answer_window import UNDER_WAY_S, AnswerWindow
+
+LEAST = 4.0
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def sent(window: AnswerWindow[int]) -> int:
+    return len(list(window.take()))
+
+
+@given(
+    bytes_per_s=st.floats(1.0, 1e5),
+    way_s=st.floats(0.0, 0.9 * UNDER_WAY_S),
+    num_answers=st.integers(1, 300),
+)
+def test_what_a_link_carries_in_the_time_is_under_way(bytes_per_s: float, way_s: float, num_answers: int) -> None:
+    """Answers of one byte pass a link one after the other, and it takes a while to hear of them."""
+    clock = Clock()
+    window: AnswerWindow[int] = AnswerWindow(clock, least_bytes=LEAST)
+    for number in range(num_answers):
+        window.put(number, 1.0)
+    free_s, arrivals_s, most = 0.0, [], 0
+    num_sent = 0
+    while num_sent < num_answers or arrivals_s:
+        for _ in range(sent(window)):
+            free_s = max(free_s, clock.now_s) + 1 / bytes_per_s
+            arrivals_s.append(free_s + way_s)
+            num_sent += 1
+        most = max(most, len(arrivals_s))
+        assert len(arrivals_s) <= window.limit_bytes
+        clock.now_s = arrivals_s.pop(0)
+        window.answered()
+    assert num_sent == num_answers
+    assert most <= max(LEAST, bytes_per_s * UNDER_WAY_S + 1)
+
+
+def test_a_fast_link_is_found_out() -> None:
+    """A thousand answers a second, heard of after 0.1 s: four are too few, and 300 are under way in the end."""
+    clock = Clock()
+    window: AnswerWindow[int] = AnswerWindow(clock, least_bytes=LEAST)
+    for number in range(3000):
+        window.put(number, 1.0)
+    free_s, arrivals_s = 0.0, []
+    while clock.now_s < 2.0:
+        for _ in range(sent(window)):
+            free_s = max(free_s, clock.now_s) + 1e-3
+            arrivals_s.append(free_s + 0.1)
+        clock.now_s = arrivals_s.pop(0)
+        window.answered()
+    assert window.limit_bytes == pytest.approx(1000 * UNDER_WAY_S, rel=0.02)
+
+
+def test_a_link_that_slows_down_is_found_out() -> None:
+    clock = Clock()
+    window: AnswerWindow[int] = AnswerWindow(clock, least_bytes=LEAST)
+    for number in range(200):
+        window.put(number, 1.0)
+    assert sent(window) == 4
+    for _ in range(50):
+        clock.now_s += 1e-3
+        window.answered()
+        sent(window)
+    assert window.limit_bytes == 50
+    for _ in range(10):
+        clock.now_s += 0.2
+        window.answered()
+        sent(window)
+    assert window.limit_bytes == LEAST
+
+
+def test_silence_for_want_of_answers_says_nothing_of_the_link() -> None:
+    clock = Clock()
+    window: AnswerWindow[int] = AnswerWindow(clock, least_bytes=LEAST)
+    for number in range(20):
+        window.put(number, 1.0)
+        sent(window)
+    for _ in range(20):
+        clock.now_s += 1e-3
+        window.answered()
+        sent(window)
+    assert window.limit_bytes == 20
+    clock.now_s += 100.0
+    window.put(0, 1.0)
+    assert sent(window) == 1
+    window.answered()
+    assert window.limit_bytes == 20
+
+
+def test_word_of_nothing_changes_nothing() -> None:
+    window: AnswerWindow[int] = AnswerWindow(Clock(), least_bytes=LEAST)
+    window.answered()
+    assert window.limit_bytes == LEAST
+    window.put(0, 9.0)
+    assert sent(window) == 1  # larger than what may be under way: alone

@@ -39,6 +39,7 @@ from paceline.server.shard import Answer
 from paceline.server.state import export_state, import_state
 
 VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
+APART = 16  # of ATTACH: no server is on this worker's host
 POLL_S = 0.1
 _ERROR_LENGTH = 4000
 
@@ -103,6 +104,8 @@ class ParameterService:
         self._is_in_turn = False
         self._has_neighbour = False
         """Whether a worker is on this host."""
+        self._some_are_apart = False
+        """Whether a worker is on a host without any server."""
         self._answers: AnswerWindow[tuple[_Client, Message]] = AnswerWindow(
             time.monotonic, least_bytes=LEAST_ANSWERS * FRAME_BYTES
         )
@@ -227,6 +230,7 @@ class ParameterService:
         spec = self._ready()
         if message.sender >= spec.rule.num_workers:
             raise WireError(f"refused worker {message.sender} of {spec.rule.num_workers}")
+        self._some_are_apart |= bool(message.flags & APART)
         about: dict[str, Any] = {
             "follows": self._parts[-1].shard.follows,
             "is_in_turn": self._is_in_turn,
@@ -374,8 +378,8 @@ class ParameterService:
                 self._tell_followers(answer.worker, answer.clock, answer.contributors)
 
     def _send_answer(self, client: _Client, message: Message) -> None:
-        """To a worker elsewhere: in turn where a worker beside this server needs the link for what it pushes."""
-        if self._is_in_turn and self._has_neighbour:
+        """To a worker elsewhere: in turn where one beside this server has to push over a busier link than others."""
+        if self._is_in_turn and self._has_neighbour and self._some_are_apart:
             message.flags |= IN_TURN
             self._answers.put((client, message), sum(len(frame) for frame in message.payload))
             self._send_next()

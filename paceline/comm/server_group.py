@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm.base import Collective, OptimizerSpec, Push, Reply, Store, Timing
 from paceline.comm.line import BellAddress, WorkerLine
-from paceline.comm.parameter_service import ADMITTED, IN_TURN, STOP, VOID, identity_of
+from paceline.comm.parameter_service import ADMITTED, APART, IN_TURN, STOP, VOID, identity_of
 from paceline.comm.segment import Segment, SegmentAddress
 from paceline.comm.send_window import PIECES_UNDER_WAY, SendWindow
 from paceline.comm.wire import (
@@ -154,13 +154,14 @@ class ServerGroup(Store):
             self._configure(layout, spec, self._ranges)
         self._collective.barrier()
         memory = {"parameters": self._address_of(parameters), "gradients": self._address_of(gradients)}
+        flags = 0 if any(link.is_local for link in self._links) else APART
         requests = []
         for link, pieces in zip(self._links, self._ranges, strict=True):
             shards = in_shards(pieces, whole=is_whole)
             link.parameters = [[piece.view(layout, parameters) for piece in shard] for shard in shards]
             link.gradients = [[piece.view(layout, gradients) for piece in shard] for shard in shards]
             body = memory | {"line": astuple(link.line.address)} if link.line is not None else {}
-            requests.append([self._message(Kind.ATTACH, body=body)])
+            requests.append([self._message(Kind.ATTACH, flags=flags, body=body)])
         self._ask("attach", requests, self._attached_to)
         self._look_s = _GLANCE_S if any(link.follows for link in self._links) else WAKE_S
         self._collective.barrier()

@@ -73,8 +73,7 @@ class Fabric:
         self._half_s = np.array([host.latency_us * 1e-6 / 2 for host in hosts])
         self._between_racks_s = racks.latency_us * 1e-6 if racks is not None else 0.0
         self._site_s = np.array([site.latency_ms * 1e-3 for site in sites] or [0.0])
-        gbyte_per_s = cluster.communication.packing_gbyte_per_s
-        packing_rate = np.inf if gbyte_per_s is None else gbyte_per_s * 1e9
+        costs = cluster.communication
         num_racks = int(self.rack_of[-1]) + 1
         rack_rate = racks.bandwidth_gbit_per_s * BYTES_PER_GBIT if racks is not None else np.inf
         core_rate = np.inf
@@ -91,8 +90,8 @@ class Fabric:
             core=np.array([core_rate]),
             site_up=site_rates,
             site_down=site_rates,
-            packing=np.full(self.num_hosts, packing_rate),
-            machine=np.array([packing_rate * (cluster.shared_cores or np.inf)]),
+            packing=np.full(self.num_hosts, costs.packing_bytes_per_s),
+            machine=np.array([costs.shared_core_bytes_per_s * (cluster.shared_cores or np.inf)]),
         )
         """Bytes per second."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import final
 
 import psutil
 import torch
@@ -20,7 +21,7 @@ from paceline.comm.wire import FRAME_BYTES, Keys
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.probing.echo import EPOCH
 from paceline.probing.timing import mean_s
-from paceline.records import NullReporter
+from paceline.records import Reporter
 from paceline.server.admission import BulkSynchronous
 from paceline.server.ranges import cut
 
@@ -50,84 +51,89 @@ class ExchangeCost:
     """Sent or received in a second of processor time, besides what each request takes."""
 
 
-def measure_exchanges(swap: Swap, keys: Keys, *, address: str, num_sharing: int) -> ExchangeCost:
+@final
+@dataclass(frozen=True)
+class Exchanges:
     """With another rank; each has a worker and a server, as where servers are on workers' hosts.
 
     So this process does as much for an exchange of the other's as the other does for one of its own.
 
     Args:
+        swap: with the other rank.
         address: of this host.
+        reporter: gets the server's records, as in a run.
         num_sharing: ranks of the probe on this machine, whose interrupts are counted together.
-
-    Raises:
-        DeadlineExceeded: the other's server does not answer.
     """
-    request_s, request_core_s = _measured(swap, keys, address, _SMALL_BYTES, _NUM_SMALL, num_sharing)
-    piece_s, _ = _measured(swap, keys, address, FRAME_BYTES, 1, num_sharing)
-    num_pieces = max(_MIN_PIECES, min(int(_LARGE_S / piece_s), _MAX_PIECES))
-    num_pieces = min(num_pieces, int(swap(str(num_pieces))))
-    _, large_core_s = _measured(swap, keys, address, num_pieces * FRAME_BYTES, _NUM_LARGE, num_sharing)
-    # A byte passes both ends on its way there, and on its way back.
-    passed_bytes = 4 * num_pieces * FRAME_BYTES
-    return ExchangeCost(request_s, request_core_s, passed_bytes / max(large_core_s - num_pieces * request_core_s, 1e-9))
 
+    swap: Swap
+    keys: Keys
+    address: str
+    reporter: Reporter
+    num_sharing: int
 
-def _measured(
-    swap: Swap, keys: Keys, address: str, num_bytes: int, count: int, num_sharing: int
-) -> tuple[float, float]:
-    """Seconds and processor seconds of an exchange."""
-    with (
-        _serving(keys, address, num_bytes) as endpoint,
-        _attached(keys, swap(endpoint), num_bytes) as exchange,
-    ):
-        exchange()
-        swap("begin")
-        began_s = _processor_s(num_sharing)
-        exchange_s = mean_s(exchange, count)
-        swap("end")
-        return exchange_s, (_processor_s(num_sharing) - began_s) / count
+    def measure(self) -> ExchangeCost:
+        """
+        Raises:
+            DeadlineExceeded: the other's server does not answer.
+        """
+        request_s, request_core_s = self._measured(_SMALL_BYTES, _NUM_SMALL)
+        piece_s, _ = self._measured(FRAME_BYTES, 1)
+        num_pieces = max(_MIN_PIECES, min(int(_LARGE_S / piece_s), _MAX_PIECES))
+        num_pieces = min(num_pieces, int(self.swap(str(num_pieces))))
+        _, large_core_s = self._measured(num_pieces * FRAME_BYTES, _NUM_LARGE)
+        # A byte passes both ends on its way there, and on its way back.
+        passed_bytes = 4 * num_pieces * FRAME_BYTES
+        bytes_per_core_s = passed_bytes / max(large_core_s - num_pieces * request_core_s, 1e-9)
+        return ExchangeCost(request_s, request_core_s, bytes_per_core_s)
 
+    def _measured(self, num_bytes: int, count: int) -> tuple[float, float]:
+        """Seconds and processor seconds of an exchange."""
+        with self._serving(num_bytes) as endpoint, self._attached(self.swap(endpoint), num_bytes) as exchange:
+            exchange()
+            self.swap("begin")
+            began_s = self._processor_s()
+            exchange_s = mean_s(exchange, count)
+            self.swap("end")
+            return exchange_s, (self._processor_s() - began_s) / count
 
-def _processor_s(num_sharing: int) -> float:
-    """Of this process, and its share of what the machine spends on interrupts, as packets are its doing."""
-    machine = psutil.cpu_times()
-    interrupts_s = getattr(machine, "irq", 0.0) + getattr(machine, "softirq", 0.0)
-    return time.process_time() + float(interrupts_s) / num_sharing
+    def _processor_s(self) -> float:
+        """Of this process, and its share of what the machine spends on interrupts, as packets are its doing."""
+        machine = psutil.cpu_times()
+        interrupts_s = getattr(machine, "irq", 0.0) + getattr(machine, "softirq", 0.0)
+        return time.process_time() + float(interrupts_s) / self.num_sharing
 
-
-@contextmanager
-def _serving(keys: Keys, host: str, num_bytes: int) -> Iterator[str]:
-    """A server that holds so many bytes of parameters, and where one worker reaches it."""
-    service = ParameterService(keys, host=host, index=0, epoch=EPOCH, reporter=NullReporter())
-    layout = _layout_of(num_bytes)
-    (pieces,) = cut(layout, num_servers=1, whole_tensors=False, piece_bytes=FRAME_BYTES)
-    service.configure(ServerSpec(layout, pieces, _SPEC, BulkSynchronous(num_workers=1), max_updates=None))
-    thread = threading.Thread(target=service.serve, daemon=True)
-    thread.start()
-    try:
-        yield service.endpoint
-    finally:
-        service.stop()
-        thread.join()
-
-
-@contextmanager
-def _attached(keys: Keys, endpoint: str, num_bytes: int) -> Iterator[Callable[[], object]]:
-    """What a worker of that server does in a step."""
-    group = ServerGroup(
-        keys,
-        servers=[ServerAddress(endpoint, bell=None)],
-        collective=AloneCollective(),
-        configure=lambda layout, spec, ranges: None,
-        epoch=EPOCH,
-        deadline_s=_DEADLINE_S,
-    )
-    try:
+    @contextmanager
+    def _serving(self, num_bytes: int) -> Iterator[str]:
+        """A server that holds so many bytes of parameters, and where one worker reaches it."""
+        service = ParameterService(self.keys, host=self.address, index=0, epoch=EPOCH, reporter=self.reporter)
         layout = _layout_of(num_bytes)
-        group.attach(layout, _SPEC, group.allocate(layout.num_bytes), group.allocate(layout.num_bytes))
-        yield partial(group.exchange, Push(groups=None, void=False, pause_at=_FOREVER, stop=False))
-    finally:
-        group.close()
+        (pieces,) = cut(layout, num_servers=1, whole_tensors=False, piece_bytes=FRAME_BYTES)
+        service.configure(ServerSpec(layout, pieces, _SPEC, BulkSynchronous(num_workers=1), max_updates=None))
+        thread = threading.Thread(target=service.serve, daemon=True)
+        thread.start()
+        try:
+            yield service.endpoint
+        finally:
+            service.stop()
+            thread.join()
+
+    @contextmanager
+    def _attached(self, endpoint: str, num_bytes: int) -> Iterator[Callable[[], object]]:
+        """What a worker of that server does in a step."""
+        group = ServerGroup(
+            self.keys,
+            servers=[ServerAddress(endpoint, bell=None)],
+            collective=AloneCollective(),
+            configure=lambda layout, spec, ranges: None,  # the server has been
+            epoch=EPOCH,
+            deadline_s=_DEADLINE_S,
+        )
+        try:
+            layout = _layout_of(num_bytes)
+            group.attach(layout, _SPEC, group.allocate(layout.num_bytes), group.allocate(layout.num_bytes))
+            yield partial(group.exchange, Push(groups=None, void=False, pause_at=_FOREVER, stop=False))
+        finally:
+            group.close()
 
 
 def _layout_of(num_bytes: int) -> Layout:

@@ -16,6 +16,10 @@ ALIKE = 0.15
 _EVEN = 0.05
 ASSUMED_INCAST = 0.5
 """Unevenness of connections from several hosts to one, where two hosts cannot show it: docs/prediction.md has why."""
+MOST_HANDLING = 2.0
+"""Times the processor time of packing. What an exchange takes beyond that, on slow links, is waking up for each packet,
+which cores that are busy do less: ResNet-18 with a server on each of 8 hosts on two cores took 1.8 times, and two hosts
+alone 1.6 times at 1 Gbit/s and 12 to 16 times at 100 Mbit/s."""
 _LEAST_BURST_S = 1e-3
 """Of the link's time: less than that is how measurements vary."""
 _MAX_TRACE = 400
@@ -56,8 +60,9 @@ def fit(
             message_us=_us(max(0.0, _median(pair.message_s - pair.latency_s for pair in pairs))),
             request_us=_us(_request_s(pairs) / 2),
             message_core_us=_us(_median(pair.message_core_s for pair in pairs)),
-            request_core_us=_us(2 * _median(pair.request_core_s for pair in pairs)),
+            request_core_us=_us(_median(pair.exchange.request_core_s for pair in pairs)),
             packing_gbyte_per_s=None if is_one else _rounded(_packing(network) / 1e9),
+            exchange_gbyte_per_s=None if is_one else _rounded(_exchanged(network) / 1e9),
             unevenness=0.0 if is_one else _unevenness(network),
         ),
     )
@@ -131,10 +136,10 @@ def _each_host(
 
 
 def _burst_bytes(pairs: Sequence[PairReport], packing_bytes_per_s: float) -> float:
-    """What a piece after a silence was ahead of the link's rate, packing and the request itself left out."""
+    """What a piece after a silence was ahead of the link's rate, packing left out."""
 
     def ahead_s(pair: PairReport) -> float:
-        alone_s = pair.piece_s - pair.request_s - 2 * FRAME_BYTES / packing_bytes_per_s
+        alone_s = pair.piece_s - 2 * FRAME_BYTES / packing_bytes_per_s
         return FRAME_BYTES / _carried(pair) - max(0.0, alone_s)
 
     burst_s = _median(ahead_s(pair) for pair in pairs)
@@ -143,6 +148,11 @@ def _burst_bytes(pairs: Sequence[PairReport], packing_bytes_per_s: float) -> flo
 
 def _packing(network: Sequence[NetworkReport]) -> float:
     return _median(report.packing_bytes_per_s for report in network)
+
+
+def _exchanged(network: Sequence[NetworkReport]) -> float:
+    measured = _median(pair.exchange.bytes_per_core_s for report in network for pair in report.pairs)
+    return max(measured, _packing(network) / MOST_HANDLING)
 
 
 def _carried(pair: PairReport) -> float:
@@ -202,7 +212,7 @@ def _are_close(one: float, other: float) -> bool:
 
 def _request_s(pairs: Sequence[PairReport]) -> float:
     """What asking a server costs both ends together, besides the way there and back."""
-    return max(0.0, _median(pair.request_s - 2 * pair.latency_s for pair in pairs))
+    return max(0.0, _median(pair.exchange.request_s - 2 * pair.latency_s for pair in pairs))
 
 
 def _operation_s(network: Sequence[NetworkReport], latency_s: float, *, num_hosts: int) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, final
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -18,16 +20,18 @@ from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message, WireErr
 from paceline.engines.ray.cluster import own_address
 from paceline.engines.world import current
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
+from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import NUM_TRIES, answered, connected, measure_unevenness, unevenness_of
 from paceline.probing.steps import tell
+from paceline.probing.timing import mean_s, median_s
+from paceline.records import Reporter
 
 _NUM_PINGS = 40
-_NUM_WARMUP = 5
-_FEW = 4
-"""Messages at a time, whose processor time is measured. Of one at a time, 1.3 ms on two hosts with a core each, half is
-falling asleep and waking, which busy cores do less: in a ring of eight hosts on two cores it was 0.68 to 0.84 ms. Of
-four at a time it is 0.67 ms, of three 0.83 and of ten 0.34."""
-_NUM_FEWS = 25
+_FEW = 3
+"""Messages at a time, whose processor time is measured. Of one at a time, 1.1 to 1.6 ms on two hosts with a core each,
+a part is falling asleep and waking, which busy cores do less: in rings of eight hosts on two cores it was 1.0 ms."""
+_TEXT_BYTES = 256
+"""Of a text that two ranks give each other, which is shorter."""
 _STREAM_S = 0.8
 """How long a measured stream lasts, at the rate of the first pieces."""
 _MIN_PIECES, _MAX_PIECES = 8, 128
@@ -53,18 +57,16 @@ class PairReport:
     """One way, of 8 bytes over plain TCP."""
     message_s: float
     """Of 4 bytes that two ranks send each other at the same time, as in a round of an all-reduce."""
-    request_s: float
-    """There and back, of a request to a server that does nothing."""
     bytes_per_s: float
     """Of a stream between two ranks."""
     pushed_bytes_per_s: float
     """Of pieces pushed to a server."""
     piece_s: float
-    """There and back, of a request to a server with a piece, after a silence."""
+    """That a request with a piece takes longer than an empty one, there and back, after a silence."""
     message_core_s: float
     """Processor time of one end, of a message sent and one received, of a few at a time."""
-    request_core_s: float
-    """Processor time of whoever asks in what took `request_s`."""
+    exchange: ExchangeCost
+    """With a parameter server there."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,14 @@ class MeasuredNetwork:
         world = current()
         assert world is not None
         torch.set_num_threads(1)
-        report = _Measurement(world.context.collective, self.keys).run()
+        report = _Measurement(world.context.collective, self.keys, world.reporter).run()
         tell(world, asdict(report))
 
 
 def read(report: Mapping[str, Any]) -> NetworkReport:
     """A report as it comes from the records."""
-    return NetworkReport(**{**report, "pairs": tuple(PairReport(**pair) for pair in report["pairs"])})
+    pairs = tuple(PairReport(**{**pair, "exchange": ExchangeCost(**pair["exchange"])}) for pair in report["pairs"])
+    return NetworkReport(**{**report, "pairs": pairs})
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -127,8 +130,8 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 class _Measurement:
     """One rank's part. Pairs that share no host are measured at the same time."""
 
-    def __init__(self, collective: Collective, keys: Keys) -> None:
-        self._collective, self._keys = collective, keys
+    def __init__(self, collective: Collective, keys: Keys, reporter: Reporter) -> None:
+        self._collective, self._keys, self._reporter = collective, keys, reporter
         self._address = own_address()
 
     def run(self) -> NetworkReport:
@@ -136,13 +139,18 @@ class _Measurement:
         echo = Echo(self._keys, host=self._address)
         try:
             places = collective.all_gather_object([self._address, echo.port, echo.endpoint])
+            machines = collective.all_gather_object(psutil.boot_time())
+            num_sharing = machines.count(machines[collective.rank])
             found: list[PairReport] = []
             for pairs in rounds(collective.size):
                 collective.barrier()
                 for first, second in pairs:
+                    if collective.rank in (first, second):
+                        swap = partial(self._swap_text, first if collective.rank == second else second)
+                        cost = Exchanges(swap, self._keys, self._address, self._reporter, num_sharing).measure()
                     for source, destination in ((first, second), (second, first)):
                         if collective.rank == source:
-                            found.append(self._measure(destination, *places[destination]))
+                            found.append(self._measure(destination, *places[destination], cost=cost))
                         elif collective.rank == destination:
                             self._attend(source)
             unevenness, incast_unevenness = self._unevenness(places), self._incast_unevenness(places)
@@ -155,8 +163,8 @@ class _Measurement:
             collective.rank,
             tuple(found),
             packing_bytes_per_s,
-            _median_s(lambda: collective.all_reduce(small, op="mean").wait(), _NUM_PINGS),
-            large.nbytes / _median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
+            mean_s(lambda: collective.all_reduce(small, op="mean").wait(), _NUM_PINGS),
+            large.nbytes / median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
             if self._is_one_host(places)
             else 0.0,
             _memory_bytes_per_s(),
@@ -196,18 +204,21 @@ class _Measurement:
 
     # --- the side that measures, and the one that answers, in step ------------------------------------------------
 
-    def _measure(self, other: int, address: str, port: int, endpoint: str) -> PairReport:
+    def _measure(self, other: int, address: str, port: int, endpoint: str, *, cost: ExchangeCost) -> PairReport:
         collective = self._collective
         latency_s = _plain_latency_s(address, port)
-        message_s = _median_s(lambda: self._swap(other), _NUM_PINGS)
-        message_core_s = _cost_s(lambda: self._swap_few(other), _NUM_FEWS)[1] / _FEW
+        swap, swap_few = partial(self._swap, other), partial(self._swap_few, other)
+        message_s = mean_s(swap, _NUM_PINGS)
+        began_s = time.process_time()
+        mean_s(swap_few, _NUM_PINGS)
+        message_core_s = (time.process_time() - began_s) / _NUM_PINGS / _FEW
         num_pieces = self._stream(other, _FIRST_PIECES)
         bytes_per_s = self._stream_rate(other, num_pieces)
         caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
         try:
-            request_s, request_core_s = _cost_s(lambda: _ask(caller, 1, b""), _NUM_PINGS)
+            empty_s = median_s(lambda: _ask(caller, 1, b""), _NUM_PINGS)
             pushed_bytes_per_s = _ask(caller, num_pieces, bytes(FRAME_BYTES))
-            piece_s = statistics.median(_single_piece_s(caller) for _ in range(_NUM_SINGLE_PIECES))
+            piece_s = statistics.median(_single_piece_s(caller) for _ in range(_NUM_SINGLE_PIECES)) - empty_s
         finally:
             caller.close()
         self._tell(other, 0)  # all has been pushed
@@ -216,19 +227,17 @@ class _Measurement:
             other,
             latency_s,
             message_s,
-            request_s,
             bytes_per_s,
             pushed_bytes_per_s,
             piece_s,
             message_core_s,
-            request_core_s,
+            cost,
         )
 
     def _attend(self, other: int) -> None:
-        for _ in range(_NUM_WARMUP + _NUM_PINGS):
-            self._swap(other)
-        for _ in range(_NUM_WARMUP + _NUM_FEWS):
-            self._swap_few(other)
+        for action in (self._swap, self._swap_few):
+            for _ in range(_NUM_PINGS):
+                action(other)
         rate = self._take_stream(other, _FIRST_PIECES)
         num_pieces = int(min(max(_MIN_PIECES, _STREAM_S * rate / FRAME_BYTES), _MAX_PIECES))
         self._tell(other, num_pieces)
@@ -277,6 +286,13 @@ class _Measurement:
         self._collective.recv(number, source=other).wait()
         return float(number)
 
+    def _swap_text(self, other: int, text: str) -> str:
+        mine, theirs = torch.zeros(2, _TEXT_BYTES, dtype=torch.uint8)
+        raw = text.encode()
+        mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        exchange(self._collective, mine, destination=other, incoming=theirs, source=other)
+        return bytes(theirs.tolist()).rstrip(b"\0").decode()
+
 
 def _ask(caller: Caller, count: int, piece: bytes) -> float:
     """Send so many requests, with a piece each unless it is empty; bytes per second from the first answer on.
@@ -314,7 +330,7 @@ def _plain_latency_s(address: str, port: int) -> float:
             connection.sendall(ping)
             connection.recv(PING_BYTES)
 
-        return _median_s(there_and_back, _NUM_PINGS) / 2
+        return median_s(there_and_back, _NUM_PINGS) / 2
 
 
 def _packing_bytes_per_s(keys: Keys, endpoint: str) -> float:
@@ -338,21 +354,4 @@ def _memory_bytes_per_s() -> float:
         for parameter, gradient in pieces:
             parameter.add_(gradient, alpha=-0.1)
 
-    return 3 * parameters.nbytes / _median_s(update, _NUM_UPDATES)
-
-
-def _median_s(action: Callable[[], object], count: int) -> float:
-    return _cost_s(action, count)[0]
-
-
-def _cost_s(action: Callable[[], object], count: int) -> tuple[float, float]:
-    """Median seconds, and mean processor seconds of this process, of so many times after some that warm up."""
-    for _ in range(min(_NUM_WARMUP, count)):
-        action()
-    taken_s = []
-    core_began_s = time.process_time()
-    for _ in range(count):
-        began_s = time.perf_counter()
-        action()
-        taken_s.append(time.perf_counter() - began_s)
-    return statistics.median(taken_s), (time.process_time() - core_began_s) / count
+    return 3 * parameters.nbytes / median_s(update, _NUM_UPDATES)

@@ -254,11 +254,23 @@ def test_a_server_has_a_few_answers_under_way_to_all_workers_together(
     monkeypatch.setattr(AnswerWindow, "take", noted_take)
     monkeypatch.setattr(VirtualServer, "received", noted_receipt)
     script, _ = SCRIPTS["one-cycle schedule, momentum"]
-    result = run(
-        lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster_of(), options={"servers": 2}
-    )
+    cluster = cluster_of(placement="with workers")
+    result = run(lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster, options={"servers": 2})
     assert result.iteration > 0
     assert most > LEAST_ANSWERS if under_way_s else most == LEAST_ANSWERS
+
+
+def test_where_every_worker_has_a_server_beside_it_answers_go_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All links are alike then, and to wait for word of each answer would only take time."""
+    for module in (store, server):
+        monkeypatch.setattr(module, "FRAME_BYTES", 32)
+    monkeypatch.setattr(VirtualServer, "_send_in_turn", lambda *_: pytest.fail("an answer went in turn"))
+    script, _ = SCRIPTS["one-cycle schedule, momentum"]
+    cluster = cluster_of(placement="with workers")
+    result = run(lambda worker, out: script(worker), tmp_path, "ps-bsp", 2, cluster=cluster, options={"servers": 2})
+    assert result.iteration > 0
 
 
 @pytest.mark.parametrize("piece_bytes", [64, 2**20])

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -24,7 +28,8 @@ from paceline.engines.virtual.cluster_writing import as_toml
 from paceline.errors import BudgetReached, RunFailed, UsageError
 from paceline.probing import network, probe, steps
 from paceline.probing.echo import Echo
-from paceline.probing.fitting import ASSUMED_INCAST, HostFacts, fit
+from paceline.probing.exchanging import ExchangeCost, Exchanges
+from paceline.probing.fitting import ASSUMED_INCAST, MOST_HANDLING, HostFacts, fit
 from paceline.probing.network import NetworkReport, PairReport
 from paceline.probing.sharing import (
     answered,
@@ -36,6 +41,8 @@ from paceline.probing.sharing import (
     unevenness_of as unevenness_of_counts,
 )
 from paceline.probing.steps import StepReport, StepWatch
+from paceline.probing.timing import mean_s
+from paceline.records import NullReporter
 from paceline.strategies.replica import describe
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -159,14 +166,15 @@ def pair(source: int, destination: int, **changes: float) -> PairReport:
     numbers = {
         "latency_s": 50e-6,
         "message_s": 80e-6,
-        "request_s": 300e-6,
         "bytes_per_s": 125e6,
         "pushed_bytes_per_s": 120e6,
         "piece_s": 20e-3,
         "message_core_s": 20e-6,
-        "request_core_s": 90e-6,
     }
-    return PairReport(source, destination, **{**numbers, **changes})
+    cost = {"request_s": 300e-6, "request_core_s": 180e-6, "bytes_per_core_s": 4e8}
+    changed = {**numbers, **cost, **changes}
+    exchange = ExchangeCost(**{name: changed.pop(name) for name in cost})
+    return PairReport(source, destination, exchange=exchange, **changed)
 
 
 def reports(count: int, changes: dict[tuple[int, int], dict[str, float]] | None = None) -> list[NetworkReport]:
@@ -211,9 +219,10 @@ def test_alike_hosts_are_one_table_with_every_number_worked_by_hand() -> None:
     assert cluster.communication.request_us == cluster.servers.request_us == pytest.approx(100.0)
     assert cluster.communication.message_us == pytest.approx(30.0)
     assert cluster.communication.message_core_us == pytest.approx(20.0)
-    assert cluster.communication.request_core_us == pytest.approx(180.0)  # of both ends
+    assert cluster.communication.request_core_us == pytest.approx(180.0)
     assert cluster.communication.operation_us == pytest.approx(1000.0 - 4 * 50.0)  # a ring of three has four rounds
     assert cluster.communication.packing_gbyte_per_s == 0.5
+    assert cluster.communication.exchange_gbyte_per_s == 0.4
     assert cluster.servers.placement == "with workers"
 
 
@@ -248,7 +257,14 @@ def test_one_host_has_room_for_a_worker_a_core() -> None:
     assert (hosts.count, hosts.cores, hosts.workers) == (1, 4, 4)
     assert hosts.memory_gbyte_per_s == 4.0  # what workers exchange, up and back, is slower than updates
     assert cluster.communication.packing_gbyte_per_s is None
+    assert cluster.communication.exchange_gbyte_per_s is None
     assert cluster.num_slots == 4
+
+
+def test_waking_up_for_packets_of_a_slow_link_is_not_what_busy_cores_do() -> None:
+    changes = {way: {"bytes_per_core_s": 1e7} for way in ((0, 1), (1, 0))}
+    cluster = fit(facts(2), taken(1.0, 1.0), reports(2, changes), about="it")
+    assert cluster.communication.exchange_gbyte_per_s == 0.5 / MOST_HANDLING
 
 
 def unevenness_of(between: Sequence[float | None], incast: float | None) -> float:
@@ -278,7 +294,7 @@ def test_what_a_link_lets_pass_at_once_is_what_a_piece_was_ahead_of_its_rate() -
     piece_s, packing_s = 2**20 / 125e6, 2 * 2**20 / 5e8
 
     def burst_kbyte(ahead_s: float) -> float:
-        alone_s = piece_s + packing_s + 300e-6 - ahead_s
+        alone_s = piece_s + packing_s - ahead_s
         changes = {way: {"piece_s": alone_s} for way in ((0, 1), (1, 0))}
         (hosts,) = fit(facts(2), taken(1.0, 1.0), reports(2, changes), about="it").hosts
         return hosts.burst_kbyte
@@ -308,6 +324,35 @@ def test_connections_to_one_listener_are_all_counted() -> None:
         assert answered([]) == []  # of the host that all others push to
     finally:
         echo.close()
+
+
+def test_two_ranks_exchange_with_each_others_servers() -> None:
+    """Both at the same time, as in a run whose servers are on workers' hosts; nothing of it stays."""
+    keys = Keys.generate()
+    mine, theirs = SimpleQueue[str](), SimpleQueue[str]()
+    before = {thread.name for thread in threading.enumerate()}
+
+    def swap_with(outgoing: SimpleQueue[str], incoming: SimpleQueue[str], text: str) -> str:
+        outgoing.put(text)
+        return incoming.get(timeout=60)
+
+    def one(outgoing: SimpleQueue[str], incoming: SimpleQueue[str]) -> ExchangeCost:
+        swap = partial(swap_with, outgoing, incoming)
+        return Exchanges(swap, keys, "127.0.0.1", NullReporter(), num_sharing=2).measure()
+
+    with ThreadPoolExecutor(2) as pool:
+        costs = [future.result() for future in (pool.submit(one, mine, theirs), pool.submit(one, theirs, mine))]
+    for cost in costs:
+        assert 0 < cost.request_core_s < 1.0
+        assert 0 < cost.request_s < 1.0
+        assert 1e6 < cost.bytes_per_core_s < 1e11
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+def test_a_mean_leaves_the_extremes_out() -> None:
+    """Of ten times the shortest and the longest: a hiccup of the machine is not what a message takes."""
+    sleeps_s = iter([0.0, 0.3, *[0.01] * 8])
+    assert mean_s(lambda: threading.Event().wait(next(sleeps_s)), 10) == pytest.approx(0.01, rel=0.9)
 
 
 positive = st.floats(1e-6, 1e6)
@@ -357,7 +402,13 @@ def test_every_table_is_written() -> None:
         sites=(here, there),
         compute=Compute(sample_s=0.1, distribution="log-normal", variation=0.2),
         servers=Servers(placement="with workers", request_us=3.0),
-        communication=Communication(operation_us=1.0, packing_gbyte_per_s=0.5, unevenness=0.3, request_core_us=7.0),
+        communication=Communication(
+            operation_us=1.0,
+            packing_gbyte_per_s=0.5,
+            exchange_gbyte_per_s=0.4,
+            unevenness=0.3,
+            request_core_us=7.0,
+        ),
         shared_cores=2,
     )
     assert parse(as_toml(cluster), where="it") == cluster

@@ -177,11 +177,27 @@ class Communication:
         None,
         above=0,
     )
+    exchange_gbyte_per_s: float | None = setting(
+        "at which a core does all that such bytes take at either end, looking at them and updates included; counts "
+        "where hosts share cores, as other cores do most of it elsewhere; none: as packing",
+        None,
+        above=0,
+    )
     unevenness: float = setting(
         "of connections that share a link: the standard deviation of the logarithm of what each gets; 0: all the same",
         0.0,
         least=0,
     )
+
+    @property
+    def packing_bytes_per_s(self) -> float:
+        """Infinite where it takes no time."""
+        return (self.packing_gbyte_per_s or math.inf) * 1e9
+
+    @property
+    def shared_core_bytes_per_s(self) -> float:
+        """Of one of the cores that hosts share."""
+        return (self.exchange_gbyte_per_s or self.packing_gbyte_per_s or math.inf) * 1e9
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,10 @@ class Client(Protocol):
 
     host: int
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether no server is on its host."""
+
     def gradients(self, server: int, shard: int) -> Sequence[Tensor]:
         """Where the worker computes them; it waits while they are looked at."""
 
@@ -118,9 +122,10 @@ class VirtualServer:
         self.is_in_turn = are_in_turn(self.parts)
 
     @functools.cached_property
-    def _has_neighbour(self) -> bool:
-        """Whether a worker is on this host."""
-        return any(client.host == self.host for client in self.clients.values())
+    def _has_busy_neighbour(self) -> bool:
+        """Whether a worker on this host has to push over a busier link than others."""
+        clients = self.clients.values()
+        return any(client.host == self.host for client in clients) and any(client.is_apart for client in clients)
 
     @property
     def follows(self) -> bool:
@@ -230,7 +235,7 @@ class VirtualServer:
             waiting_s = now_s - max(self._arrived_s[answer.worker], self._released_s.get(answer.worker, 0.0))
             self._released_s[answer.worker] = now_s
             delivery = Delivery(self.index, shard, answer, waiting_s, answer.iteration)
-            if self.is_in_turn and self._has_neighbour and self.clients[answer.worker].host != self.host:
+            if self.is_in_turn and self._has_busy_neighbour and self.clients[answer.worker].host != self.host:
                 self._timeline.at(self._free_s, self._send_in_turn, answer.worker, shard, delivery)
             else:
                 self._send(answer.worker, self.part_bytes(shard), delivery)

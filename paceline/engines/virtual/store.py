@@ -74,6 +74,10 @@ class VirtualStore(Store):
 
     # --- what servers see of this worker ------------------------------------------------------------------------
 
+    @property
+    def is_apart(self) -> bool:
+        return all(server.host != self.host for server in self._servers)
+
     def gradients(self, server: int, shard: int) -> Sequence[Tensor]:
         return self._gradients[server][shard]
 

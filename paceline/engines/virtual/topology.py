@@ -21,7 +21,7 @@ class Topology:
     """The links of a cluster: a host's network card, its rack's cable, the core, its site's line.
 
     Where packing takes time, a host's core is a link as well. The cores of a machine that hosts share are one, too, for
-    what is packed and for what each message takes besides: it is behind in its work when these come too fast.
+    what exchanges take and for what each message takes besides: it is behind in its work when these come too fast.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -54,14 +54,12 @@ class Topology:
         self._machine: tuple[Link, ...] = ()
         self._messaging: tuple[Link, ...] = ()
         if costs.packing_gbyte_per_s is not None or cores is not None:
-            bytes_per_s = (costs.packing_gbyte_per_s or math.inf) * 1e9
-            self._packers = [Link(f"{name} core", bytes_per_s) for name in names]
+            self._packers = [Link(f"{name} core", costs.packing_bytes_per_s) for name in names]
         if cores is not None:
             # A request and its answer pass twice each. What senders are charged for, cores have been at already.
             passing_s, message_s = costs.request_core_us * 1e-6 / 4 / cores, costs.message_core_us * 1e-6 / cores
-            self._machine = (
-                Link("shared cores", bytes_per_s * cores, message_s=passing_s, burst_s=costs.request_us * 1e-6),
-            )
+            bytes_per_s = costs.shared_core_bytes_per_s * cores
+            self._machine = (Link("shared cores", bytes_per_s, message_s=passing_s, burst_s=costs.request_us * 1e-6),)
             self._messaging = (
                 Link("shared cores of messages", math.inf, message_s=message_s, burst_s=costs.message_us * 1e-6),
             )

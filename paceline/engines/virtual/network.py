@@ -24,7 +24,6 @@ _Flow = tuple[int, bool]
 """The host that messages are for, and whether they are answers, which have a connection of their own."""
 
 
-@final
 @dataclass(slots=True, eq=False)
 class Link:
     """One direction of a cable, or a host's memory.
@@ -53,6 +52,25 @@ class Link:
     def busy_s(self) -> float:
         """For how long data has been passing."""
         return self.moved_bytes / self.bytes_per_s
+
+
+@final
+class SameLink(Link):
+    """Another link, as messages pass it that keep it busy for less or for longer."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, whole: Link, *, bytes_per_s: float, message_s: float) -> None:
+        self._whole = whole
+        super().__init__(whole.name, bytes_per_s, whole.latency_s, message_s, whole.burst_s)
+
+    @property
+    def free_s(self) -> float:
+        return self._whole.free_s
+
+    @free_s.setter
+    def free_s(self, time_s: float) -> None:
+        self._whole.free_s = time_s
 
 
 class Paths(Protocol):
@@ -145,7 +163,7 @@ class Network:
         """
         path = self._paths(source, destination)
         message = _Message(path, num_bytes, action, arguments)
-        if self._unevenness > 0 and len(path) > 1:
+        if self._unevenness > 0 and source != destination:
             self._send_unevenly(message, (source, destination, is_answer))
             return
         port = path[0]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import final
 
 from paceline.engines.virtual.cluster import Cluster, Hosts
-from paceline.engines.virtual.network import Link
+from paceline.engines.virtual.network import Link, SameLink
 from paceline.errors import UsageError
 
 BYTES_PER_GBIT = 1e9 / 8
@@ -52,6 +52,7 @@ class Topology:
         costs, cores = cluster.communication, cluster.shared_cores
         self._packers: list[Link] = []
         self._machine: tuple[Link, ...] = ()
+        self._at_home: tuple[Link, ...] = ()
         self._messaging: tuple[Link, ...] = ()
         if costs.packing_gbyte_per_s is not None or cores is not None:
             self._packers = [Link(f"{name} core", costs.packing_bytes_per_s) for name in names]
@@ -60,6 +61,9 @@ class Topology:
             passing_s, message_s = costs.request_core_us * 1e-6 / 4 / cores, costs.message_core_us * 1e-6 / cores
             bytes_per_s = costs.shared_core_bytes_per_s * cores
             self._machine = (Link("shared cores", bytes_per_s, message_s=passing_s, burst_s=costs.request_us * 1e-6),)
+            # On one host nothing is packed, but both ends are at what is asked and answered, in one pass each.
+            handled = costs.handling_bytes_per_s * cores / 2
+            self._at_home = (SameLink(self._machine[0], bytes_per_s=handled, message_s=2 * passing_s),)
             self._messaging = (
                 Link("shared cores of messages", math.inf, message_s=message_s, burst_s=costs.message_us * 1e-6),
             )
@@ -67,7 +71,9 @@ class Topology:
     def between_workers_and_servers(self, source: int, destination: int) -> Sequence[Link]:
         """The links from one host to another for what is packed and unpacked on the way."""
         path = self(source, destination)
-        if source == destination or not self._packers:
+        if source == destination:
+            return (*path, *self._at_home)
+        if not self._packers:
             return path
         return (
             self._packers[source], *self._machine, *path, *self._machine, self._packers[destination]

@@ -27,7 +27,7 @@ from paceline.server.ranges import cut
 
 _SMALL_BYTES, _NUM_SMALL = 2**10, 200
 """Of exchanges whose bytes take next to nothing."""
-_NUM_LARGE = 3
+_NUM_LARGE = 6
 _LARGE_S = 0.5
 """How long a large one is to take."""
 _MIN_PIECES, _MAX_PIECES = 4, 48

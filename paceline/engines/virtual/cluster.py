@@ -195,12 +195,6 @@ class Communication:
         return (self.packing_gbyte_per_s or math.inf) * 1e9
 
     @property
-    def handling_bytes_per_s(self) -> float:
-        """Of what an exchange takes besides packing; infinite where that is nothing."""
-        byte_s = 1 / self.shared_core_bytes_per_s - 1 / self.packing_bytes_per_s
-        return 1 / byte_s if byte_s > 0 else math.inf
-
-    @property
     def shared_core_bytes_per_s(self) -> float:
         """Of one of the cores that hosts share."""
         return (self.exchange_gbyte_per_s or self.packing_gbyte_per_s or math.inf) * 1e9

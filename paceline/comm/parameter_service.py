@@ -106,7 +106,7 @@ class ParameterService:
         """Whether a worker is on this host."""
         self._some_are_apart = False
         """Whether a worker is on a host without any server."""
-        self._answers: AnswerWindow[tuple[_Client, Message]] = AnswerWindow(
+        self._answers: AnswerWindow[tuple[int, Message]] = AnswerWindow(
             time.monotonic, least_bytes=LEAST_ANSWERS * FRAME_BYTES
         )
         self._shared: Segment | None = None
@@ -255,7 +255,7 @@ class ParameterService:
                 about["parameters"] = astuple(self._shared.address)
         else:
             gradients = [[torch.zeros_like(tensor) for tensor in part.shard.parameters] for part in self._parts]
-            client = _Client(identity, gradients)
+            client = _Client(identity, gradients, num_unconfirmed=self._num_unconfirmed(message.sender))
         self._clients[message.sender] = client
         self._listener.send(identity, self._message(Kind.OK, body=about))
 
@@ -364,7 +364,7 @@ class ParameterService:
                 message = self._about(
                     answer, is_admitted=answer.admitted, waiting_s=waiting_s, shard=index, payload=frames
                 )
-                self._send_answer(client, message)
+                self._send_answer(answer.worker, message)
             else:
                 client.answers[index] = answer
                 self._answer_on_line(client, waiting_s)
@@ -377,14 +377,19 @@ class ParameterService:
             if answer.contributors is not None:
                 self._tell_followers(answer.worker, answer.clock, answer.contributors)
 
-    def _send_answer(self, client: _Client, message: Message) -> None:
+    def _send_answer(self, worker: int, message: Message) -> None:
         """To a worker elsewhere: in turn where one beside this server has to push over a busier link than others."""
         if self._is_in_turn and self._has_neighbour and self._some_are_apart:
             message.flags |= IN_TURN
-            self._answers.put((client, message), sum(len(frame) for frame in message.payload))
+            self._answers.put((worker, message), sum(len(frame) for frame in message.payload))
             self._send_next()
         else:
-            self._listener.send(client.identity, message)
+            self._listener.send(self._clients[worker].identity, message)
+
+    def _num_unconfirmed(self, worker: int) -> int:
+        """Also of one that attaches again: what it has been sent is under way until it says that it has come."""
+        client = self._clients.get(worker)
+        return 0 if client is None else client.num_unconfirmed
 
     def _received(self, client: _Client, message: Message) -> None:
         """A worker has one of the answers that go in turn."""
@@ -396,7 +401,8 @@ class ParameterService:
 
     def _send_next(self) -> None:
         """What may go now."""
-        for client, message in self._answers.take():
+        for worker, message in self._answers.take():
+            client = self._clients[worker]
             client.num_unconfirmed += 1
             self._listener.send(client.identity, message)
 

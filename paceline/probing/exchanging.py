@@ -28,8 +28,8 @@ from paceline.server.ranges import cut
 _SMALL_BYTES, _NUM_SMALL = 2**10, 200
 """Of exchanges whose bytes take next to nothing."""
 _NUM_LARGE = 6
-_LARGE_S = 0.5
-"""How long a large one is to take."""
+_LARGE_S, _ALL_LARGE_S = 0.5, 10.0
+"""How long a large one is to take, and how long all of them may."""
 _MIN_PIECES, _MAX_PIECES = 4, 48
 _SPEC = OptimizerSpec(torch.optim.SGD, {"lr": 0.1}, ({"lr": 0.1},), element_wise=True)
 _DEADLINE_S = 60.0
@@ -78,9 +78,10 @@ class Exchanges:
         """
         request_s, request_core_s = self._measured(_SMALL_BYTES, _NUM_SMALL)
         piece_s, _ = self._measured(FRAME_BYTES, 1)
+        piece_s = max(piece_s, float(self.swap(f"{piece_s}")))
         num_pieces = max(_MIN_PIECES, min(int(_LARGE_S / piece_s), _MAX_PIECES))
-        num_pieces = min(num_pieces, int(self.swap(str(num_pieces))))
-        _, large_core_s = self._measured(num_pieces * FRAME_BYTES, _NUM_LARGE)
+        num_large = max(1, min(int(_ALL_LARGE_S / (num_pieces * piece_s)), _NUM_LARGE))
+        _, large_core_s = self._measured(num_pieces * FRAME_BYTES, num_large)
         # A byte passes both ends on its way there, and on its way back.
         passed_bytes = 4 * num_pieces * FRAME_BYTES
         bytes_per_core_s = passed_bytes / max(large_core_s - num_pieces * request_core_s, 1e-9)
@@ -91,27 +92,24 @@ class Exchanges:
         with self._serving(num_bytes) as endpoint, self._attached(self.swap(endpoint), num_bytes) as exchange:
             exchange()
             self.swap("begin")
-            began_s = self._processor_s()
+            process_began_s, interrupts_began_s = time.process_time(), _interrupts_s()
             exchange_s = mean_s(exchange, count)
             self.swap("end")
-            return exchange_s, (self._processor_s() - began_s) / count
-
-    def _processor_s(self) -> float:
-        """Of this process, and its share of what the machine spends on interrupts, as packets are its doing."""
-        machine = psutil.cpu_times()
-        interrupts_s = getattr(machine, "irq", 0.0) + getattr(machine, "softirq", 0.0)
-        return time.process_time() + float(interrupts_s) / self.num_sharing
+            process_s = time.process_time() - process_began_s
+            interrupts_s = (_interrupts_s() - interrupts_began_s) / self.num_sharing
+        # Packets are this process's doing; more than it takes itself are others' packets.
+        return exchange_s, (process_s + min(interrupts_s, process_s)) / count
 
     @contextmanager
     def _serving(self, num_bytes: int) -> Iterator[str]:
         """A server that holds so many bytes of parameters, and where one worker reaches it."""
         service = ParameterService(self.keys, host=self.address, index=0, epoch=EPOCH, reporter=self.reporter)
-        layout = _layout_of(num_bytes)
-        (pieces,) = cut(layout, num_servers=1, whole_tensors=False, piece_bytes=FRAME_BYTES)
-        service.configure(ServerSpec(layout, pieces, _SPEC, BulkSynchronous(num_workers=1), max_updates=None))
         thread = threading.Thread(target=service.serve, daemon=True)
         thread.start()
         try:
+            layout = _layout_of(num_bytes)
+            (pieces,) = cut(layout, num_servers=1, whole_tensors=False, piece_bytes=FRAME_BYTES)
+            service.configure(ServerSpec(layout, pieces, _SPEC, BulkSynchronous(num_workers=1), max_updates=None))
             yield service.endpoint
         finally:
             service.stop()
@@ -134,6 +132,12 @@ class Exchanges:
             yield partial(group.exchange, Push(groups=None, void=False, pause_at=_FOREVER, stop=False))
         finally:
             group.close()
+
+
+def _interrupts_s() -> float:
+    """Of the whole machine, so far."""
+    machine = psutil.cpu_times()
+    return float(getattr(machine, "irq", 0.0) + getattr(machine, "softirq", 0.0))
 
 
 def _layout_of(num_bytes: int) -> Layout:

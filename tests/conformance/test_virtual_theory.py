@@ -267,10 +267,19 @@ def test_where_every_worker_has_a_server_beside_it_answers_go_at_once(
     for module in (store, server):
         monkeypatch.setattr(module, "FRAME_BYTES", 32)
     monkeypatch.setattr(VirtualServer, "_send_in_turn", lambda *_: pytest.fail("an answer went in turn"))
+    have_many_pieces: set[bool] = set()
+    push = VirtualServer.push
+
+    def noted(own: VirtualServer, *request: Any, **options: Any) -> None:
+        have_many_pieces.add(own.is_in_turn)
+        push(own, *request, **options)
+
+    monkeypatch.setattr(VirtualServer, "push", noted)
     script, _ = SCRIPTS["one-cycle schedule, momentum"]
     cluster = cluster_of(placement="with workers")
     result = run(lambda worker, out: script(worker), tmp_path, "ps-bsp", 2, cluster=cluster, options={"servers": 2})
     assert result.iteration > 0
+    assert have_many_pieces == {True}
 
 
 @pytest.mark.parametrize("piece_bytes", [64, 2**20])

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -267,6 +268,12 @@ def test_waking_up_for_packets_of_a_slow_link_is_not_what_busy_cores_do() -> Non
     assert cluster.communication.exchange_gbyte_per_s == 0.5 / MOST_HANDLING
 
 
+def test_an_exchange_takes_no_less_than_packing() -> None:
+    changes = {way: {"bytes_per_core_s": 1e16} for way in ((0, 1), (1, 0))}
+    cluster = fit(facts(2), taken(1.0, 1.0), reports(2, changes), about="it")
+    assert cluster.communication.exchange_gbyte_per_s == 0.5
+
+
 def unevenness_of(between: Sequence[float | None], incast: float | None) -> float:
     """What is made of that between hosts, as each measured it, and from several to one, as all did."""
     count = len(between)
@@ -345,14 +352,16 @@ def test_two_ranks_exchange_with_each_others_servers() -> None:
     for cost in costs:
         assert 0 < cost.request_core_s < 1.0
         assert 0 < cost.request_s < 1.0
-        assert 1e6 < cost.bytes_per_core_s < 1e11
+        assert cost.bytes_per_core_s > 1e6
     assert {thread.name for thread in threading.enumerate()} <= before
 
 
-def test_a_mean_leaves_the_extremes_out() -> None:
+def test_a_mean_leaves_the_extremes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ten times the shortest and the longest: a hiccup of the machine is not what a message takes."""
-    sleeps_s = iter([0.0, 0.3, *[0.01] * 8])
-    assert mean_s(lambda: threading.Event().wait(next(sleeps_s)), 10) == pytest.approx(0.01, rel=0.9)
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    durations_s = iter([0.0, 30.0, *[1.0] * 4, *[3.0] * 4])
+    assert mean_s(lambda: clock.take(next(durations_s)), 10) == pytest.approx(2.0)
 
 
 positive = st.floats(1e-6, 1e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -128,10 +129,16 @@ def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(
     monkeypatch.setattr(ServerGroup, "_send", all_but_receipts)
     monkeypatch.setattr(ServerGroup, "_take", noted)
     with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
-        threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
+
+        def abort_once_all_is_there() -> None:
+            while len(pushed) < NUM_PIECES:
+                time.sleep(0.01)
+            time.sleep(ENOUGH_S)
+            group.abort("the test has seen enough")
+
+        threading.Thread(target=abort_once_all_is_there, daemon=True).start()
         with pytest.raises(Aborted, match="the test has seen enough"):
             group.exchange(Push(pause_at=FOREVER))
-    assert len(pushed) == NUM_PIECES
     assert num_answers == LEAST_ANSWERS
 
 

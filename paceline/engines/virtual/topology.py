@@ -62,7 +62,8 @@ class Topology:
             bytes_per_s = costs.shared_core_bytes_per_s * cores
             self._machine = (Link("shared cores", bytes_per_s, message_s=passing_s, burst_s=costs.request_us * 1e-6),)
             # On one host nothing is packed, and what is asked and answered passes once.
-            self._at_home = (SameLink(self._machine[0], bytes_per_s=math.inf, message_s=2 * passing_s),)
+            if passing_s:
+                self._at_home = (SameLink(self._machine[0], bytes_per_s=math.inf, message_s=2 * passing_s),)
             self._messaging = (
                 Link("shared cores of messages", math.inf, message_s=message_s, burst_s=costs.message_us * 1e-6),
             )

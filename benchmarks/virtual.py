@@ -6,8 +6,8 @@
 Both sides compute the same gradients, forward and backward: batches of 100, of as many images as CIFAR-10 has. The
 virtual run also takes batches, updates, exchanges and writes records. "batches" is the pure side with a DataLoader that
 shuffles and takes each batch. With `--processes 2` the virtual run's computing is spread over two, each with its share
-of the cores; the pure side stays in one, with as many threads as OMP_NUM_THREADS says. The sides take turns, and the
-least of all turns counts: what else the machine does only adds.
+of the cores; the pure side stays in one, with as many threads as OMP_NUM_THREADS says. The sides take turns. The least
+of all turns is printed, as what else the machine does only adds; and of the turns' ratios the median, with quartiles.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -29,9 +30,11 @@ from paceline.data import collate
 from paceline.data.dataset import Split
 from paceline.models import build
 
-BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 100, 50, 4
+BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 100, 25, 12
+LEARNING_RATE = 1e-3
+"""With 0.05, twenty asynchronous workers that learn noise diverge within 60 steps."""
 NUM_IMAGES = 50_000
-"""A worker then has 25 batches an epoch, over which what an epoch begins with, such as drawing its order, is spread."""
+"""Twenty workers then have 25 batches an epoch: each turn is one epoch, with what an epoch begins with."""
 
 
 def images(count: int) -> Split:
@@ -48,7 +51,7 @@ def script(model_name: str, split: Split, directory: Path) -> None:
     began_s, ended_s = math.inf, -math.inf
     model = build(model_name)
     loader = DataLoader(split, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
-    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.05), loader)
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=LEARNING_RATE), loader)
     try:
         while True:
             for x, y in loader:
@@ -121,7 +124,8 @@ def main() -> None:
     num_gradients = given.workers * given.steps
     how = f"{given.processes} process(es), {torch.get_num_threads()} thread(s) in all"
     print(f"{given.model}, {given.workers} virtual workers, {how}: least ms a gradient")
-    print("strategy       pure  batches  virtual  virtual/pure  virtual/batches")
+    print("Ratios: of the least, then the median of the turns' own (lower and upper quartile)")
+    print("strategy       pure  batches  virtual  virtual/pure               virtual/batches")
     for strategy in given.strategies.split(","):
         turns: list[tuple[float, float, float]] = []
         for _ in range(given.rounds):
@@ -140,8 +144,14 @@ def main() -> None:
             )
             turns.append((pure, batches, virtual))
         pure, batches, virtual = (1e3 * min(times) / num_gradients for times in zip(*turns, strict=True))
-        ratios = f"{virtual / pure:12.2f}  {virtual / batches:15.2f}"
-        print(f"{strategy:<12} {pure:6.2f}  {batches:7.2f}  {virtual:7.2f}  {ratios}", flush=True)
+        of_pure = _ratio(virtual / pure, [turn[2] / turn[0] for turn in turns])
+        of_batches = _ratio(virtual / batches, [turn[2] / turn[1] for turn in turns])
+        print(f"{strategy:<12} {pure:6.2f}  {batches:7.2f}  {virtual:7.2f}  {of_pure}  {of_batches}", flush=True)
+
+
+def _ratio(least: float, turns: list[float]) -> str:
+    low, median, high = statistics.quantiles(turns, n=4) if len(turns) > 1 else turns * 3
+    return f"{least:4.2f}, {median:4.2f} ({low:4.2f} to {high:4.2f})"
 
 
 if __name__ == "__main__":

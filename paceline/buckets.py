@@ -73,7 +73,8 @@ class GradientBuckets:
         if gradient.layout is not torch.strided:
             name = self._name(index)
             raise UsageError(f"parameter {name!r} has a sparse gradient; give its layer sparse=False")
-        view.copy_(gradient.detach())  # under create_graph it has a history, which the bucket must not take on
+        # Under create_graph it has a history, which the bucket must not take on.
+        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
         parameter.grad = view
         return True
 

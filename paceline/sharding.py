@@ -128,31 +128,26 @@ class ShardedLoader:
 
     def batches(self, epoch: int) -> list[RankBatch]:
         """This rank's batches of an epoch."""
+        batch_sampler = _batch_sampler(self._loader)
+        seed = derive(self._seed, "order", epoch)
+        drawn = _plainly_drawn(batch_sampler, seed) if _is_plain(batch_sampler) else self._drawn(batch_sampler, seed)
+        return divide(drawn, rank=self._rank, size=self._size, drop_last=getattr(batch_sampler, "drop_last", False))
+
+    def _drawn(self, batch_sampler: Any, seed: int) -> Sequence[Sequence[int]]:
+        """What the script's own samplers draw."""
         with preserved_random_state():
-            seed = derive(self._seed, "order", epoch)
             seed_everything(seed)
             for generator in _generators(self._loader):
                 generator.manual_seed(seed)
-            batch_sampler = _batch_sampler(self._loader)
-            drawn: Sequence[Sequence[int]]
-            if _is_plain(batch_sampler):
-                drawn = _plain_batches(
-                    seed,
-                    is_shuffled=isinstance(batch_sampler.sampler, RandomSampler),
-                    num_samples=len(batch_sampler.sampler),
-                    batch_size=batch_sampler.batch_size,
-                    drop_last=batch_sampler.drop_last,
-                )
-            elif batch_sampler is not None:
-                drawn = [list(batch) for batch in batch_sampler]
-            else:
-                drawn = [[index] for index in self._loader.sampler]
-                if len(drawn) % self._size:
-                    raise UsageError(
-                        f"{len(drawn)} unbatched samples cannot be dealt out evenly to {self._size} workers; "
-                        "give the DataLoader a batch_size"
-                    )
-        return divide(drawn, rank=self._rank, size=self._size, drop_last=getattr(batch_sampler, "drop_last", False))
+            if batch_sampler is not None:
+                return [list(batch) for batch in batch_sampler]
+            drawn = [[index] for index in self._loader.sampler]
+        if len(drawn) % self._size:
+            raise UsageError(
+                f"{len(drawn)} unbatched samples cannot be dealt out evenly to {self._size} workers; "
+                "give the DataLoader a batch_size"
+            )
+        return drawn
 
     def resume_at(self, epoch: int, num_batches_done: int) -> None:
         """Skip to a checkpoint's position."""
@@ -230,6 +225,17 @@ def _is_plain(batch_sampler: Any) -> bool:
     return type(sampler) is SequentialSampler
 
 
+def _plainly_drawn(batch_sampler: BatchSampler, seed: int) -> Sequence[Sequence[int]]:
+    sampler: Any = batch_sampler.sampler
+    return _plain_batches(
+        seed,
+        is_shuffled=isinstance(sampler, RandomSampler),
+        num_samples=len(sampler),
+        batch_size=batch_sampler.batch_size,
+        drop_last=batch_sampler.drop_last,
+    )
+
+
 # Virtual workers share a process, and so an epoch's order: drawing it takes 14 ms for 50,000 samples, for
 # each of the workers.
 @functools.lru_cache(maxsize=2)
@@ -237,9 +243,10 @@ def _plain_batches(
     seed: int, *, is_shuffled: bool, num_samples: int, batch_size: int, drop_last: bool
 ) -> list[array[int]]:
     """What torch's samplers draw from this seed. Arrays, since they are kept, and take a quarter of a list's memory."""
-    seed_everything(seed)
     samples = range(num_samples)
-    order = array("q", RandomSampler(samples) if is_shuffled else SequentialSampler(samples))
+    with preserved_random_state():
+        seed_everything(seed)
+        order = array("q", RandomSampler(samples) if is_shuffled else SequentialSampler(samples))
     end = num_samples - num_samples % batch_size if drop_last else num_samples
     return [order[start : min(start + batch_size, end)] for start in range(0, end, batch_size)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, final
 
@@ -32,7 +32,8 @@ class AnswerWindow(Generic[Answer]):
 
     def __init__(self, now_s: Callable[[], float], *, least_bytes: float) -> None:
         self._now_s, self._least_bytes = now_s, least_bytes
-        self._window: SendWindow[Answer] = SendWindow(limit_bytes=least_bytes)
+        self._window: SendWindow[tuple[int, Answer]] = SendWindow(limit_bytes=least_bytes)
+        self._under_way: Counter[int] = Counter()  # answers, by the worker that they are for
         self._arrived: deque[tuple[float, float]] = deque()
         """When, and how many bytes, of late."""
         self._arrived_bytes = 0.0
@@ -43,19 +44,27 @@ class AnswerWindow(Generic[Answer]):
         """What may be under way now."""
         return self._window.limit_bytes
 
-    def put(self, answer: Answer, num_bytes: float) -> None:
+    def put(self, worker: int, answer: Answer, num_bytes: float) -> None:
         """One more to send."""
-        self._window.put(answer, num_bytes)
+        self._window.put((worker, answer), num_bytes)
 
-    def take(self) -> Iterator[Answer]:
-        """Those that may go now."""
+    def take(self) -> Iterator[tuple[int, Answer]]:
+        """Those that may go now, and to whom."""
         if self._window.is_idle:  # and was so for want of answers, which says nothing of the link
             self._arrived.clear()
             self._arrived_bytes, self._busy_since_s = 0.0, self._now_s()
-        yield from self._window.take()
+        for worker, answer in self._window.take():
+            self._under_way[worker] += 1
+            yield worker, answer
 
-    def answered(self) -> None:
-        """The first that is under way has come."""
+    def answered(self, worker: int) -> bool:
+        """This worker says that an answer has come; false, and nothing changes, where none is under way to it.
+
+        Whoever says so, bytes are those of the first answer under way: all full pieces are alike.
+        """
+        if not self._under_way[worker]:
+            return False
+        self._under_way[worker] -= 1
         now_s, num_bytes = self._now_s(), self._window.answered()
         self._arrived.append((now_s, num_bytes))
         self._arrived_bytes += num_bytes
@@ -65,3 +74,4 @@ class AnswerWindow(Generic[Answer]):
         is_known = now_s - self._busy_since_s >= UNDER_WAY_S
         least_bytes = self._least_bytes if is_known else self._window.limit_bytes
         self._window.limit_bytes = max(least_bytes, self._arrived_bytes)
+        return True

@@ -73,8 +73,6 @@ class _Client:
     """When its last request did."""
     released_s: float = 0.0
     """Of a worker elsewhere, when a shard last stopped to hold an answer back."""
-    num_unconfirmed: int = 0
-    """Answers that it was sent and has not said to have come, where they go in turn."""
     answers: dict[int, Answer] = field(default_factory=dict)
     """For a worker on this host, which is answered once for all shards: what they have answered to its request yet."""
 
@@ -106,9 +104,7 @@ class ParameterService:
         """Whether a worker is on this host."""
         self._some_are_apart = False
         """Whether a worker is on a host without any server."""
-        self._answers: AnswerWindow[tuple[int, Message]] = AnswerWindow(
-            time.monotonic, least_bytes=LEAST_ANSWERS * FRAME_BYTES
-        )
+        self._answers: AnswerWindow[Message] = AnswerWindow(time.monotonic, least_bytes=LEAST_ANSWERS * FRAME_BYTES)
         self._shared: Segment | None = None
         self._handlers: dict[Kind, Callable[[_Client, Message], None]] = {
             Kind.INITIALISE: self._initialise,
@@ -255,7 +251,7 @@ class ParameterService:
                 about["parameters"] = astuple(self._shared.address)
         else:
             gradients = [[torch.zeros_like(tensor) for tensor in part.shard.parameters] for part in self._parts]
-            client = _Client(identity, gradients, num_unconfirmed=self._num_unconfirmed(message.sender))
+            client = _Client(identity, gradients)
         self._clients[message.sender] = client
         self._listener.send(identity, self._message(Kind.OK, body=about))
 
@@ -381,30 +377,21 @@ class ParameterService:
         """To a worker elsewhere: in turn where one beside this server has to push over a busier link than others."""
         if self._is_in_turn and self._has_neighbour and self._some_are_apart:
             message.flags |= IN_TURN
-            self._answers.put((worker, message), sum(len(frame) for frame in message.payload))
+            self._answers.put(worker, message, sum(len(frame) for frame in message.payload))
             self._send_next()
         else:
             self._listener.send(self._clients[worker].identity, message)
 
-    def _num_unconfirmed(self, worker: int) -> int:
-        """Also of one that attaches again: what it has been sent is under way until it says that it has come."""
-        client = self._clients.get(worker)
-        return 0 if client is None else client.num_unconfirmed
-
     def _received(self, client: _Client, message: Message) -> None:
         """A worker has one of the answers that go in turn."""
-        if not client.num_unconfirmed:
+        if not self._answers.answered(message.sender):
             raise WireError(f"refused word from worker {message.sender} of an answer that it was not sent")
-        client.num_unconfirmed -= 1
-        self._answers.answered()
         self._send_next()
 
     def _send_next(self) -> None:
         """What may go now."""
         for worker, message in self._answers.take():
-            client = self._clients[worker]
-            client.num_unconfirmed += 1
-            self._listener.send(client.identity, message)
+            self._listener.send(self._clients[worker].identity, message)
 
     def _answer_on_line(self, client: _Client, waiting_s: float) -> None:
         """One answer for all shards, once the last of them has answered."""

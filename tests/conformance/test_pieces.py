@@ -134,7 +134,7 @@ def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_pi
 
     def noted(service: ParameterService) -> None:
         send_next(service)
-        answered_at_once.append(sum(client.num_unconfirmed for client in service._clients.values()))
+        answered_at_once.append(service._answers._under_way.total())
 
     monkeypatch.setattr(ParameterService, "_send_next", noted)
     script, tolerance = SCRIPTS["one-cycle schedule, momentum"]

@@ -1,166 +1,27 @@
-"""Probing without a cluster: what is timed, what is made of it, and the file that comes out."""
+"""What is made of a probe's measurements, and the file that comes out."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.comm.wire import Keys
 from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Racks, Servers, Site
 from paceline.engines.virtual.cluster_file import load, parse, shipped
 from paceline.engines.virtual.cluster_writing import as_toml
-from paceline.errors import BudgetReached, RunFailed, UsageError
+from paceline.errors import RunFailed, UsageError
 from paceline.probing import network, probe, steps
-from paceline.probing.echo import Echo
-from paceline.probing.exchanging import ExchangeCost, Exchanges
+from paceline.probing.exchanging import ExchangeCost
 from paceline.probing.fitting import ASSUMED_INCAST, MOST_HANDLING, HostFacts, fit
 from paceline.probing.network import NetworkReport, PairReport
-from paceline.probing.sharing import (
-    answered,
-    connected,
-    logarithms_of_shares,
-    measure_unevenness,
-)
-from paceline.probing.sharing import (
-    unevenness_of as unevenness_of_counts,
-)
-from paceline.probing.steps import StepReport, StepWatch
-from paceline.probing.timing import mean_s
-from paceline.records import NullReporter
-from paceline.strategies.replica import describe
-
-# --- steps -----------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Moves on only when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def take(self, duration_s: float) -> None:
-        self.now_s += duration_s
-
-
-class _Timed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Clock, backward_s: float) -> Tensor:
-        ctx.clock, ctx.backward_s = clock, backward_s
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.clock.take(ctx.backward_s)
-        return gradient, None, None
-
-
-class Layer(nn.Module):
-    """A scale whose gradient is there once its backward time is over."""
-
-    def __init__(self, clock: Clock, *, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self._clock, self._forward_s, self._backward_s = clock, forward_s, backward_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._clock.take(self._forward_s)
-        scaled: Tensor = _Timed.apply(x * self.weight, self._clock, self._backward_s)
-        return scaled
-
-
-def watched(watch: StepWatch, clock: Clock, *, num_steps: int, num_passes: int = 1, asleep_s: float = 0.0) -> None:
-    """Steps of 0.5 s batch, 1 + 1 s forward, 2 + 0.5 s backward and 0.5 s optimizer: 3 s and 2.5 s."""
-    model = nn.Sequential(Layer(clock, forward_s=1.0, backward_s=0.5), Layer(clock, forward_s=1.0, backward_s=2.0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: clock.take(0.5))
-    watch.watch(describe(model, optimizer))
-    for _ in range(num_steps):
-        for _ in range(num_passes):
-            clock.take(0.5 + asleep_s)
-            watch.slept(asleep_s)
-            model(torch.ones(1, requires_grad=True)).sum().backward()
-        with torch.no_grad():
-            model(torch.ones(1))  # an evaluation takes time, and is no pass
-            clock.take(-2.0)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("asleep_s", [0.0, 100.0])
-def test_a_step_is_divided_as_it_was_spent(asleep_s: float) -> None:
-    clock = Clock()
-    watch = StepWatch(num_steps=100, max_s=1e9, now_s=clock)
-    watched(watch, clock, num_steps=8, asleep_s=asleep_s)
-    report = watch.report("10.0.0.1")
-    assert report.address == "10.0.0.1"
-    assert report.steps_s == pytest.approx([5.5] * 5)  # of 8, one starts the watch and two warm up
-    assert report.backward_share == pytest.approx(2.5 / 5.5)
-    assert report.gradient_shares == pytest.approx((0.2, 0.8))  # the last layer's gradient comes first, after 2 s
-
-
-def test_accumulated_passes_count_by_themselves() -> None:
-    clock = Clock()
-    watch = StepWatch(num_steps=100, max_s=1e9, now_s=clock)
-    watched(watch, clock, num_steps=6, num_passes=4)
-    report = watch.report("it")
-    assert report.steps_s == pytest.approx([(4 * 5 + 0.5) / 4] * 3)
-    assert report.backward_share == pytest.approx(10 / 20.5)
-
-
-def test_enough_ends_the_script() -> None:
-    by_count, by_time = (Clock(), Clock())
-    watch = StepWatch(num_steps=7, max_s=1e9, now_s=by_count)
-    with pytest.raises(BudgetReached):
-        watched(watch, by_count, num_steps=100)
-    assert by_count.now_s == pytest.approx(8 * 5.5)
-    watch = StepWatch(num_steps=1000, max_s=20.0, now_s=by_time)
-    with pytest.raises(BudgetReached):
-        watched(watch, by_time, num_steps=100)
-    assert by_time.now_s == pytest.approx(5.5 + 4 * 5.5)  # the first that ends 20 s after the watch began
-
-
-def test_too_few_steps_are_refused() -> None:
-    clock = Clock()
-    watch = StepWatch(num_steps=100, max_s=1e9, now_s=clock)
-    watched(watch, clock, num_steps=3)
-    with pytest.raises(UsageError, match=r"took 2 training step\(s\), and probing needs at least 3; have it train"):
-        watch.report("it")
-
-
-# --- pairs -----------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(2, 24))
-def test_every_pair_meets_once_and_nobody_is_in_two_pairs_at_a_time(count: int) -> None:
-    found = network.rounds(count)
-    pairs = [pair for each in found for pair in each]
-    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
-    for each in found:
-        players = [player for pair in each for player in pair]
-        assert len(set(players)) == len(players)
-    assert len(found) == count - 1 + count % 2
-
-
-# --- fitting ---------------------------------------------------------------------------------------------------------
+from paceline.probing.steps import StepReport
 
 
 def pair(source: int, destination: int, **changes: float) -> PairReport:
@@ -311,59 +172,6 @@ def test_what_a_link_lets_pass_at_once_is_what_a_piece_was_ahead_of_its_rate() -
     assert burst_kbyte(0.5e-3) == burst_kbyte(-3e-3) == 0.0
 
 
-def test_shares_by_hand() -> None:
-    assert logarithms_of_shares([10, 10, 10]) == [0.0, 0.0, 0.0]
-    assert logarithms_of_shares([20, 0, 10]) == pytest.approx([math.log(2), math.log(0.02), 0.0])
-
-
-def test_too_few_pieces_say_nothing() -> None:
-    assert unevenness_of_counts([[100, 50], [50, 100]]) == pytest.approx(math.log(2) / 2, rel=1e-6)
-    assert unevenness_of_counts([[100, 50], [10, 9]]) is None
-
-
-def test_connections_to_one_listener_are_all_counted() -> None:
-    keys = Keys.generate()
-    echo = Echo(keys, host="127.0.0.1")
-    try:
-        assert 0 <= measure_unevenness(keys, echo.endpoint, name="it") < 3
-        with connected(keys, echo.endpoint, ["one", "two"]) as callers:
-            assert min(answered(callers)) > 0
-        assert answered([]) == []  # of the host that all others push to
-    finally:
-        echo.close()
-
-
-def test_two_ranks_exchange_with_each_others_servers() -> None:
-    """Both at the same time, as in a run whose servers are on workers' hosts; nothing of it stays."""
-    keys = Keys.generate()
-    mine, theirs = SimpleQueue[str](), SimpleQueue[str]()
-    before = {thread.name for thread in threading.enumerate()}
-
-    def swap_with(outgoing: SimpleQueue[str], incoming: SimpleQueue[str], text: str) -> str:
-        outgoing.put(text)
-        return incoming.get(timeout=60)
-
-    def one(outgoing: SimpleQueue[str], incoming: SimpleQueue[str]) -> ExchangeCost:
-        swap = partial(swap_with, outgoing, incoming)
-        return Exchanges(swap, keys, "127.0.0.1", NullReporter(), num_sharing=2).measure()
-
-    with ThreadPoolExecutor(2) as pool:
-        costs = [future.result() for future in (pool.submit(one, mine, theirs), pool.submit(one, theirs, mine))]
-    for cost in costs:
-        assert 0 < cost.request_core_s < 1.0
-        assert 0 < cost.request_s < 1.0
-        assert cost.bytes_per_core_s > 1e6
-    assert {thread.name for thread in threading.enumerate()} <= before
-
-
-def test_a_mean_leaves_the_extremes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ten times the shortest and the longest: a hiccup of the machine is not what a message takes."""
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
-    durations_s = iter([0.0, 30.0, *[1.0] * 4, *[3.0] * 4])
-    assert mean_s(lambda: clock.take(next(durations_s)), 10) == pytest.approx(2.0)
-
-
 positive = st.floats(1e-6, 1e6)
 
 
@@ -423,7 +231,7 @@ def test_every_table_is_written() -> None:
     assert parse(as_toml(cluster), where="it") == cluster
 
 
-# --- the file --------------------------------------------------------------------------------------------------------
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_that_exists_is_kept_unless_told_otherwise(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engines.virtual import interpreter
-from paceline.engines.virtual.interpreter import RandomState, kept
+from paceline.engines.virtual import random_state
+from paceline.engines.virtual.interpreter import kept
+from paceline.engines.virtual.random_state import RandomState
 
 
 def hold(gaussian: float | None) -> float:
@@ -48,14 +49,15 @@ def alone(worker: int, draws: list[str]) -> list[float]:
     return [DRAWS[name]() for name in draws]
 
 
-@pytest.mark.parametrize("finds_gaussian", [True, False])
+@pytest.mark.parametrize("hidden", [None, "_gaussian_memory", "_python_memory"])
 @given(turns=st.lists(st.tuples(st.integers(0, 2), st.lists(st.sampled_from(list(DRAWS)), max_size=3)), max_size=12))
-def test_each_worker_draws_as_if_alone(finds_gaussian: bool, turns: list[tuple[int, list[str]]]) -> None:
-    """Also with a numpy that keeps what it holds where it is not found."""
-    assert interpreter._gaussian_memory() is not None
+def test_each_worker_draws_as_if_alone(hidden: str | None, turns: list[tuple[int, list[str]]]) -> None:
+    """Also with a numpy or a Python that keeps what it holds where it is not found."""
+    assert random_state._gaussian_memory() is not None
+    assert random_state._python_memory() is not None
     with pytest.MonkeyPatch.context() as patch:
-        if not finds_gaussian:
-            patch.setattr(interpreter, "_gaussian_memory", lambda: None)
+        if hidden is not None:
+            patch.setattr(random_state, hidden, lambda: None)
         check_turns(turns)
 
 

@@ -7,7 +7,8 @@ from typing import final
 
 from greenlet import getcurrent, greenlet
 
-from paceline.engines.virtual.interpreter import Modes, RandomState, modes, set_modes
+from paceline.engines.virtual.interpreter import Modes, modes, set_modes
+from paceline.engines.virtual.random_state import RandomState
 from paceline.engines.virtual.timeline import Timeline
 from paceline.errors import Aborted, UsageError
 

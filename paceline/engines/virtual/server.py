@@ -178,9 +178,9 @@ class VirtualServer:
             if part.shard.follows:
                 self._guarded(worker, shard, lambda part=part: part.shard.follow(worker, clock, contributors))  # type: ignore[misc]
 
-    def received(self) -> None:
-        """A worker has one of the answers that go in turn."""
-        self._answers.answered()
+    def received(self, worker: int) -> None:
+        """The worker has one of the answers that go in turn."""
+        self._answers.answered(worker)
         self._timeline.at(self._free_s, self._send_next)
 
     def leave(self, worker: int) -> None:
@@ -250,12 +250,12 @@ class VirtualServer:
     def _send_in_turn(self, worker: int, shard: int, delivery: Delivery) -> None:
         num_bytes, client = self.part_bytes(shard), self.clients[worker]
         arrive = partial(client.deliver, replace(delivery, is_in_turn=True))
-        self._answers.put((client.host, num_bytes, arrive), num_bytes)
+        self._answers.put(worker, (client.host, num_bytes, arrive), num_bytes)
         self._send_next()
 
     def _send_next(self) -> None:
         """What may go now."""
-        for host, num_bytes, arrive in self._answers.take():
+        for _, (host, num_bytes, arrive) in self._answers.take():
             self._network.send(self.host, host, num_bytes, arrive, is_answer=True)
 
     def _give(self, worker: int, shard: int) -> None:

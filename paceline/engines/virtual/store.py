@@ -88,7 +88,7 @@ class VirtualStore(Store):
         self._deliveries.append(delivery)
         if delivery.is_in_turn:
             server = self._servers[delivery.server]
-            self._network.send(self.host, server.host, NOTICE_BYTES, server.received)
+            self._network.send(self.host, server.host, NOTICE_BYTES, server.received, self._collective.rank)
         self._on_delivery(delivery)
         if delivery.error is None:
             self._windows[delivery.server].answered()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import final
 
-from paceline.engines.virtual import interpreter
+from paceline.engines.virtual import interpreter, labels
 from paceline.engines.virtual.backward import BackwardEnds
 from paceline.engines.virtual.output import OutputByLine
 from paceline.engines.virtual.process import Scheduler
@@ -32,7 +32,7 @@ class Surroundings:
     def in_place(self) -> Iterator[None]:
         """All is as before at the end."""
         with interpreter.kept(), interpreter.sleeping(self._sleep), self._backward.in_place():
-            with contextlib.redirect_stdout(self._out), contextlib.redirect_stderr(self._err):
+            with contextlib.redirect_stdout(self._out), contextlib.redirect_stderr(self._err), labels.only_where_seen():
                 yield
             self.finish_lines()
 

@@ -247,9 +247,9 @@ def test_a_server_has_a_few_answers_under_way_to_all_workers_together(
             most = max(most, under_way[id(window)])
             yield answer
 
-    def noted_receipt(own: VirtualServer) -> None:
+    def noted_receipt(own: VirtualServer, worker: int) -> None:
         under_way[id(own._answers)] -= 1
-        received(own)
+        received(own, worker)
 
     monkeypatch.setattr(AnswerWindow, "take", noted_take)
     monkeypatch.setattr(VirtualServer, "received", noted_receipt)

@@ -173,7 +173,7 @@ def _readable(content: bytes) -> Iterator[int]:
 
 @contextmanager
 def _threads(num_crews: int) -> Iterator[int]:
-    """This process has but a crew's share of torch's threads, which update while all wait, as under `ps-bsp`.
+    """This process, which makes the servers' updates, computes with a crew's share of torch's threads.
 
     Threads that wait for its next update keep a core busy that a crew computes on: 20 workers of the conv net under
     `ps-asp`, in two crews on two cores, took 6.2 ms a gradient with two threads here, 4.5 ms with one.

@@ -46,9 +46,9 @@ def images(count: int) -> Split:
 
 
 def script(model_name: str, split: Split, directory: Path) -> None:
-    """Notes when the first step began and the last one ended, by a clock that all processes share."""
+    """Notes its gradients, when its first step began, and the last one ended, by a clock that all processes share."""
     worker = paceline.init()
-    began_s, ended_s = math.inf, -math.inf
+    num_gradients, began_s, ended_s = 0, math.inf, -math.inf
     model = build(model_name)
     loader = DataLoader(split, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
     model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=LEARNING_RATE), loader)
@@ -60,13 +60,14 @@ def script(model_name: str, split: Split, directory: Path) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+                num_gradients += 1
                 ended_s = time.perf_counter()
     finally:
-        (directory / f"{worker.rank}.stamps").write_text(f"{began_s} {ended_s}")
+        (directory / f"{worker.rank}.stamps").write_text(f"{num_gradients} {began_s} {ended_s}")
 
 
 def pure_s(model_name: str, split: Split, num_gradients: int, *, takes_batches: bool) -> float:
-    """Seconds that so many gradients take, one after the other; of one batch, or of a loader's."""
+    """Seconds a gradient, of so many one after the other; of one batch, or of a loader's."""
     model = build(model_name)
     batch = split[torch.arange(BATCH_SIZE)]
     loader = DataLoader(split, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
@@ -76,7 +77,7 @@ def pure_s(model_name: str, split: Split, num_gradients: int, *, takes_batches: 
         for parameter in model.parameters():
             parameter.grad = None
         F.cross_entropy(model(x), y).backward()
-    return time.perf_counter() - began_s
+    return (time.perf_counter() - began_s) / num_gradients
 
 
 def virtual_s(
@@ -89,7 +90,11 @@ def virtual_s(
     num_gradients: int,
     processes: int,
 ) -> float:
-    """Seconds from the first step to the last of a virtual run of so many gradients."""
+    """Seconds a gradient, from the first step to the last of a virtual run of so many gradients.
+
+    Asynchronous workers have computed some more when the run's last update is made, most often one each but for the
+    last one; these count, too.
+    """
     is_asynchronous = strategy in ("ps-asp", "ps-ssp")
     max_steps = num_gradients if is_asynchronous else num_gradients // workers
     with tempfile.TemporaryDirectory() as name:
@@ -107,7 +112,8 @@ def virtual_s(
         )
         assert len(result.steps) >= num_gradients
         stamps = [[float(word) for word in path.read_text().split()] for path in directory.glob("*.stamps")]
-    return max(ended_s for _, ended_s in stamps) - min(began_s for began_s, _ in stamps)
+    counts, began_s, ended_s = zip(*stamps, strict=True)
+    return (max(ended_s) - min(began_s)) / sum(counts)
 
 
 def main() -> None:
@@ -143,7 +149,7 @@ def main() -> None:
                 processes=given.processes,
             )
             turns.append((pure, batches, virtual))
-        pure, batches, virtual = (1e3 * min(times) / num_gradients for times in zip(*turns, strict=True))
+        pure, batches, virtual = (1e3 * min(times) for times in zip(*turns, strict=True))
         of_pure = _ratio(virtual / pure, [turn[2] / turn[0] for turn in turns])
         of_batches = _ratio(virtual / batches, [turn[2] / turn[1] for turn in turns])
         print(f"{strategy:<12} {pure:6.2f}  {batches:7.2f}  {virtual:7.2f}  {of_pure}  {of_batches}", flush=True)

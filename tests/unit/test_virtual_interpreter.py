@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.random.mtrand import get_bit_generator
 
 from paceline.engines.virtual import random_state
 from paceline.engines.virtual.interpreter import kept
@@ -49,15 +50,15 @@ def alone(worker: int, draws: list[str]) -> list[float]:
     return [DRAWS[name]() for name in draws]
 
 
-@pytest.mark.parametrize("hidden", [None, "_gaussian_memory", "_python_memory"])
+@pytest.mark.parametrize("hidden", [None, "_numpy_memory", "_python_memory"])
 @given(turns=st.lists(st.tuples(st.integers(0, 2), st.lists(st.sampled_from(list(DRAWS)), max_size=3)), max_size=12))
 def test_each_worker_draws_as_if_alone(hidden: str | None, turns: list[tuple[int, list[str]]]) -> None:
     """Also with a numpy or a Python that keeps what it holds where it is not found."""
-    assert random_state._gaussian_memory() is not None
+    assert random_state._numpy_memory(get_bit_generator()) is not None
     assert random_state._python_memory() is not None
     with pytest.MonkeyPatch.context() as patch:
         if hidden is not None:
-            patch.setattr(random_state, hidden, lambda: None)
+            patch.setattr(random_state, hidden, lambda *_: None)
         check_turns(turns)
 
 

@@ -32,46 +32,40 @@ class _NumpyState:
 
     def __init__(self) -> None:
         """As it is now."""
-        self._content: bytes | None = None
+        self._content: tuple[bytes, bytes] | None = None
         self.save()
 
     def save(self) -> None:
-        content = _numpy_content()
+        memory = _numpy_memory(get_bit_generator())
+        content = memory and (bytes(memory[0]), bytes(memory[1]))
         if content is None or content != self._content:
             self._whole = np.random.get_state(legacy=False)
             self._content = content
+            # The generator's memory, where there is nothing else to the state.
+            self._numbers = None if content is None or self._whole["has_gauss"] else content[0]
 
     def restore(self, present: _NumpyState | None) -> None:
         """
         Args:
             present: what is in place, just saved; none where that is not known.
         """
-        was_all = present is not None and present._memory_alone is not None
-        if was_all and (content := self._memory_alone) is not None:
-            _memory_of(get_bit_generator())[:] = content
+        if self._numbers is not None and present is not None and present._numbers is not None:
+            memory = _numpy_memory(get_bit_generator())
+            assert memory is not None, "present was saved from it"
+            memory[0][:] = self._numbers
         else:
             np.random.set_state(self._whole)
 
-    @property
-    def _memory_alone(self) -> bytes | None:
-        """The generator's memory, where there is nothing else to the state."""
-        return None if self._content is None or self._whole["has_gauss"] else self._content[:_TWISTER_BYTES]
-
-
-def _numpy_content() -> bytes | None:
-    """The memory of numpy's generator, if it is the one that numpy comes with, and of the Gaussian that may be held."""
-    generator, gaussian = get_bit_generator(), _gaussian_memory()
-    if type(generator) is not np.random.MT19937 or gaussian is None:
-        return None
-    return bytes(_memory_of(generator)) + bytes(gaussian)
-
 
 @functools.lru_cache(maxsize=1)
-def _memory_of(generator: np.random.BitGenerator) -> memoryview:
-    return _memory(generator.ctypes.state_address, _TWISTER_BYTES)
+def _numpy_memory(generator: np.random.BitGenerator) -> tuple[memoryview, memoryview] | None:
+    """Of numpy's generator, if it is the one that numpy comes with, and of the Gaussian that may be held."""
+    gaussian = _gaussian_memory()
+    if type(generator) is not np.random.MT19937 or gaussian is None:
+        return None
+    return _memory(generator.ctypes.state_address, _TWISTER_BYTES), gaussian
 
 
-@functools.cache
 def _gaussian_memory() -> memoryview | None:
     """Where numpy keeps whether it holds a Gaussian, and which, if that is where every numpy so far has had it.
 
@@ -131,7 +125,7 @@ class RandomState:
         self.save()
 
     def save(self) -> None:
-        self._torch = torch.get_rng_state()
+        self._torch = torch.default_generator.get_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._numpy.save()
         self._python.save()
@@ -142,7 +136,7 @@ class RandomState:
         Args:
             present: what is in place, just saved; none where that is not known.
         """
-        torch.set_rng_state(self._torch)
+        torch.default_generator.set_state(self._torch)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
         self._numpy.restore(present and present._numpy)

@@ -280,7 +280,7 @@ def _until(process: subprocess.Popen[str], is_so: Callable[[], bool], *, timeout
     while process.poll() is None and not is_so():
         if time.monotonic() > give_up_s:
             raise RuntimeError(f"a run took longer than {timeout_s:g} s")
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def _read(path: Path) -> str:
@@ -317,7 +317,7 @@ def _measure_on(cells: Sequence[Cell], num_hosts: int, *, until_s: float) -> Ite
     with network(num_hosts) as net:
         ray = net.start_ray()
         for cell in cells:
-            began_s = time.monotonic()
+            began_s, busy_s = time.monotonic(), -time.process_time()
             if began_s > until_s:
                 say(f"no time left for {cell.label}")
                 continue
@@ -326,7 +326,10 @@ def _measure_on(cells: Sequence[Cell], num_hosts: int, *, until_s: float) -> Ite
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 say(f"{cell.label}: {error}")  # the others are worth having
                 continue
-            say(f"{cell.label}: {row.measured_s:.3f} s; took {time.monotonic() - began_s:.0f} s")
+            # What watching takes of the cores is missing to the hosts.
+            took_s, busy_s = time.monotonic() - began_s, busy_s + time.process_time()
+            watching = f"{busy_s / took_s:.0%} of a core to watch"
+            say(f"{cell.label}: {row.measured_s:.3f} s; took {took_s:.0f} s, and {watching}")
             yield row
 
 

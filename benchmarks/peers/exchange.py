@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -31,6 +32,7 @@ class GradientSource(nn.Module):
         return inputs.mean() * torch.stack([weight.sum() for weight in self.weights]).sum()
 
 
+@functools.cache
 def gradient_bytes(model: str) -> int:
     """What one worker has to exchange a step."""
     return num_bytes(build(model).parameters())

@@ -317,7 +317,7 @@ def _measure_on(cells: Sequence[Cell], num_hosts: int, *, until_s: float) -> Ite
     with network(num_hosts) as net:
         ray = net.start_ray()
         for cell in cells:
-            began_s, busy_s = time.monotonic(), -time.process_time()
+            began_s, began_core_s = time.monotonic(), time.process_time()
             if began_s > until_s:
                 say(f"no time left for {cell.label}")
                 continue
@@ -326,10 +326,9 @@ def _measure_on(cells: Sequence[Cell], num_hosts: int, *, until_s: float) -> Ite
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 say(f"{cell.label}: {error}")  # the others are worth having
                 continue
-            # What watching takes of the cores is missing to the hosts.
-            took_s, busy_s = time.monotonic() - began_s, busy_s + time.process_time()
-            watching = f"{busy_s / took_s:.0%} of a core to watch"
-            say(f"{cell.label}: {row.measured_s:.3f} s; took {took_s:.0f} s, and {watching}")
+            took_s = time.monotonic() - began_s
+            core = (time.process_time() - began_core_s) / took_s  # which the hosts have not
+            say(f"{cell.label}: {row.measured_s:.3f} s; took {took_s:.0f} s, and {core:.0%} of a core to watch")
             yield row
 
 

@@ -31,12 +31,13 @@ def test_a_probe_of_this_machine_is_a_cluster_to_simulate(start: Callable[..., C
     assert len(cluster.compute.trace_s) >= 8
     num_steps = len(cluster.compute.trace_s)
     result = paceline.run(
-        DEMO, strategy="ps-bsp", workers=1, engine="virtual", cluster=cluster, max_steps=num_steps,
+        DEMO, strategy="single", workers=1, engine="virtual", cluster=cluster, max_steps=num_steps,
         out=tmp_path / "run", watcher=Listener(),
     )  # fmt: skip
-    # One worker computes as it did when it was probed, the whole trace once; a batch of 32 takes twice as long as one
-    # of 16 only if it is not the first that the run sees, which sets what a step is.
-    assert result.training_time_s == pytest.approx(num_steps * cluster.compute.step_s, rel=0.5)
+    # One worker computes as it did when it was probed, the whole trace once. A batch of 32 takes twice as long as one
+    # of 16 only if it is not the first that the run sees, which sets what a step is. What exchanges take is left out:
+    # on a busy machine they are probed as anything.
+    assert result.training_time_s == pytest.approx(num_steps * cluster.compute.step_s, rel=1e-3)
 
 
 @pytest.mark.slow

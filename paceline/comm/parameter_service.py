@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -13,14 +14,17 @@ import zmq
 from safetensors import SafetensorError
 from torch import Tensor
 
-from paceline.comm.answer_window import LEAST_ANSWERS, AnswerWindow
+from paceline.comm.answers import AnswersElsewhere
 from paceline.comm.base import OptimizerSpec
 from paceline.comm.line import Bell, BellAddress, ServerLine
 from paceline.comm.segment import Segment, SegmentAddress
 from paceline.comm.server_part import Part, are_in_turn, build_part
 from paceline.comm.wire import (
+    ADMITTED,
     ALL_SHARDS,
-    FRAME_BYTES,
+    APART,
+    STOP,
+    VOID,
     Keys,
     Kind,
     Listener,
@@ -38,8 +42,6 @@ from paceline.server.ranges import KeyRange, in_shards
 from paceline.server.shard import Answer
 from paceline.server.state import export_state, import_state
 
-VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
-APART = 16  # of ATTACH: no server is on this worker's host
 POLL_S = 0.1
 _ERROR_LENGTH = 4000
 
@@ -99,12 +101,7 @@ class ParameterService:
         self._spec: ServerSpec | None = None
         self._parts: list[Part] = []
         self._all_parts: list[tuple[int, Part]] = []
-        self._is_in_turn = False
-        self._has_neighbour = False
-        """Whether a worker is on this host."""
-        self._some_are_apart = False
-        """Whether a worker is on a host without any server."""
-        self._answers: AnswerWindow[Message] = AnswerWindow(time.monotonic, least_bytes=LEAST_ANSWERS * FRAME_BYTES)
+        self._elsewhere = AnswersElsewhere(self._send_to)
         self._shared: Segment | None = None
         self._handlers: dict[Kind, Callable[[_Client, Message], None]] = {
             Kind.INITIALISE: self._initialise,
@@ -145,7 +142,7 @@ class ParameterService:
             for pieces, rule in zip(ranges, rules, strict=True)
         ]
         self._all_parts = list(enumerate(self._parts))
-        self._is_in_turn = are_in_turn(self._parts)
+        self._elsewhere.are_in_turn = are_in_turn(self._parts)
         self._spec = spec
 
     def serve(self) -> None:
@@ -216,6 +213,9 @@ class ParameterService:
             else:
                 self._send(client, failure)
 
+    def _send_to(self, worker: int, message: Message) -> None:
+        self._listener.send(self._clients[worker].identity, message)
+
     def _send(self, client: _Client, message: Message) -> None:
         if client.line is not None and client.asked_on_line:
             client.line.send(message.encode_head())
@@ -226,10 +226,10 @@ class ParameterService:
         spec = self._ready()
         if message.sender >= spec.rule.num_workers:
             raise WireError(f"refused worker {message.sender} of {spec.rule.num_workers}")
-        self._some_are_apart |= bool(message.flags & APART)
+        self._elsewhere.some_are_apart |= bool(message.flags & APART)
         about: dict[str, Any] = {
             "follows": self._parts[-1].shard.follows,
-            "is_in_turn": self._is_in_turn,
+            "is_in_turn": self._elsewhere.are_in_turn,
         }
         if message.body:
             least_bytes = spec.layout.num_bytes
@@ -246,7 +246,7 @@ class ParameterService:
             )
             line = ServerLine(_address(message.body["line"]))
             client = _Client(identity, gradients, parameters, segments, line)
-            self._has_neighbour = True
+            self._elsewhere.has_neighbour = True
             if self._shared is not None:
                 about["parameters"] = astuple(self._shared.address)
         else:
@@ -343,27 +343,30 @@ class ParameterService:
         self._send(client, self._message(Kind.OK))
 
     def _answer(self, index: int, answers: Sequence[Answer], *, released_at_s: float) -> None:
-        """Give every worker that is complete the current parameters of this shard.
+        """Give every worker that is complete the current parameters of this shard, those elsewhere first.
 
         Args:
             released_at_s: when the request arrived that completed them; until then they waited for others.
         """
         part = self._parts[index]
+        elsewhere: list[tuple[_Client, Answer]] = []
+        beside: list[tuple[_Client, Answer]] = []
         for answer in answers:
             client = self._clients[answer.worker]
+            (elsewhere if client.parameters is None else beside).append((client, answer))
+        for client, answer in elsewhere:
             self._give_parameters(client, answer.worker, index)
-            # With many pieces it waits from its latest arrival so far, and not twice at the same time.
-            waiting_s = max(0.0, released_at_s - max(client.arrived_s, client.released_s))
-            if client.parameters is None:
-                client.released_s = released_at_s
-                frames = part.as_frames()
-                message = self._about(
-                    answer, is_admitted=answer.admitted, waiting_s=waiting_s, shard=index, payload=frames
-                )
-                self._send_answer(answer.worker, message)
-            else:
-                client.answers[index] = answer
-                self._answer_on_line(client, waiting_s)
+            waiting_s = _waited_s(client, released_at_s)
+            client.released_s = released_at_s
+            message = self._about(answer, is_admitted=answer.admitted, waiting_s=waiting_s)
+            message.shard, message.payload = index, part.as_frames()
+            self._elsewhere.send(answer.worker, message)
+        if elsewhere and beside:
+            os.sched_yield()  # to the thread that sends: a worker beside that wakes first may take its core
+        for client, answer in beside:
+            self._give_parameters(client, answer.worker, index)
+            client.answers[index] = answer
+            self._answer_on_line(client, _waited_s(client, released_at_s))
         applied = part.shard.drain_applied()
         if index != len(self._parts) - 1:
             return
@@ -373,25 +376,10 @@ class ParameterService:
             if answer.contributors is not None:
                 self._tell_followers(answer.worker, answer.clock, answer.contributors)
 
-    def _send_answer(self, worker: int, message: Message) -> None:
-        """To a worker elsewhere: in turn where one beside this server has to push over a busier link than others."""
-        if self._is_in_turn and self._has_neighbour and self._some_are_apart:
-            message.flags |= IN_TURN
-            self._answers.put(worker, message, sum(len(frame) for frame in message.payload))
-            self._send_next()
-        else:
-            self._listener.send(self._clients[worker].identity, message)
-
     def _received(self, client: _Client, message: Message) -> None:
         """A worker has one of the answers that go in turn."""
-        if not self._answers.answered(message.sender):
+        if not self._elsewhere.received(message.sender):
             raise WireError(f"refused word from worker {message.sender} of an answer that it was not sent")
-        self._send_next()
-
-    def _send_next(self) -> None:
-        """What may go now."""
-        for worker, message in self._answers.take():
-            self._listener.send(self._clients[worker].identity, message)
 
     def _answer_on_line(self, client: _Client, waiting_s: float) -> None:
         """One answer for all shards, once the last of them has answered."""
@@ -406,7 +394,7 @@ class ParameterService:
             _copy(shard.parameters, client.parameters[index])
         shard.pulled(worker)
 
-    def _about(self, answer: Answer, *, is_admitted: bool, waiting_s: float, **tensors: Any) -> Message:
+    def _about(self, answer: Answer, *, is_admitted: bool, waiting_s: float) -> Message:
         body = {} if answer.contributors is None else {"contributors": answer.contributors}
         return Message(
             Kind.ANSWER,
@@ -418,7 +406,6 @@ class ParameterService:
             staleness=answer.staleness,
             waiting_s=waiting_s,
             body=body,
-            **tensors,
         )
 
     def _message(self, kind: Kind, **fields: Any) -> Message:
@@ -456,6 +443,11 @@ def _address(numbers: Any, *, least_bytes: int = 0) -> SegmentAddress:
 def identity_of(worker: int) -> bytes:
     """A worker's name on a server's socket."""
     return f"worker-{worker}".encode()
+
+
+def _waited_s(client: _Client, released_at_s: float) -> float:
+    """Of a request with many pieces from its latest arrival so far, and not twice at the same time."""
+    return max(0.0, released_at_s - max(client.arrived_s, client.released_s))
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

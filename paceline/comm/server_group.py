@@ -15,11 +15,16 @@ from torch import Tensor
 
 from paceline.comm.base import Collective, OptimizerSpec, Push, Reply, Store, Timing
 from paceline.comm.line import BellAddress, WorkerLine
-from paceline.comm.parameter_service import ADMITTED, APART, IN_TURN, STOP, VOID, identity_of
+from paceline.comm.parameter_service import identity_of
 from paceline.comm.segment import Segment, SegmentAddress
 from paceline.comm.send_window import PIECES_UNDER_WAY, SendWindow
 from paceline.comm.wire import (
+    ADMITTED,
+    APART,
     FRAME_BYTES,
+    IN_TURN,
+    STOP,
+    VOID,
     Caller,
     Keys,
     Kind,

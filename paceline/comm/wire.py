@@ -24,6 +24,8 @@ from paceline.errors import PacelineError
 
 FRAME_BYTES = 1 << 20
 ALL_SHARDS = -1
+VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
+APART = 16  # of ATTACH: no server is on this worker's host
 _HEADER = struct.Struct("<2sBBIIiqqqqd")
 _MAGIC = b"P1"
 

@@ -12,9 +12,9 @@ import torch
 
 import paceline
 from paceline.checkpoint import FILE_NAME, Checkpoint
-from paceline.comm import answer_window, parameter_service, server_group
+from paceline.comm import answer_window, answers, server_group
 from paceline.comm.answer_window import LEAST_ANSWERS
-from paceline.comm.parameter_service import ParameterService
+from paceline.comm.answers import AnswersElsewhere
 from paceline.errors import UsageError
 from paceline.strategies.parameter_server import ParameterServer
 from tests.conformance import local_engine
@@ -127,16 +127,16 @@ def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_pi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the others are answered a few pieces at a time, both together."""
-    monkeypatch.setattr(parameter_service, "FRAME_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(answers, "FRAME_BYTES", PIECE_BYTES)
     monkeypatch.setattr(answer_window, "UNDER_WAY_S", 0.0)  # as if all links were slow
     answered_at_once: list[int] = []
-    send_next = ParameterService._send_next
+    send_next = AnswersElsewhere._send_next
 
-    def noted(service: ParameterService) -> None:
-        send_next(service)
-        answered_at_once.append(service._answers._under_way.total())
+    def noted(elsewhere: AnswersElsewhere) -> None:
+        send_next(elsewhere)
+        answered_at_once.append(elsewhere._window._under_way.total())
 
-    monkeypatch.setattr(ParameterService, "_send_next", noted)
+    monkeypatch.setattr(AnswersElsewhere, "_send_next", noted)
     script, tolerance = SCRIPTS["one-cycle schedule, momentum"]
     result = local_engine.run(
         partial(in_small_pieces, script),

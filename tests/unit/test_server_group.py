@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from paceline.comm import parameter_service, server_group
+from paceline.comm import answers, server_group
 from paceline.comm.alone import AloneCollective
 from paceline.comm.answer_window import LEAST_ANSWERS
 from paceline.comm.base import OptimizerSpec, Push
@@ -47,7 +47,7 @@ def group_of_one(
         ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=NullReporter())
         for index in range(1 + has_server_here)
     ]
-    services[0]._has_neighbour = is_beside_another
+    services[0]._elsewhere.has_neighbour = is_beside_another
     threads = [threading.Thread(target=service.serve) for service in services]
     for thread in threads:
         thread.start()
@@ -90,7 +90,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return push(shard, worker, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Shard, "push", noted)
-    for module in (server_group, parameter_service):
+    for module in (server_group, answers):
         monkeypatch.setattr(module, "FRAME_BYTES", 256)
     return seen
 

@@ -4,8 +4,9 @@ Hosts are network namespaces on this machine with links of limited rate, as in n
 each rate, model and workload, `paceline probe` measures two hosts once. From its file alone, with `count` raised and
 `shared_cores` added, since all hosts are this one machine, the virtual engine runs the same script under each strategy
 and number of hosts; then the real hosts do. A row compares the time of a step: what each worker took for one on the
-average while all were at it, none of them warming up or through, and of these the median. Under ps-asp, workers end at
-the same time instead of after as many steps, and the only server's host is left out, as its worker crosses no link.
+average while all were at it, none of them warming up or through, and of these the median; of several runs (`--runs`)
+the middle one's. Under ps-asp, workers end at the same time instead of after as many steps, and the only server's host
+is left out, as its worker crosses no link.
 
 Workloads: `sleep` exchanges gradients as large as the model's and sleeps instead of computing (the conv net 20 ms,
 ResNet-18 100 ms), so that hosts do not fight for the cores that they share; `compute` trains.
@@ -159,13 +160,16 @@ def _steps_between(began_s: float, ended_s: float, ends_s: Sequence[float]) -> f
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a cell."""
+    """What came of a cell; of several runs, the middle one's."""
 
     cell: Cell
     measured_s: float
     lowest_s: float
+    """Of its workers."""
     highest_s: float
     predicted_s: float = math.nan
+    runs_s: tuple[float, ...] = ()
+    """What each run measured."""
 
     @property
     def error(self) -> float:
@@ -304,10 +308,18 @@ def probe_all(cells: Sequence[Cell], clusters: dict[str, str]) -> Iterator[str]:
             yield name
 
 
-def measure_all(cells: Sequence[Cell], *, until_s: float) -> Iterator[Row]:
-    """Each number of hosts on a network of its own, whose hosts take turns at the machine's cores."""
+def measure_all(cells: Sequence[Cell], *, num_runs: int, until_s: float) -> Iterator[Row]:
+    """Each number of hosts on a network of its own, whose hosts take turns at the machine's cores.
+
+    A row comes again with each of its runs.
+    """
     for num_hosts in sorted({cell.num_hosts for cell in cells}):
-        yield from _measure_on([cell for cell in cells if cell.num_hosts == num_hosts], num_hosts, until_s=until_s)
+        rows: dict[Cell, list[Row]] = {cell: [] for cell in cells if cell.num_hosts == num_hosts}
+        for row in _measure_on([*rows] * num_runs, num_hosts, until_s=until_s):
+            runs = rows[row.cell]
+            runs.append(row)
+            middle = sorted(runs, key=lambda run: run.measured_s)[(len(runs) - 1) // 2]
+            yield replace(middle, runs_s=tuple(run.measured_s for run in runs))
 
 
 def _measure_on(cells: Sequence[Cell], num_hosts: int, *, until_s: float) -> Iterator[Row]:
@@ -389,6 +401,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workload", choices=["sleep", "compute"], default="sleep")
     parser.add_argument("--strategies", nargs="+", choices=strategies, default=strategies, metavar="NAME[:SERVERS]")
     parser.add_argument("--longest-step", type=float, default=60.0, metavar="S", help="leave slower cells out")
+    parser.add_argument("--runs", type=int, default=1, help="of each cell, of which the middle one counts")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further measurement after so long")
     parser.add_argument("--json", type=Path, help="keep the numbers, and the probes' files, here")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw predicted against measured")
@@ -415,7 +428,7 @@ def main() -> None:
         cells = [cell for cell in cells if cell.link_s <= args.longest_step]
         for _ in probe_all(cells, clusters):
             keep()
-        for row in measure_all(cells, until_s=began_s + 60 * args.minutes):
+        for row in measure_all(cells, num_runs=args.runs, until_s=began_s + 60 * args.minutes):
             rows[row.cell] = row
             keep()
         say(f"took {time.monotonic() - began_s:.0f} s")

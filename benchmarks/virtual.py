@@ -3,11 +3,16 @@
     python benchmarks/virtual.py --workers 20 --strategies all-reduce,ps-bsp,ps-asp
     python benchmarks/virtual.py --workers 20 --processes 2
 
-Both sides compute the same gradients, forward and backward: batches of 100, of as many images as CIFAR-10 has. The
-virtual run also takes batches, updates, exchanges and writes records. "batches" is the pure side with a DataLoader that
-shuffles and takes each batch. With `--processes 2` the virtual run's computing is spread over two, each with its share
-of the cores; the pure side stays in one, with as many threads as OMP_NUM_THREADS says. The sides take turns. The least
-of all turns is printed, as what else the machine does only adds; and of the turns' ratios the median, with quartiles.
+Both sides compute forward and backward passes of batches of 100, of as many images as CIFAR-10 has. Pure are three:
+
+    again    one model's, of one batch again and again, which the caches hold
+    pure     the workers' own: each has its model, and its next batch lies ready in memory
+    batches  as "again", of batches that a DataLoader shuffles and takes
+
+The virtual run takes batches, updates, exchanges and writes records. With `--processes 2` its computing is spread over
+two, each with its share of the cores; the pure sides stay in one, with as many threads as OMP_NUM_THREADS says. The
+sides take turns. The least of all turns is printed, as what else the machine does only adds; and of the turns' ratios
+the median, with quartiles.
 """
 
 from __future__ import annotations
@@ -18,18 +23,21 @@ import math
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import paceline
 from paceline.data import collate
-from paceline.data.dataset import Split
+from paceline.data.dataset import Batch, Split
 from paceline.models import build
 
+SIDES = ("again", "pure", "batches")
 BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 100, 25, 12
 LEARNING_RATE = 1e-3
 """With 0.05, twenty asynchronous workers that learn noise diverge within 60 steps."""
@@ -66,14 +74,28 @@ def script(model_name: str, split: Split, directory: Path) -> None:
         (directory / f"{worker.rank}.stamps").write_text(f"{num_gradients} {began_s} {ended_s}")
 
 
-def pure_s(model_name: str, split: Split, num_gradients: int, *, takes_batches: bool) -> float:
-    """Seconds a gradient, of so many one after the other; of one batch, or of a loader's."""
-    model = build(model_name)
+def again_s(model_name: str, split: Split, num_gradients: int) -> float:
+    """Seconds a gradient of one batch."""
     batch = split[torch.arange(BATCH_SIZE)]
+    return _gradient_s([build(model_name)], itertools.repeat(batch), num_gradients)
+
+
+def pure_s(model_name: str, split: Split, num_gradients: int, *, workers: int) -> float:
+    """Seconds a gradient of so many workers in turn, whose batches lie ready."""
+    ready = [split[rows] for rows in torch.randperm(len(split)).split(BATCH_SIZE)[:num_gradients]]
+    return _gradient_s([build(model_name) for _ in range(workers)], itertools.cycle(ready), num_gradients)
+
+
+def batches_s(model_name: str, split: Split, num_gradients: int) -> float:
+    """Seconds a gradient, and the batch that a loader takes for it."""
     loader = DataLoader(split, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader)) if takes_batches else itertools.repeat(batch)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    return _gradient_s([build(model_name)], batches, num_gradients)
+
+
+def _gradient_s(models: Sequence[nn.Module], batches: Iterable[Batch], num_gradients: int) -> float:
     began_s = time.perf_counter()
-    for x, y in itertools.islice(batches, num_gradients):
+    for model, (x, y) in zip(itertools.cycle(models), itertools.islice(batches, num_gradients), strict=False):
         for parameter in model.parameters():
             parameter.grad = None
         F.cross_entropy(model(x), y).backward()
@@ -131,14 +153,14 @@ def main() -> None:
     how = f"{given.processes} process(es), {torch.get_num_threads()} thread(s) in all"
     print(f"{given.model}, {given.workers} virtual workers, {how}: least ms a gradient")
     print("Ratios: of the least, then the median of the turns' own (lower and upper quartile)")
-    print("strategy       pure  batches  virtual  virtual/pure               virtual/batches")
+    times, ratios = (f"{side:>7}" for side in (*SIDES, "virtual")), [f"{f'of {side}':<25}" for side in SIDES]
+    print(f"{'strategy':<12}", *times, *ratios)
     for strategy in given.strategies.split(","):
-        turns: list[tuple[float, float, float]] = []
+        turns: list[tuple[float, ...]] = []
         for _ in range(given.rounds):
-            pure, batches = (
-                pure_s(given.model, split, num_gradients, takes_batches=takes_batches)
-                for takes_batches in (False, True)
-            )
+            again = again_s(given.model, split, num_gradients)
+            pure = pure_s(given.model, split, num_gradients, workers=given.workers)
+            batches = batches_s(given.model, split, num_gradients)
             virtual = virtual_s(
                 given.model,
                 split,
@@ -148,16 +170,15 @@ def main() -> None:
                 num_gradients=num_gradients,
                 processes=given.processes,
             )
-            turns.append((pure, batches, virtual))
-        pure, batches, virtual = (1e3 * min(times) for times in zip(*turns, strict=True))
-        of_pure = _ratio(virtual / pure, [turn[2] / turn[0] for turn in turns])
-        of_batches = _ratio(virtual / batches, [turn[2] / turn[1] for turn in turns])
-        print(f"{strategy:<12} {pure:6.2f}  {batches:7.2f}  {virtual:7.2f}  {of_pure}  {of_batches}", flush=True)
+            turns.append((again, pure, batches, virtual))
+        least = [1e3 * min(each) for each in zip(*turns, strict=True)]
+        ratios = [_ratio(least[-1] / least[i], [turn[-1] / turn[i] for turn in turns]) for i in range(len(SIDES))]
+        print(f"{strategy:<12}", *(f"{time_ms:7.2f}" for time_ms in least), *ratios, flush=True)
 
 
 def _ratio(least: float, turns: list[float]) -> str:
     low, median, high = statistics.quantiles(turns, n=4) if len(turns) > 1 else turns * 3
-    return f"{least:4.2f}, {median:4.2f} ({low:4.2f} to {high:4.2f})"
+    return f"{least:4.2f}, {median:4.2f} ({low:4.2f} to {high:4.2f})  "
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ class _Enough(BudgetReached):
 
 @final
 class StepWatch:
-    """Times the steps of a model, told apart by the optimizer's. The time that a script sleeps is not counted: the
-    virtual engine takes it anew.
+    """Times the steps of a model, told apart by the optimizer's. The time that a script asks to sleep is not counted:
+    the virtual engine takes it anew.
 
     Args:
         num_steps: ends the script after so many, or
@@ -107,7 +107,7 @@ class StepWatch:
         replica.optimizer.register_step_post_hook(self._end_step)
 
     def slept(self, duration_s: float) -> None:
-        """The script has slept."""
+        """The script has slept, and had asked for so long."""
         self._slept_s += duration_s
 
     def report(self, address: str) -> StepReport:
@@ -186,7 +186,7 @@ class MeasuredScript:
         assert world is not None
         watch = StepWatch(num_steps=self.num_steps, max_s=self.max_s)
         world.context = replace(world.context, watch=watch.watch)
-        with _sleeps_told(watch.slept):
+        with sleeps_told(watch.slept):
             run_program(self.script)
         world.at_end.clear()  # the model is nobody's: it is neither evaluated nor saved
         tell(world, asdict(watch.report(own_address())))
@@ -205,15 +205,14 @@ def read(report: Mapping[str, Any]) -> StepReport:
 
 
 @contextmanager
-def _sleeps_told(tell: Callable[[float], None]) -> Iterator[None]:
-    """`tell` hears how long each `time.sleep` of this thread took."""
+def sleeps_told(tell: Callable[[float], None]) -> Iterator[None]:
+    """`tell` hears how long each `time.sleep` of this thread was to take; what it took beyond that is the machine's."""
     real, owner = time.sleep, threading.get_ident()
 
     def sleep(duration_s: float, /) -> None:
-        began_s = time.perf_counter()
         real(duration_s)
         if threading.get_ident() == owner:
-            tell(time.perf_counter() - began_s)
+            tell(duration_s)
 
     time.sleep = sleep  # type: ignore[assignment]
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import BudgetReached, UsageError
-from paceline.probing.steps import StepWatch
+from paceline.probing.steps import StepWatch, sleeps_told
 from paceline.strategies.replica import describe
 
 
@@ -108,3 +110,18 @@ def test_too_few_steps_are_refused() -> None:
     watched(watch, clock, num_steps=3)
     with pytest.raises(UsageError, match=r"took 2 training step\(s\), and probing needs at least 3; have it train"):
         watch.report("it")
+
+
+def test_a_sleep_counts_for_as_long_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what it takes longer belongs to the step; and other threads' do not count."""
+    clock = Clock()
+    monkeypatch.setattr(time, "sleep", lambda duration_s: clock.take(1.5 * duration_s))
+    told: list[float] = []
+    with sleeps_told(told.append):
+        time.sleep(2.0)
+        other = threading.Thread(target=time.sleep, args=(7.0,))
+        other.start()
+        other.join()
+    time.sleep(5.0)
+    assert clock.now_s == pytest.approx(1.5 * (2.0 + 7.0 + 5.0))
+    assert told == [2.0]

@@ -20,15 +20,16 @@ from paceline.comm.server_group import ServerAddress, ServerGroup
 from paceline.comm.wire import FRAME_BYTES, Keys
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.probing.echo import EPOCH
-from paceline.probing.timing import mean_s
+from paceline.probing.timing import CacheEmptier, mean_s
 from paceline.records import Reporter
 from paceline.server.admission import BulkSynchronous
 from paceline.server.ranges import cut
 
 _SMALL_BYTES, _NUM_SMALL = 2**10, 200
 """Of exchanges whose bytes take next to nothing."""
-_SCRATCH_BYTES = 2**23
-"""More than a core's own caches hold."""
+_FEW, _NUM_FEW = 3, 60
+"""So many of these in a row, of which the first finds other things in the caches: a server that has got a core answers
+several requests before it loses it."""
 _NUM_LARGE = 6
 _LARGE_S, _ALL_LARGE_S = 0.5, 10.0
 """How long a large one is to take, and how long all of them may."""
@@ -48,7 +49,7 @@ class ExchangeCost:
     request_s: float
     """Of 1 KiB, there and back."""
     request_core_s: float
-    """Processor time of both ends in one, with caches that hold other things, as after a gradient."""
+    """Processor time of both ends in one, as on cores that hosts share."""
     bytes_per_core_s: float
     """Sent or received in a second of processor time, besides what each request takes."""
 
@@ -78,9 +79,8 @@ class Exchanges:
         Raises:
             DeadlineExceeded: the other's server does not answer.
         """
-        request_s, warm_core_s = self._measured(_SMALL_BYTES, _NUM_SMALL)
-        scratch = torch.zeros(_SCRATCH_BYTES // 4)
-        _, request_core_s = self._measured(_SMALL_BYTES, _NUM_SMALL, before=partial(scratch.add_, 1.0))
+        request_s, _ = self._measured(_SMALL_BYTES, _NUM_SMALL)
+        _, request_core_s = self._measured(_SMALL_BYTES, _NUM_FEW, in_a_row=_FEW, emptier=CacheEmptier())
         piece_s, _ = self._measured(FRAME_BYTES, 1)
         piece_s = max(piece_s, float(self.swap(f"{piece_s}")))
         num_pieces = max(_MIN_PIECES, min(int(_LARGE_S / piece_s), _MAX_PIECES))
@@ -88,36 +88,30 @@ class Exchanges:
         _, large_core_s = self._measured(num_pieces * FRAME_BYTES, num_large)
         # A byte passes both ends on its way there, and on its way back.
         passed_bytes = 4 * num_pieces * FRAME_BYTES
-        bytes_per_core_s = passed_bytes / max(large_core_s - num_pieces * warm_core_s, 1e-9)
+        bytes_per_core_s = passed_bytes / max(large_core_s - num_pieces * request_core_s, 1e-9)
         return ExchangeCost(request_s, request_core_s, bytes_per_core_s)
 
     def _measured(
-        self, num_bytes: int, count: int, *, before: Callable[[], object] = lambda: None
+        self, num_bytes: int, count: int, *, in_a_row: int = 1, emptier: CacheEmptier | None = None
     ) -> tuple[float, float]:
-        """Seconds and processor seconds of an exchange.
+        """Seconds, if caches are not emptied before each row, and processor seconds of an exchange."""
 
-        Args:
-            before: done before each; its processor time does not count.
-        """
-        apart_s = 0.0
-
-        def step() -> None:
-            nonlocal apart_s
-            began_s = time.thread_time()
-            before()
-            apart_s += time.thread_time() - began_s
-            exchange()
+        def row() -> None:
+            if emptier is not None:
+                emptier()
+            for _ in range(in_a_row):
+                exchange()
 
         with self._serving(num_bytes) as endpoint, self._attached(self.swap(endpoint), num_bytes) as exchange:
             exchange()
             self.swap("begin")
             process_began_s, interrupts_began_s = time.process_time(), _interrupts_s()
-            exchange_s = mean_s(step, count)
+            exchange_s = mean_s(row, count) / in_a_row
             self.swap("end")
-            process_s = time.process_time() - process_began_s - apart_s
+            process_s = time.process_time() - process_began_s - (0.0 if emptier is None else emptier.processor_s)
             interrupts_s = (_interrupts_s() - interrupts_began_s) / self.num_sharing
         # Packets are this process's doing; more than it takes itself are others' packets.
-        return exchange_s, (process_s + min(interrupts_s, process_s)) / count
+        return exchange_s, (process_s + min(interrupts_s, process_s)) / count / in_a_row
 
     @contextmanager
     def _serving(self, num_bytes: int) -> Iterator[str]:

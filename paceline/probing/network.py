@@ -23,7 +23,7 @@ from paceline.probing.echo import EPOCH, PING_BYTES, Echo
 from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import NUM_TRIES, answered, connected, measure_unevenness, unevenness_of
 from paceline.probing.steps import tell
-from paceline.probing.timing import mean_s, median_s
+from paceline.probing.timing import CacheEmptier, mean_s, median_s
 from paceline.records import Reporter
 
 _NUM_PINGS = 40
@@ -64,7 +64,8 @@ class PairReport:
     piece_s: float
     """That a request with a piece takes longer than an empty one, there and back, after a silence."""
     message_core_s: float
-    """Processor time of one end, of a message sent and one received, of a few at a time."""
+    """Processor time of one end, of a message sent and one received, of a few at a time; with caches that hold other
+    things."""
     exchange: ExchangeCost
     """With a parameter server there."""
 
@@ -209,9 +210,11 @@ class _Measurement:
         latency_s = _plain_latency_s(address, port)
         swap, swap_few = partial(self._swap, other), partial(self._swap_few, other)
         message_s = mean_s(swap, _NUM_PINGS)
-        began_s = time.process_time()
-        mean_s(swap_few, _NUM_PINGS)
-        message_core_s = (time.process_time() - began_s) / _NUM_PINGS / _FEW
+        emptier, began_s = CacheEmptier(), time.process_time()
+        for _ in range(_NUM_PINGS):
+            emptier()
+            swap_few()
+        message_core_s = (time.process_time() - began_s - emptier.processor_s) / _NUM_PINGS / _FEW
         num_pieces = self._stream(other, _FIRST_PIECES)
         bytes_per_s = self._stream_rate(other, num_pieces)
         caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
@@ -235,9 +238,12 @@ class _Measurement:
         )
 
     def _attend(self, other: int) -> None:
-        for action in (self._swap, self._swap_few):
-            for _ in range(_NUM_PINGS):
-                action(other)
+        emptier = CacheEmptier()
+        for _ in range(_NUM_PINGS):
+            self._swap(other)
+        for _ in range(_NUM_PINGS):
+            emptier()
+            self._swap_few(other)
         rate = self._take_stream(other, _FIRST_PIECES)
         num_pieces = int(min(max(_MIN_PIECES, _STREAM_S * rate / FRAME_BYTES), _MAX_PIECES))
         self._tell(other, num_pieces)

@@ -15,6 +15,7 @@ from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm import answer_window, answers, server_group
 from paceline.comm.answer_window import LEAST_ANSWERS
 from paceline.comm.answers import AnswersElsewhere
+from paceline.comm.parameter_service import ParameterService
 from paceline.errors import UsageError
 from paceline.strategies.parameter_server import ParameterServer
 from tests.conformance import local_engine
@@ -148,6 +149,35 @@ def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_pi
     )
     assert_close(result.model_state(), train_alone(script, 3), tolerance)
     assert 0 < max(answered_at_once) <= LEAST_ANSWERS
+
+
+def test_workers_elsewhere_are_answered_before_the_one_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked first."""
+    order: list[str] = []
+    told: list[list[str]] = []
+    answer, send, answer_on_line = ParameterService._answer, AnswersElsewhere.send, ParameterService._answer_on_line
+
+    def noted_answer(*arguments: Any, **named: Any) -> None:
+        begin = len(order)
+        answer(*arguments, **named)
+        told.append(order[begin:])
+
+    def noted_send(*arguments: Any) -> None:
+        order.append("elsewhere")
+        send(*arguments)
+
+    def noted_answer_on_line(*arguments: Any) -> None:
+        order.append("beside")
+        answer_on_line(*arguments)
+
+    monkeypatch.setattr(ParameterService, "_answer", noted_answer)
+    monkeypatch.setattr(AnswersElsewhere, "send", noted_send)
+    monkeypatch.setattr(ParameterService, "_answer_on_line", noted_answer_on_line)
+    local_engine.run(
+        partial(whole, train), strategy="ps-bsp", options={"servers": 1}, workers=3, out=tmp_path, servers_are_local=[0]
+    )
+    assert ["elsewhere", "elsewhere", "beside"] in told
+    assert all(each in ([], ["elsewhere", "elsewhere", "beside"]) for each in told)
 
 
 @pytest.mark.parametrize("servers_are_local", [False, [0]], ids=["elsewhere", "of one worker"])

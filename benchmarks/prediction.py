@@ -401,7 +401,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workload", choices=["sleep", "compute"], default="sleep")
     parser.add_argument("--strategies", nargs="+", choices=strategies, default=strategies, metavar="NAME[:SERVERS]")
     parser.add_argument("--longest-step", type=float, default=60.0, metavar="S", help="leave slower cells out")
-    parser.add_argument("--runs", type=int, default=1, help="of each cell, of which the middle one counts")
+    parser.add_argument("--runs", type=int, default=1, choices=[1, 3, 5, 7], help="of a cell; the middle one counts")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further measurement after so long")
     parser.add_argument("--json", type=Path, help="keep the numbers, and the probes' files, here")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw predicted against measured")

@@ -6,7 +6,7 @@
 Both sides compute forward and backward passes of batches of 100, of as many images as CIFAR-10 has. Pure are three:
 
     again    one model's, of one batch again and again, which the caches hold
-    pure     the workers' own: each has its model, and its next batch lies ready in memory
+    own      the workers' own: each has its model, and its next batch lies ready in memory
     batches  as "again", of batches that a DataLoader shuffles and takes
 
 The virtual run takes batches, updates, exchanges and writes records. With `--processes 2` its computing is spread over
@@ -37,7 +37,7 @@ from paceline.data import collate
 from paceline.data.dataset import Batch, Split
 from paceline.models import build
 
-SIDES = ("again", "pure", "batches")
+SIDES = ("again", "own", "batches")
 BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 100, 25, 12
 LEARNING_RATE = 1e-3
 """With 0.05, twenty asynchronous workers that learn noise diverge within 60 steps."""
@@ -80,7 +80,7 @@ def again_s(model_name: str, split: Split, num_gradients: int) -> float:
     return _gradient_s([build(model_name)], itertools.repeat(batch), num_gradients)
 
 
-def pure_s(model_name: str, split: Split, num_gradients: int, *, workers: int) -> float:
+def own_s(model_name: str, split: Split, num_gradients: int, *, workers: int) -> float:
     """Seconds a gradient of so many workers in turn, whose batches lie ready."""
     ready = [split[rows] for rows in torch.randperm(len(split)).split(BATCH_SIZE)[:num_gradients]]
     return _gradient_s([build(model_name) for _ in range(workers)], itertools.cycle(ready), num_gradients)
@@ -159,7 +159,7 @@ def main() -> None:
         turns: list[tuple[float, ...]] = []
         for _ in range(given.rounds):
             again = again_s(given.model, split, num_gradients)
-            pure = pure_s(given.model, split, num_gradients, workers=given.workers)
+            own = own_s(given.model, split, num_gradients, workers=given.workers)
             batches = batches_s(given.model, split, num_gradients)
             virtual = virtual_s(
                 given.model,
@@ -170,7 +170,7 @@ def main() -> None:
                 num_gradients=num_gradients,
                 processes=given.processes,
             )
-            turns.append((again, pure, batches, virtual))
+            turns.append((again, own, batches, virtual))
         least = [1e3 * min(each) for each in zip(*turns, strict=True)]
         ratios = [_ratio(least[-1] / least[i], [turn[-1] / turn[i] for turn in turns]) for i in range(len(SIDES))]
         print(f"{strategy:<12}", *(f"{time_ms:7.2f}" for time_ms in least), *ratios, flush=True)

@@ -361,8 +361,8 @@ class ParameterService:
             message = self._about(answer, is_admitted=answer.admitted, waiting_s=waiting_s)
             message.shard, message.payload = index, part.as_frames()
             self._elsewhere.send(answer.worker, message)
-        if elsewhere and beside:
-            os.sched_yield()  # to the thread that sends: a worker beside that wakes first may take its core
+        if elsewhere and any(len(client.answers) == len(self._parts) - 1 for client, _ in beside):
+            os.sched_yield()  # to the thread that sends: a worker beside, which wakes now, may take its core
         for client, answer in beside:
             self._give_parameters(client, answer.worker, index)
             client.answers[index] = answer

@@ -86,7 +86,8 @@ class Exchanges:
         num_pieces = max(_MIN_PIECES, min(int(_LARGE_S / piece_s), _MAX_PIECES))
         num_large = max(1, min(int(_ALL_LARGE_S / (num_pieces * piece_s)), _NUM_LARGE))
         _, large_core_s = self._measured(num_pieces * FRAME_BYTES, num_large)
-        # A byte passes both ends on its way there, and on its way back.
+        # A byte passes both ends on its way there, and on its way back. What a request is said to take comes off, so
+        # that both together are what was measured.
         passed_bytes = 4 * num_pieces * FRAME_BYTES
         bytes_per_core_s = passed_bytes / max(large_core_s - num_pieces * request_core_s, 1e-9)
         return ExchangeCost(request_s, request_core_s, bytes_per_core_s)

@@ -13,7 +13,7 @@ _NUM_WARMUP = 5
 _TRIMMED = 0.1
 """Of the shortest times, and of the longest, that do not count."""
 _CACHE_BYTES = 2**26
-"""More than caches hold, that of all cores included."""
+"""More than most caches hold, that of all cores included."""
 
 
 @final
@@ -22,7 +22,7 @@ class CacheEmptier:
 
     def __init__(self) -> None:
         self.processor_s = 0.0
-        """What that took so far."""
+        """What that took so far, of this thread: torch is to compute with no other."""
         self._scratch = torch.zeros(_CACHE_BYTES // 4)
 
     def __call__(self) -> None:

@@ -19,11 +19,12 @@ from paceline.comm.base import Collective
 from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message, WireError
 from paceline.engines.ray.cluster import own_address
 from paceline.engines.world import current
+from paceline.probing.caches import CacheEmptier
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
 from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import NUM_TRIES, answered, connected, measure_unevenness, unevenness_of
 from paceline.probing.steps import tell
-from paceline.probing.timing import CacheEmptier, mean_s, median_s
+from paceline.probing.timing import mean_s, median_s
 from paceline.records import Reporter
 
 _NUM_PINGS = 40

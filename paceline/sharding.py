@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from paceline.ahead import batches_ahead, can_be_taken_ahead
 from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import derive, preserved_random_state, seed_everything
 
@@ -80,6 +81,7 @@ class ShardedLoader:
         on_return: called when the script comes back: for its next batch, or for a new epoch.
         on_batch: called with each batch's place before it is handed out.
         on_position: called once when the position to resume from is reached.
+        takes_ahead: where that changes nothing, the next batch is taken while the present one is trained on.
 
     A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
 
@@ -99,12 +101,14 @@ class ShardedLoader:
         on_batch: Callable[[RankBatch], None],
         on_position: Callable[[], None],
         should_stop: Callable[[], bool],
+        takes_ahead: bool = False,
     ) -> None:
         _refuse_unshardable(loader)
         self._loader = loader
         self._rank, self._size, self._seed = rank, size, seed
         self._on_return, self._should_stop = on_return, should_stop
         self._on_batch, self._on_position = on_batch, on_position
+        self._takes_ahead = takes_ahead and can_be_taken_ahead(loader)
         self._inner_batches: list[tuple[int, ...]] = []
         self._inner = _rebuild(loader, self._inner_batches)
         self.epoch = 0
@@ -170,9 +174,11 @@ class ShardedLoader:
         self.num_batches_done = skipped
         if position is not None and not skipped:
             self._on_position()
-        inner = iter(self._inner)  # draws from the random state, as it did when the epoch was begun
+        inner: Iterator[Any] = iter(self._inner)  # draws from the random state, as it did when the epoch was begun
         if position is not None and skipped:
             self._on_position()
+        if self._takes_ahead:
+            inner = batches_ahead(self._loader, self._inner_batches)
         for batch, data in zip(batches[skipped:], inner, strict=True):
             self._on_batch(batch)
             self.num_batches_done += 1

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from paceline.ahead import pure
 from paceline.errors import PacelineError
 
 Batch = tuple[Tensor, Tensor]
@@ -19,6 +20,7 @@ class DatasetError(PacelineError):
     """A data set's files are missing, cannot be fetched, or are not what they claim to be."""
 
 
+@pure
 @dataclass(frozen=True, eq=False)
 class Split(torch.utils.data.Dataset[Batch]):
     """A map-style data set that keeps its images compact and normalises what is asked for.
@@ -64,6 +66,7 @@ class Split(torch.utils.data.Dataset[Batch]):
 T = TypeVar("T")
 
 
+@pure
 def collate(batch: T) -> T:
     """The batch itself: `Split.__getitems__` hands the DataLoader whole tensors, with nothing left to stack."""
     return batch

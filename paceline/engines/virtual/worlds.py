@@ -11,6 +11,7 @@ from paceline.checkpoint import Checkpoint
 from paceline.comm.base import Collective, Store
 from paceline.config import RunConfig
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
+from paceline.engines.threads import has_spare_core
 from paceline.engines.virtual.compute import ComputeTimes, StepCost
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.pace import ForwardListener, Pace
@@ -79,6 +80,7 @@ class Worlds:
             store=store,
             now_s=lambda: process.now_s,
             watch=pace.watch,
+            has_spare_core=has_spare_core(max(1, job.num_crews)),
         )
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
         return World(context, job.strategy, job.config, reporter, checkpoint)

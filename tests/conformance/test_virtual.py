@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 import paceline
+from paceline.data import Split, collate, load
+from paceline.data.dataset import Batch
 from paceline.engines.progress import Progress
+from paceline.engines.virtual import worlds
 from paceline.errors import RunFailed, UsageError
 from paceline.launch import Quiet
 from paceline.result import Result
@@ -57,6 +62,41 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit(strategy: str, options: di
     assert len(first) >= 5
     assert content("again", 7) == first
     assert content("other", 8) != first
+
+
+def train_on_digits(worker: Worker, out: Path) -> None:
+    loader = DataLoader(load("digits").train, batch_size=40, shuffle=True, collate_fn=collate)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 10))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.01), loader)
+    for _ in range(2):
+        for x, y in loader:
+            step(worker, model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+def test_nor_does_it_matter_in_which_thread_batches_are_taken(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def content(*, is_core_spare: bool) -> dict[str, bytes]:
+        takers.clear()
+        monkeypatch.setattr(worlds, "has_spare_core", lambda num_processes: is_core_spare)
+        run(train_on_digits, tmp_path / str(is_core_spare), strategy, 3, cluster=cluster_of(distribution="exponential"))
+        directory = tmp_path / str(is_core_spare) / "run"
+        return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix != ".pt"}
+
+    def taking(split: Split, indices: list[int]) -> Batch:
+        takers.add(threading.current_thread())
+        return take(split, indices)
+
+    takers: set[threading.Thread] = set()
+    take = Split.__getitems__
+    monkeypatch.setattr(Split, "__getitems__", taking)
+    ahead = content(is_core_spare=True)
+    assert len(takers) == 1
+    assert threading.current_thread() not in takers
+    assert content(is_core_spare=False) == ahead
+    assert takers == {threading.current_thread()}
+    assert "steps.csv" in ahead
 
 
 def draw(worker: Worker, out: Path) -> None:

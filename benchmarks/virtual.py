@@ -1,7 +1,7 @@
 """What simulating costs: virtual workers of the conv net against the pure computing of their gradients.
 
     python benchmarks/virtual.py --workers 20 --strategies all-reduce,ps-bsp,ps-asp
-    python benchmarks/virtual.py --workers 20 --processes 2
+    python benchmarks/virtual.py --workers 20 --threads 2 --processes 2
 
 Both sides compute forward and backward passes of batches of 100, of as many images as CIFAR-10 has. Pure are three:
 
@@ -10,9 +10,9 @@ Both sides compute forward and backward passes of batches of 100, of as many ima
     batches  as "again", of batches that a DataLoader shuffles and takes
 
 The virtual run takes batches, updates, exchanges and writes records. With `--processes 2` its computing is spread over
-two, each with its share of the cores; the pure sides stay in one, with as many threads as OMP_NUM_THREADS says. The
-sides take turns. The least of all turns is printed, as what else the machine does only adds; and of the turns' ratios
-the median, with quartiles.
+two, each with its share of torch's threads; the pure sides stay in one, with all of them. The sides take turns. The
+least of all turns is printed, as what else the machine does only adds; and of the turns' ratios the median, with
+quartiles.
 """
 
 from __future__ import annotations
@@ -145,35 +145,44 @@ def main() -> None:
     parser.add_argument("--strategies", default="all-reduce,ps-bsp,ps-asp")
     parser.add_argument("--cluster", default="commodity-10gbe")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument(
+        "--threads", default=f"1,{torch.get_num_threads()}", help="of torch's, for all sides (default %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each worker")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     given = parser.parse_args()
     split = images(NUM_IMAGES)
-    num_gradients = given.workers * given.steps
-    how = f"{given.processes} process(es), {torch.get_num_threads()} thread(s) in all"
-    print(f"{given.model}, {given.workers} virtual workers, {how}: least ms a gradient")
+    print(f"{given.model}, {given.workers} virtual workers, {given.processes} process(es): least ms a gradient")
     print("Ratios: of the least, then the median of the turns' own (lower and upper quartile)")
     times, ratios = (f"{side:>7}" for side in (*SIDES, "virtual")), [f"{f'of {side}':<25}" for side in SIDES]
-    print(f"{'strategy':<12}", *times, *ratios)
-    for strategy in given.strategies.split(","):
-        turns: list[tuple[float, ...]] = []
-        for _ in range(given.rounds):
-            again = again_s(given.model, split, num_gradients)
-            own = own_s(given.model, split, num_gradients, workers=given.workers)
-            batches = batches_s(given.model, split, num_gradients)
-            virtual = virtual_s(
-                given.model,
-                split,
-                strategy,
-                given.workers,
-                given.cluster,
-                num_gradients=num_gradients,
-                processes=given.processes,
-            )
-            turns.append((again, own, batches, virtual))
+    print(f"{'threads':>7} {'strategy':<12}", *times, *ratios)
+    all_threads = sorted({int(number) for number in given.threads.split(",")})
+    for num_threads, strategy in itertools.product(all_threads, given.strategies.split(",")):
+        torch.set_num_threads(num_threads)
+        turns = [_turn(given, split, strategy) for _ in range(given.rounds)]
         least = [1e3 * min(each) for each in zip(*turns, strict=True)]
         ratios = [_ratio(least[-1] / least[i], [turn[-1] / turn[i] for turn in turns]) for i in range(len(SIDES))]
-        print(f"{strategy:<12}", *(f"{time_ms:7.2f}" for time_ms in least), *ratios, flush=True)
+        print(f"{num_threads:>7} {strategy:<12}", *(f"{time_ms:7.2f}" for time_ms in least), *ratios, flush=True)
+
+
+def _turn(given: argparse.Namespace, split: Split, strategy: str) -> tuple[float, ...]:
+    """Seconds a gradient: of the pure sides, and of the virtual run."""
+    model, workers = given.model, given.workers
+    num_gradients = workers * given.steps
+    return (
+        again_s(model, split, num_gradients),
+        own_s(model, split, num_gradients, workers=workers),
+        batches_s(model, split, num_gradients),
+        virtual_s(
+            model,
+            split,
+            strategy,
+            workers,
+            given.cluster,
+            num_gradients=num_gradients,
+            processes=given.processes,
+        ),
+    )
 
 
 def _ratio(least: float, turns: list[float]) -> str:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar, final
 
 import torch
 from torch.utils.data import DataLoader
 
-_MARK = "_paceline_is_pure"
+_MARK = "_paceline_pure"
 
 Thing = TypeVar("Thing", bound=Callable[..., Any])
 
 
 def pure(thing: Thing) -> Thing:
     """Say of a data set's class, or of a function that collates, that what it gives depends on nothing but what it is
-    asked for, and that any thread may ask. Of a subclass it has to be said again."""
-    setattr(thing, _MARK, True)
+    asked for, does not change while an epoch is under way, and that any thread may ask.
+
+    It is not said of subclasses, nor of functions that wrap this one.
+    """
+    setattr(thing, _MARK, thing)
     return thing
 
 
 def can_be_taken_ahead(loader: DataLoader[Any]) -> bool:
     """Whether nothing but the samples decides on what is in a batch, and the script's own thread would take it."""
-    is_pure = all(_MARK in getattr(thing, "__dict__", {}) for thing in (type(loader.dataset), loader.collate_fn))
+    is_pure = all(getattr(thing, _MARK, None) is thing for thing in (type(loader.dataset), loader.collate_fn))
     takes_batches = loader.batch_sampler is not None and hasattr(loader.dataset, "__getitems__")
     return is_pure and takes_batches and loader.num_workers == 0 and not loader.pin_memory
 
@@ -33,24 +37,39 @@ def can_be_taken_ahead(loader: DataLoader[Any]) -> bool:
 def batches_ahead(loader: DataLoader[Any], batches: Sequence[Sequence[int]]) -> Iterator[Any]:
     """The batches of these samples, in order, of a loader whose batches can be taken ahead.
 
-    It pays where a core is free. Twenty virtual workers of the conv net, one thread on two cores: 4.7 ms a gradient
-    under `all-reduce` and 4.6 under `ps-asp`, 5.0 both without it. Where torch's threads compute on all cores they
-    wait for the one that has to share its own: 3.6 ms instead of 3.4 with two threads.
+    Where a core was free it saved 6 to 8 % of a virtual run of the conv net. Where torch's threads computed on all of
+    them it cost as much, since they wait for the one that has to share its core (docs/design/decisions.md).
     """
     if not batches:
         return
-    take: Callable[[Sequence[int]], Any] = functools.partial(_take, loader.dataset, loader.collate_fn)
-    taker = _taker()
-    coming = taker.submit(take, batches[0])
+    coming = _Coming(loader, batches[0])
     for samples in batches[1:]:
-        batch = coming.result()
-        coming = taker.submit(take, samples)
+        batch = coming.batch()
+        coming = _Coming(loader, samples)
         yield batch
-    yield coming.result()
+    yield coming.batch()
 
 
-def _take(dataset: Any, collate: Callable[[Any], Any], samples: Sequence[int]) -> Any:
-    return collate(dataset.__getitems__(list(samples)))
+@final
+class _Coming:
+    """A batch that is being taken."""
+
+    def __init__(self, loader: DataLoader[Any], samples: Sequence[int]) -> None:
+        self._loader, self._samples, self._pid = loader, samples, os.getpid()
+        self._future: Future[Any] | None = None
+        # No work is taken any more where the interpreter is ending, but for a script in another thread.
+        with contextlib.suppress(RuntimeError):
+            self._future = _taker().submit(self._take)
+
+    def batch(self) -> Any:
+        """Waits for it, and takes it here where nobody else does."""
+        if self._future is None or os.getpid() != self._pid:  # a fork has no other threads
+            return self._take()
+        return self._future.result()
+
+    def _take(self) -> Any:
+        dataset: Any = self._loader.dataset
+        return self._loader.collate_fn(dataset.__getitems__(list(self._samples)))
 
 
 @functools.cache
@@ -68,4 +87,4 @@ def _compute_alone() -> None:
     torch.set_num_threads(1)
 
 
-os.register_at_fork(after_in_child=_taker.cache_clear)  # a child has none of its parent's threads
+os.register_at_fork(after_in_child=_taker.cache_clear)

@@ -104,7 +104,7 @@ class Session:
             on_batch=self._on_batch,
             on_position=self._on_position,
             should_stop=lambda: self.has_ended,
-            takes_ahead=self.context.has_spare_core,
+            takes_ahead=self.context.takes_batches_ahead,
         )
         self.context.watch(replica)
         synchronizer = self.strategy.bind(self.context, replica)

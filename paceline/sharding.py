@@ -81,7 +81,7 @@ class ShardedLoader:
         on_return: called when the script comes back: for its next batch, or for a new epoch.
         on_batch: called with each batch's place before it is handed out.
         on_position: called once when the position to resume from is reached.
-        takes_ahead: where that changes nothing, the next batch is taken while the present one is trained on.
+        takes_ahead: the next batch is taken while the present one is trained on, of data sets that are `pure`.
 
     A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
 

@@ -40,8 +40,8 @@ class Context:
     """The clock that this worker's run is timed with, real or virtual."""
     watch: Callable[[Replica], None] = staticmethod(lambda replica: None)
     """Told of the model that the script prepares, before the strategy is; for engines that simulate computing."""
-    has_spare_core: bool = False
-    """Beside those that workers compute on, for what can be done meanwhile."""
+    takes_batches_ahead: bool = False
+    """A core is free for taking the next batch while the present one is trained on."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def test_nor_does_it_matter_in_which_thread_batches_are_taken(
 ) -> None:
     def content(*, is_core_spare: bool) -> dict[str, bytes]:
         takers.clear()
-        monkeypatch.setattr(worlds, "has_spare_core", lambda num_processes: is_core_spare)
+        monkeypatch.setattr(worlds, "spare_cores", lambda num_processes: int(is_core_spare))
         run(train_on_digits, tmp_path / str(is_core_spare), strategy, 3, cluster=cluster_of(distribution="exponential"))
         directory = tmp_path / str(is_core_spare) / "run"
         return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix != ".pt"}

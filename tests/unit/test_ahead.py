@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -14,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
+from paceline import ahead
 from paceline.ahead import can_be_taken_ahead, pure
 from paceline.data import Split, collate
-from paceline.engines.threads import has_spare_core
+from paceline.engines.threads import spare_cores
 from paceline.sharding import RankBatch, ShardedLoader
 
 WAIT_S = 30.0
@@ -28,7 +32,14 @@ def split_of(num_images: int) -> Split:
     return Split(images, torch.arange(num_images), torch.full((3, 1, 1), 128.0), torch.full((3, 1, 1), 64.0))
 
 
-def sharded(loader: DataLoader[Any], *, rank: int = 0, size: int = 1, takes_ahead: bool = True) -> ShardedLoader:
+def sharded(
+    loader: DataLoader[Any],
+    *,
+    rank: int = 0,
+    size: int = 1,
+    takes_ahead: bool = True,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> ShardedLoader:
     def nothing(_: RankBatch) -> None: ...
 
     return ShardedLoader(
@@ -38,7 +49,7 @@ def sharded(loader: DataLoader[Any], *, rank: int = 0, size: int = 1, takes_ahea
         seed=0,
         on_batch=nothing,
         on_position=lambda: None,
-        should_stop=lambda: False,
+        should_stop=should_stop,
         takes_ahead=takes_ahead,
     )
 
@@ -101,6 +112,7 @@ def test_one_batch_ahead_in_a_thread_of_its_own() -> None:
     for number, _ in enumerate(loader):
         if number + 1 < len(watched):
             assert watched.taken[number + 1].wait(WAIT_S), "the next one is taken while this one is trained on"
+        ahead._taker().submit(int).result()  # whatever the thread had to do is done
         assert not any(taken.is_set() for taken in watched.taken[number + 2 :]), "no more than one"
     assert len(set(watched.threads)) == 1
     assert watched.threads[0] is not threading.current_thread()
@@ -117,14 +129,32 @@ def test_a_script_that_leaves_its_loop_early_goes_on_with_the_next_epoch() -> No
 def test_what_goes_wrong_goes_wrong_at_its_batch() -> None:
     short = split_of(4)
     split = Split(short.images, torch.arange(6), short.mean, short.std)
-    seen: list[Tensor] = []
-    with pytest.raises((IndexError, RuntimeError), match="index"):
-        seen += [y for _, y in sharded(DataLoader(split, batch_size=2, collate_fn=collate))]
-    assert seen == []
     batches = iter(sharded(DataLoader(split, batch_size=2, collate_fn=collate)))
     assert [next(batches)[1].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises((IndexError, RuntimeError), match="index"):
         next(batches)
+
+
+def test_a_batch_that_nobody_asks_for_any_more_is_let_go() -> None:
+    short = split_of(4)
+    split = Split(short.images, torch.arange(6), short.mean, short.std)
+    seen: list[list[int]] = []
+    loader = DataLoader(split, batch_size=2, collate_fn=collate)
+    for _, y in sharded(loader, should_stop=lambda: len(seen) == 2):
+        seen.append(y.tolist())
+    assert seen == [[0, 1], [2, 3]]
+    assert [y.tolist() for _, y in sharded(DataLoader(short, batch_size=4, collate_fn=collate))] == [[0, 1, 2, 3]]
+
+
+def test_a_script_goes_on_when_no_thread_takes_batches_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of the interpreter, which scripts in other threads may outlive."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(ahead._taker(), "submit", refuse)
+    loader = sharded(DataLoader(split_of(6), batch_size=2, collate_fn=collate))
+    assert [y.tolist() for _, y in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
 # --- whose batches ---------------------------------------------------------------------------------------------------
@@ -140,6 +170,11 @@ class Augmented(Split):
 
 def noisy(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch[0] + torch.randn(batch[0].shape), batch[1]
+
+
+@functools.wraps(collate)
+def wrapping(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return noisy(collate(batch))
 
 
 class OneByOne(Dataset[int]):
@@ -161,6 +196,7 @@ LOADERS: dict[str, tuple[Callable[[], DataLoader[Any]], bool]] = {
         False,
     ),
     "one that collates by drawing": (lambda: DataLoader(SPLIT, batch_size=2, collate_fn=noisy), False),
+    "one that draws around what does not": (lambda: DataLoader(SPLIT, batch_size=2, collate_fn=wrapping), False),
     "one that collates as torch does": (lambda: DataLoader(SPLIT, batch_size=2), False),
     "one with processes": (lambda: DataLoader(SPLIT, batch_size=2, collate_fn=collate, num_workers=1), False),
     "one without batches": (lambda: DataLoader(SPLIT, batch_size=None, collate_fn=collate), False),
@@ -202,6 +238,7 @@ def test_torchs_threads_are_as_many_as_before() -> None:
         torch.rand(10).sum()
         found.append(torch.get_num_threads())
 
+    ahead._taker.cache_clear()  # another thread begins, while two are the number for all
     assert list(sharded(DataLoader(Counting(2), batch_size=1, collate_fn=collate))) == [[1], [1]]
     assert torch.get_num_threads() == 2
     found: list[int] = []
@@ -211,24 +248,36 @@ def test_torchs_threads_are_as_many_as_before() -> None:
     assert found == [2]
 
 
-def test_a_fork_takes_its_own_batches_ahead() -> None:
-    loader = sharded(DataLoader(SPLIT, batch_size=2, collate_fn=collate))
-    batches = iter(loader)
+def test_a_fork_takes_its_own_batches() -> None:
+    """Those of a loop that it is in, and of one that it begins."""
+
+    def numbers(batches: Iterable[tuple[Tensor, Tensor]]) -> list[list[int]]:
+        return [y.tolist() for _, y in batches]
+
+    batches = iter(sharded(DataLoader(SPLIT, batch_size=2, collate_fn=collate)))
     next(batches)
     pid = os.fork()
     if pid == 0:
-        signs_of_life = os.EX_SOFTWARE
+        status = os.EX_SOFTWARE
         try:
+            signal.alarm(int(WAIT_S))
             again = sharded(DataLoader(SPLIT, batch_size=2, collate_fn=collate))
-            signs_of_life = os.EX_OK if [y.tolist() for _, y in again] == [[0, 1], [2, 3], [4, 5]] else os.EX_DATAERR
+            is_right = numbers(batches) == [[2, 3], [4, 5]] and numbers(again) == [[0, 1], [2, 3], [4, 5]]
+            status = os.EX_OK if is_right else os.EX_DATAERR
         finally:
-            os._exit(signs_of_life)
+            os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
-    assert [y.tolist() for _, y in batches] == [[2, 3], [4, 5]]
+    assert numbers(batches) == [[2, 3], [4, 5]]
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_core_is_spare_where_threads_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_cores, num_processes, is_spare in ((2, 1, False), (3, 1, True), (4, 2, False), (5, 2, True)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=num_cores: set(range(count)))
-        assert has_spare_core(num_processes) is is_spare
+@pytest.mark.parametrize(
+    ("num_usable", "num_cores", "num_processes", "num_spare"),
+    [(2, 2, 1, 0), (3, 8, 1, 1), (4, 2, 1, 0), (4, None, 1, 2), (4, 4, 2, 0), (5, 8, 2, 1), (2, 2, 2, 0)],
+)
+def test_cores_are_left_where_threads_are_fewer(
+    num_usable: int, num_cores: int | None, num_processes: int, num_spare: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_usable)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda *, logical: num_cores)
+    assert spare_cores(num_processes) == num_spare

@@ -11,7 +11,7 @@ from paceline.checkpoint import Checkpoint
 from paceline.comm.base import Collective, Store
 from paceline.config import RunConfig
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
-from paceline.engines.threads import has_spare_core
+from paceline.engines.threads import spare_cores
 from paceline.engines.virtual.compute import ComputeTimes, StepCost
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.pace import ForwardListener, Pace
@@ -38,6 +38,8 @@ class Worlds:
         self._job, self._places = job, places
         self._hosts = job.cluster.each_host()
         self._device = device_of(job.config)
+        # Each crew would take batches on a core of its own, and the simulation of crews has one, too.
+        self._takes_batches_ahead = spare_cores(max(1, job.num_crews)) > job.num_crews
 
     def of(
         self,
@@ -80,7 +82,7 @@ class Worlds:
             store=store,
             now_s=lambda: process.now_s,
             watch=pace.watch,
-            has_spare_core=has_spare_core(max(1, job.num_crews)),
+            takes_batches_ahead=self._takes_batches_ahead,
         )
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
         return World(context, job.strategy, job.config, reporter, checkpoint)

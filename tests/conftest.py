@@ -36,8 +36,18 @@ def data_directory() -> Path:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Torch computes with one: small models gain nothing by more, which fight for the cores that other tests use."""
+    yield from _threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch computes with two, on however many cores."""
+    yield from _threads(2)
+
+
+def _threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     yield
     torch.set_num_threads(before)
 

@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
@@ -217,14 +217,6 @@ def test_not_unless_it_is_asked_for() -> None:
 
 
 # --- threads and processes -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("two_threads")

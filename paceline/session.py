@@ -101,6 +101,7 @@ class Session:
             size=self.context.size,
             seed=config.seed,
             on_return=self._settle,
+            before_batch=self._before_batch,
             on_batch=self._on_batch,
             on_position=self._on_position,
             should_stop=lambda: self.has_ended,
@@ -240,8 +241,14 @@ class Session:
         if self._last is None:
             self._last = copy.deepcopy(self._snapshot())
 
+    def _before_batch(self, batch: RankBatch) -> None:
+        if self._has_started:
+            self.context.before_batch(len(batch.indices))
+
     def _on_batch(self, batch: RankBatch) -> None:
-        self._ensure_started()
+        if not self._has_started:
+            self._ensure_started()
+            self._before_batch(batch)
         self._batch_samples += len(batch.indices)
         self._require_prepared().synchronizer.set_weight(batch.weight)
 

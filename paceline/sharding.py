@@ -79,6 +79,7 @@ class ShardedLoader:
 
     Args:
         on_return: called when the script comes back: for its next batch, or for a new epoch.
+        before_batch: called with each batch's place before it is taken.
         on_batch: called with each batch's place before it is handed out.
         on_position: called once when the position to resume from is reached.
         takes_ahead: the next batch is taken while the present one is trained on, of data sets that are `pure`.
@@ -98,6 +99,7 @@ class ShardedLoader:
         size: int,
         seed: int,
         on_return: Callable[[], None] = lambda: None,
+        before_batch: Callable[[RankBatch], None] = lambda batch: None,
         on_batch: Callable[[RankBatch], None],
         on_position: Callable[[], None],
         should_stop: Callable[[], bool],
@@ -107,7 +109,7 @@ class ShardedLoader:
         self._loader = loader
         self._rank, self._size, self._seed = rank, size, seed
         self._on_return, self._should_stop = on_return, should_stop
-        self._on_batch, self._on_position = on_batch, on_position
+        self._before_batch, self._on_batch, self._on_position = before_batch, on_batch, on_position
         self._takes_ahead = takes_ahead and can_be_taken_ahead(loader)
         self._inner_batches: list[tuple[int, ...]] = []
         self._inner = _rebuild(loader, self._inner_batches)
@@ -179,7 +181,7 @@ class ShardedLoader:
             self._on_position()
         if self._takes_ahead:
             inner = batches_ahead(self._loader, self._inner_batches)
-        for batch, data in zip(batches[skipped:], inner, strict=True):
+        for batch, data in zip(self._announced(batches[skipped:]), inner, strict=True):
             self._on_batch(batch)
             self.num_batches_done += 1
             try:
@@ -192,6 +194,11 @@ class ShardedLoader:
             if self._should_stop():
                 return
         self._end_epoch()
+
+    def _announced(self, batches: Sequence[RankBatch]) -> Iterator[RankBatch]:
+        for batch in batches:
+            self._before_batch(batch)
+            yield batch
 
     def _end_epoch(self) -> None:
         self.epoch += 1

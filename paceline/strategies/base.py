@@ -40,6 +40,8 @@ class Context:
     """The clock that this worker's run is timed with, real or virtual."""
     watch: Callable[[Replica], None] = staticmethod(lambda replica: None)
     """Told of the model that the script prepares, before the strategy is; for engines that simulate computing."""
+    before_batch: Callable[[int], None] = staticmethod(lambda num_samples: None)
+    """Told that the script asks for its next batch, of so many samples, to train on."""
     takes_batches_ahead: bool = False
     """A core is free for taking the next batch while the present one is trained on."""
 

@@ -15,6 +15,7 @@ from paceline.comm.segment import Segment
 from paceline.engines.virtual.spread.carrier import Carrier
 from paceline.engines.virtual.spread.channel import Channel
 from paceline.engines.virtual.spread.order import RecordsInOrder
+from paceline.engines.virtual.spread.turns import GO, Turns
 from paceline.records import MetricRecord, Record
 
 
@@ -66,6 +67,37 @@ def test_an_end_that_is_gone_is_noticed(ends: tuple[Channel, Channel]) -> None:
         ends[1].receive()
     with pytest.raises(EOFError):
         ends[1].send(1, b"too late")
+
+
+def test_what_is_here_is_had_without_waiting(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    assert other.poll() is None
+    one.send(3, b"first")
+    one.send(4, b"")
+    assert [other.poll(), other.poll(), other.poll()] == [(3, b"first"), (4, b""), None]
+    one.close()
+    with pytest.raises(EOFError):
+        other.poll()
+
+
+def test_who_is_answered_comes_before_who_computes(ends: tuple[Channel, Channel]) -> None:
+    simulation, crew = ends
+    turns = Turns(crew)
+    turns.leave(1, until_s=2.0)
+    turns.leave(2, until_s=1.0)
+    simulation.send(GO, b"")
+    assert turns.next() == (2, None)  # the one that others wait for first
+    simulation.send(5, b"an answer")
+    assert turns.next() == (5, b"an answer")
+    simulation.send(6, b"another")  # nobody computes before the simulation waits again
+    assert turns.next() == (6, b"another")
+    turns.leave(5, until_s=3.0)
+    simulation.send(GO, b"")
+    assert turns.next() == (1, None)
+    assert turns.next() == (5, None)
+    simulation.close()
+    with pytest.raises(EOFError):
+        turns.next()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])

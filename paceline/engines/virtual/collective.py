@@ -135,6 +135,7 @@ class VirtualCollective(Collective):
     def send(self, tensor: Tensor, *, destination: int) -> Work:
         require_other(destination, rank=self.rank, size=self.size)
         self._check()
+        self._process.before_exchange()
         flat, _ = flatten(tensor, device_type=tensor.device.type)
         parcel = Parcel(flat.clone())
         self.timing.moved_bytes += flat.nbytes
@@ -145,6 +146,7 @@ class VirtualCollective(Collective):
     def recv(self, tensor: Tensor, *, source: int) -> Work:
         require_other(source, rank=self.rank, size=self.size)
         self._check()
+        self._process.before_exchange()
         flat, copy_back = flatten(tensor, device_type=tensor.device.type, is_target=True)
         awaited = Awaited(flat)
         self._process.post(self._meeting.receive, source, self.rank, awaited)
@@ -177,6 +179,7 @@ class VirtualCollective(Collective):
     def _start(self, call: Call) -> int:
         """Take part in the next operation; returns its number."""
         self._check()
+        self._process.before_exchange()
         number = self._num_operations
         self._num_operations += 1
         self._spend(self._operation_s)
@@ -190,7 +193,8 @@ class VirtualCollective(Collective):
 
     def _is_here(self, signal: Signal) -> bool:
         """Whether what is waited for has come; never in the middle of backward, where nobody looks."""
-        return self._process.has_seen(signal) and self._process.may_wait
+        process = self._process
+        return process.has_seen(signal) and process.may_wait and not process.promise.is_given
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -229,6 +233,7 @@ class _OperationWork(Work):
 
     def wait(self) -> None:
         if not self._is_over:
+            self._collective._process.before_exchange()
             self.finished()
 
     def finished(self) -> Operation:
@@ -279,12 +284,15 @@ class _MessageWork(Work):
 
     def poll(self) -> bool:
         if not self._is_over and self._collective._is_here(self._message.done):
-            self.wait()
+            self._finish()
         return self._is_over
 
     def wait(self) -> None:
-        if self._is_over:
-            return
+        if not self._is_over:
+            self._collective._process.before_exchange()
+            self._finish()
+
+    def _finish(self) -> None:
         message = self._message
         self._collective._wait(message.done, lambda: self._what, lambda: message.sent_s)
         self._is_over = True

@@ -8,6 +8,7 @@ from typing import final
 from greenlet import getcurrent, greenlet
 
 from paceline.engines.virtual.interpreter import Modes, modes, set_modes
+from paceline.engines.virtual.promise import Promise
 from paceline.engines.virtual.random_state import RandomState
 from paceline.engines.virtual.timeline import Timeline
 from paceline.errors import Aborted, UsageError
@@ -65,6 +66,7 @@ class Process:
         self.modes = modes()
         self.turn = 0
         """The timeline's, in which it does what it does now."""
+        self.promise = Promise()
         self._num_posted = 0
         self._scheduler, self.timeline = scheduler, scheduler.timeline
         self._clock_s = 0.0
@@ -87,6 +89,10 @@ class Process:
     def advance_to(self, time_s: float) -> None:
         """Only this process's clock moves on, to a time that it has come to elsewhere."""
         self._clock_s = max(self._clock_s, time_s)
+
+    def before_exchange(self) -> None:
+        """Called before it does anything that others could notice: its clock moves on to when it had promised to."""
+        self.advance_to(self.promise.exchange(self.now_s))
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         """Have something happen at this process's time."""

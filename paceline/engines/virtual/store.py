@@ -209,6 +209,7 @@ class VirtualStore(Store):
         is_push: bool = False,
     ) -> Reply:
         """Ask, and account the time."""
+        self._process.before_exchange()
         began_s = self._process.now_s
         deliveries = self._ask(what, requests, on_delivery, is_push=is_push)
         elapsed_s = self._process.now_s - began_s
@@ -250,6 +251,7 @@ class VirtualStore(Store):
         """
         if self._abort_reason is not None:
             raise Aborted(f"{what} on rank {self._collective.rank} was ended: {self._abort_reason}")
+        self._process.before_exchange()
         self._deliveries, self._num_due, self._all_here = [], len(requests), Signal()
         self._on_delivery = on_delivery or (lambda delivery: None)
         self._process.advance(self._request_s)

@@ -14,7 +14,7 @@ from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.threads import spare_cores
 from paceline.engines.virtual.compute import ComputeTimes, StepCost
 from paceline.engines.virtual.job import VirtualJob
-from paceline.engines.virtual.pace import ForwardListener, Pace
+from paceline.engines.virtual.pace import Pace, PromiseListener
 from paceline.engines.virtual.process import Process
 from paceline.engines.virtual.topology import Places
 from paceline.engines.world import World, enter_here
@@ -50,12 +50,12 @@ class Worlds:
         store: Store | None,
         reporter: Reporter,
         before_step: Callable[[], None],
-        on_forward: ForwardListener | None = None,
+        on_promise: PromiseListener | None = None,
     ) -> World:
         """
         Args:
             before_step: called when a step's computing begins; may raise to end the worker.
-            on_forward: told of forward passes.
+            on_promise: told of the worker's promises.
         """
         job, places = self._job, self._places
         local_ranks = next(ranks for ranks in places.ranks_by_host if rank in ranks)
@@ -70,7 +70,7 @@ class Worlds:
             ),
             compute=job.cluster.compute,
             before_step=before_step,
-            on_forward=on_forward,
+            on_promise=on_promise,
         )
         context = Context(
             rank=rank,
@@ -82,6 +82,7 @@ class Worlds:
             store=store,
             now_s=lambda: process.now_s,
             watch=pace.watch,
+            before_batch=pace.begin_batch,
             takes_batches_ahead=self._takes_batches_ahead,
         )
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None

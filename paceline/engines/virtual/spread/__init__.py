@@ -7,5 +7,6 @@ threads.
 
 While a worker computes, the simulation goes on as far as nothing that the worker may yet do can matter (conservative
 synchronisation: Chandy and Misra, "Distributed Simulation", IEEE Transactions on Software Engineering 5(5), 1979). A
-worker says at the beginning of a forward pass until when it computes.
+worker says as it asks for its next batch until when it will exchange nothing (`Promise`), and is left there: so the
+simulation hears the same of others before any of them computes, and then has all crews compute at the same time.
 """

@@ -31,7 +31,7 @@ class Channel:
         """Send a frame.
 
         Args:
-            number: of the worker that it is about.
+            number: below 2**32; of the worker that it is about, or a sign of what it is (`turns.py`).
 
         Raises:
             EOFError: the other end is gone.
@@ -46,8 +46,21 @@ class Channel:
         Raises:
             EOFError: the other end is gone.
         """
-        while (frame := self._next_frame()) is None:
-            self._let_arrive()
+        while (frame := self.poll()) is None:
+            self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._leaving else 0))
+            self._poll.poll()
+            self._let_leave()
+        return frame
+
+    def poll(self) -> tuple[int, bytes] | None:
+        """The next frame, if one is here.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        self._let_leave()
+        while (frame := self._next_frame()) is None and self._has_arrived():
+            pass
         return frame
 
     def close(self) -> None:
@@ -65,19 +78,18 @@ class Channel:
         del arrived[:end]
         return number, content
 
-    def _let_arrive(self) -> None:
+    def _has_arrived(self) -> bool:
+        """Take what the socket has; false: it has nothing."""
         try:
             content = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
-            self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._leaving else 0))
-            self._poll.poll()
-            self._let_leave()
-            return
+            return False
         except ConnectionError:
             content = b""
         if not content:
             raise EOFError("the other end is gone")
         self._arrived += content
+        return True
 
     def _let_leave(self) -> None:
         try:

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,6 +22,7 @@ import torch
 from paceline.engines.threads import share_of
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.spread.channel import Channel
+from paceline.engines.virtual.spread.turns import BUSY, GO
 from paceline.engines.virtual.worlds import device_of
 from paceline.errors import UsageError
 from paceline.seeding import random_state
@@ -49,10 +50,15 @@ class Setup:
 
 @final
 class Crew:
-    """Starts the process. Whatever becomes of this one, it does not outlive it."""
+    """Starts the process. Whatever becomes of this one, it does not outlive it.
 
-    def __init__(self, setup: Setup) -> None:
+    Args:
+        crews: all of the run.
+    """
+
+    def __init__(self, setup: Setup, crews: Sequence[Crew]) -> None:
         self.ranks = setup.ranks
+        self._crews = crews
         own, theirs = socket.socketpair()
         with theirs, _readable(pickle.dumps(setup)) as content:
             self._process = subprocess.Popen(
@@ -63,6 +69,10 @@ class Crew:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(setup.path)},
             )
         self._channel = Channel(own)
+        self._answered: set[int] = set()  # workers that have said nothing since
+        self._busy: set[int] = set()  # those whose last word was until when they compute
+        self._is_going = False  # whether it has been told to compute since somebody was answered
+        self._is_computing = False
         self._heard: dict[int, deque[bytes]] = {rank: deque() for rank in self.ranks}
 
     def send(self, rank: int, content: bytes) -> None:
@@ -71,19 +81,53 @@ class Crew:
         Raises:
             EOFError: the process has died.
         """
+        self._answered.add(rank)
+        self._is_going = False
         self._channel.send(rank, content)
 
     def receive(self, rank: int) -> bytes:
-        """What a worker says next; waits for it.
+        """What a worker says next; waits for it, and has crews compute meanwhile.
 
         Raises:
             EOFError: the process has died.
         """
         heard = self._heard[rank]
         while not heard:
-            about, content = self._channel.receive()
-            self._heard[about].append(content)
+            frame = self._channel.poll()
+            if frame is None:
+                self._let_compute(rank)
+                frame = self._channel.receive()
+            number, content = frame
+            self._note(number & ~BUSY, is_busy=bool(number & BUSY))
+            self._heard[number & ~BUSY].append(content)
         return heard.popleft()
+
+    def _let_compute(self, rank: int) -> None:
+        """While a worker is waited for, all crews compute, but this one only if the worker has to be computed.
+
+        With what `Turns` does, 20 workers of the conv net in two crews on two cores took 3.0 ms a gradient instead of
+        4.1 under `ps-asp`, and 3.4 instead of 4.0 under `all-reduce`.
+        """
+        says_soon = rank in self._answered and not self._is_computing
+        for crew in self._crews:
+            if crew is not self or not says_soon:
+                crew._go()
+
+    def _go(self) -> None:
+        if not self._is_going:
+            self._is_going = True
+            self._is_computing = self._is_computing or bool(self._busy)
+            with suppress(EOFError):  # who waits for one of its workers will notice
+                self._channel.send(GO, b"")
+
+    def _note(self, rank: int, *, is_busy: bool) -> None:
+        """A worker has said something: what was computed is over."""
+        self._answered.discard(rank)
+        if is_busy:
+            self._busy.add(rank)
+        else:
+            self._busy.discard(rank)
+        self._is_computing = self._is_going and bool(self._busy)
 
     def death(self) -> str:
         """How the process ended that has died, in words."""
@@ -127,7 +171,7 @@ def crews_of(job: VirtualJob) -> Iterator[list[Crew]]:
     with _descriptors(_DESCRIPTORS_PER_WORKER * job.num_workers), _threads(job.num_crews) as num_threads:
         try:
             for setup in _setups(job, num_threads):
-                crews.append(Crew(setup))
+                crews.append(Crew(setup, crews))
             yield crews
         finally:
             until_s = time.monotonic() + _PATIENCE_S

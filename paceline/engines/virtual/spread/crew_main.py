@@ -26,6 +26,7 @@ from paceline.engines.virtual.spread.crew import Setup
 from paceline.engines.virtual.spread.messages import Over
 from paceline.engines.virtual.spread.remote import RemoteCollective, RemoteReporter, RemoteStore
 from paceline.engines.virtual.spread.seat import Seat
+from paceline.engines.virtual.spread.turns import Turns
 from paceline.engines.virtual.surroundings import Surroundings
 from paceline.engines.virtual.timeline import Timeline
 from paceline.engines.virtual.topology import place
@@ -98,7 +99,7 @@ class _Members:
 
     def __init__(self, channel: Channel, setup: Setup) -> None:
         job: VirtualJob = pickle.loads(setup.job)
-        self._channel, self._job = channel, job
+        self._job, self._turns = job, Turns(channel)
         places = place(job.cluster, num_workers=job.num_workers, num_servers=job.strategy.num_servers())
         self._worlds = Worlds(job, places)
         backward = BackwardEnds()
@@ -108,7 +109,9 @@ class _Members:
         self._seats_by_name: dict[str, Seat] = {}
         for rank in setup.ranks:
             process = self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
-            self._seats[rank] = self._seats_by_name[process.name] = Seat(channel, rank, process, self._scheduler)
+            self._seats[rank] = self._seats_by_name[process.name] = Seat(
+                channel, rank, process, self._scheduler, self._turns
+            )
 
     @property
     def is_over(self) -> bool:
@@ -123,10 +126,13 @@ class _Members:
         """
         with self._surroundings.in_place():
             while True:
-                rank, content = self._channel.receive()
+                rank, content = self._turns.next()
                 seat = self._seats[rank]
-                seat.hear(content)
-                self._scheduler.resume(seat.process)
+                if content is None:
+                    self._scheduler.go_on(seat.process)
+                else:
+                    seat.hear(content)
+                    self._scheduler.resume(seat.process)
 
     def _work(self, rank: int) -> None:
         seat = self._seats[rank]
@@ -152,7 +158,7 @@ class _Members:
             store=RemoteStore(seat) if job.strategy.num_servers() else None,
             reporter=RemoteReporter(seat),
             before_step=seat.require_going,
-            on_forward=seat,
+            on_promise=seat.promise,
         )
 
     def _say(self, who: str, line: str) -> None:

@@ -144,9 +144,14 @@ class Deputy:
         self._records.add(self._turn, said.record)
 
     def _answer(self, value: Any = None, error: Exception | None = None) -> None:
-        timings = self._collective.timing, self._store.timing if self._store is not None else Timing()
+        store_timing = self._store.timing if self._store is not None else Timing()
         answer = Answer(
-            self._process.now_s, timings, self._reporter.stop_requested(), self._is_ending(), value, _portable(error)
+            self._process.now_s,
+            (vars(self._collective.timing), vars(store_timing)),
+            self._reporter.stop_requested(),
+            self._is_ending(),
+            value,
+            _portable(error),
         )
         self._crew.send(self._rank, self._carrier.pack(answer))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paceline.comm.base import Timing
 from paceline.engines.scripting import Outcome
 from paceline.records import Record
 
@@ -54,8 +53,8 @@ class Answer(NamedTuple):
 
     now_s: float
     """The worker's clock."""
-    timings: tuple[Timing, Timing]
-    """Of its collective and its store so far."""
+    timings: tuple[dict[str, Any], dict[str, Any]]
+    """Of its collective and its store so far: what `Timing` has."""
     is_stopping: bool
     """The user wants the run to end at the next step."""
     is_ending: bool

@@ -114,8 +114,10 @@ class _RemoteWork(Work):
 
     def poll(self) -> bool:
         # Nothing that began in this turn can be over in it: the deputy need not be asked.
-        if not self._is_over and self._begun_after < self._seat.num_answers and self._seat.process.may_wait:
-            self._end(*self._seat.ask("poll", self._number))
+        seat = self._seat
+        may_ask = seat.process.may_wait and not seat.process.promise.is_given
+        if not self._is_over and self._begun_after < seat.num_answers and may_ask:
+            self._end(*seat.ask("poll", self._number))
         return self._is_over
 
     def wait(self) -> None:

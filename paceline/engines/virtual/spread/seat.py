@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import fields
 from typing import Any, final
 
 from paceline.comm.base import Timing
@@ -13,7 +12,8 @@ from paceline.engines.virtual.process import Process, Scheduler
 from paceline.engines.virtual.spread.carrier import Carrier
 from paceline.engines.virtual.spread.channel import Channel
 from paceline.engines.virtual.spread.messages import Answer, Ask, Begin, Busy, Keep, Over, Print
-from paceline.errors import Aborted, UsageError
+from paceline.engines.virtual.spread.turns import BUSY, Turns
+from paceline.errors import Aborted
 from paceline.records import Record
 
 
@@ -23,18 +23,18 @@ class Seat:
 
     Args:
         process: the worker's, in the crew's own scheduler, which only takes turns.
+        turns: of the crew's workers.
     """
 
-    def __init__(self, channel: Channel, rank: int, process: Process, scheduler: Scheduler) -> None:
+    def __init__(self, channel: Channel, rank: int, process: Process, scheduler: Scheduler, turns: Turns) -> None:
         self.rank, self.process = rank, process
         self.carrier = Carrier()
         self.collective_timing, self.store_timing = Timing(), Timing()
         self.is_stopping = self._is_ending = False
         self.num_answers = 0
-        self._channel, self._scheduler = channel, scheduler
+        self._channel, self._scheduler, self._turns = channel, scheduler, turns
         self._unsaid: deque[object] = deque()  # threads of the script may print
         self._heard = b""
-        self._is_forward = self._has_promised = self._exchanges_in_forward = False
 
     def hear(self, content: bytes) -> None:
         """An answer has arrived, which the worker takes when it is resumed."""
@@ -44,7 +44,7 @@ class Seat:
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Have the deputy start something at this time."""
-        self._note_exchange()
+        self.process.before_exchange()
         self._unsaid.append(Begin(self.process.now_s, method, arguments))
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -54,7 +54,8 @@ class Seat:
             Exception: what the deputy met with; the worker's clock has moved on all the same.
         """
         self._scheduler.require_waitable()
-        self._note_exchange()
+        if method != "poll":  # which nobody notices
+            self.process.before_exchange()
         self._say(Ask(self.process.now_s, method, arguments))
         self._scheduler.give_back()
         return self.take_answer()
@@ -68,15 +69,12 @@ class Seat:
     def over(self, outcome: Outcome) -> None:
         self._say(Over(outcome))
 
-    def begin_forward(self, until_s: float | None) -> None:
-        """Others need not wait for what this worker does before a forward pass ends, where that is known."""
-        self._is_forward = True
-        if until_s is not None and not self._exchanges_in_forward:
-            self._has_promised = True
-            self._say(Busy(until_s))
-
-    def end_forward(self) -> None:
-        self._is_forward = self._has_promised = False
+    def promise(self, until_s: float, *, may_leave: bool) -> None:
+        """Let others know until when they need not wait for this worker, and let those be answered who wait here."""
+        self._say(Busy(until_s), mark=BUSY)
+        if may_leave and self.process.may_wait:
+            self._turns.leave(self.rank, until_s)
+            self._scheduler.give_back()
 
     def allocate(self, of: str, num_bytes: int) -> Any:
         """Memory that the deputy sees too; `of` says whose allocation it is."""
@@ -92,28 +90,15 @@ class Seat:
         self.num_answers += 1
         self.process.advance_to(answer.now_s)
         for own, theirs in zip((self.collective_timing, self.store_timing), answer.timings, strict=True):
-            for field in fields(Timing):
-                setattr(own, field.name, getattr(theirs, field.name))
+            vars(own).update(theirs)
         self.is_stopping, self._is_ending = answer.is_stopping, answer.is_ending
         if answer.error is not None:
             raise answer.error
         return answer.value
 
-    def _note_exchange(self) -> None:
-        """
-        Raises:
-            UsageError: the worker has promised not to exchange anything yet.
-        """
-        if self._has_promised:
-            raise UsageError(
-                "the script exchanges something before a forward pass has ended, and did not when it was first called: "
-                "on several processes the others have gone on by then; use --processes 1"
-            )
-        self._exchanges_in_forward = self._exchanges_in_forward or self._is_forward
-
-    def _say(self, last: object) -> None:
+    def _say(self, last: object, *, mark: int = 0) -> None:
         said = []
         while self._unsaid:
             said.append(self._unsaid.popleft())
         said.append(last)
-        self._channel.send(self.rank, self.carrier.pack(said))
+        self._channel.send(self.rank | mark, self.carrier.pack(said))

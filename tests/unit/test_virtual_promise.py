@@ -1,0 +1,107 @@
+"""What a worker has promised others not to do yet."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.engines.virtual.promise import Promise
+
+SHARES = st.floats(0.01, 1.0)
+
+
+def begun(share: float, *, step_s: float = 1.0) -> Promise:
+    """One that has seen its first step, in which so much was computed before something was exchanged."""
+    promise = Promise()
+    assert promise.begin(0.0, None) is None
+    promise.takes(step_s)
+    promise.computed(share * step_s)
+    promise.exchange(share * step_s)
+    return promise
+
+
+@given(
+    shares=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=30),
+    rest=st.floats(0.0, 1.0),
+    steps=st.lists(st.floats(1e-6, 10.0), min_size=2, max_size=10),
+    now_s=st.sampled_from([0.0, 1.0, 86_400.0, 1e6]),
+)
+def test_a_worker_that_exchanges_after_the_same_part_of_each_step_is_never_late(
+    shares: list[float], rest: float, steps: list[float], now_s: float
+) -> None:
+    """Its clock moves on gradient by gradient, with as many roundings."""
+    promise, whole = Promise(), sum(shares) + rest
+    for number, step_s in enumerate(steps):
+        until_s = promise.begin(now_s, step_s)
+        promise.takes(step_s)
+        began_s = now_s
+        for share in shares:
+            part_s = step_s * (share / whole)
+            now_s += part_s
+            promise.computed(part_s)
+        if number:
+            assert until_s is not None
+            assert until_s == pytest.approx(now_s, rel=1e-11, abs=1e-6 * (now_s - began_s))
+            assert promise.is_given
+        assert promise.exchange(now_s) == now_s
+        assert not promise.is_given
+        now_s += 0.1
+
+
+@given(share=SHARES, part=st.floats(0.0, 0.99))
+def test_what_comes_too_early_waits_and_nothing_is_promised_after_that(share: float, part: float) -> None:
+    promise = begun(share)
+    until_s = promise.begin(10.0, 2.0)
+    assert until_s == pytest.approx(10.0 + share * 2.0)
+    assert promise.exchange(10.0 + part * share * 2.0) == until_s
+    assert promise.exchange(20.0) == 20.0
+    assert promise.begin(30.0, 2.0) is None
+    assert promise.exchange(30.0) == 30.0
+
+
+def test_who_exchanges_before_it_computes_promises_nothing() -> None:
+    assert begun(0.0).begin(10.0, 1.0) is None
+    promise = Promise()
+    promise.begin(0.0, None)
+    promise.exchange(0.0)  # in a forward pass whose time is not known yet
+    promise.takes(3.0)
+    assert promise.begin(10.0, 2.0) is None
+
+
+def test_only_computing_is_promised() -> None:
+    """A step may have slept before it exchanged something."""
+    promise = Promise()
+    promise.begin(0.0, 1.0)
+    promise.takes(1.0)
+    promise.computed(0.5)
+    promise.exchange(7.0)
+    assert promise.begin(10.0, 4.0) == pytest.approx(12.0)
+
+
+def test_at_most_a_step_is_promised() -> None:
+    assert begun(2.5).begin(10.0, 4.0) == pytest.approx(14.0)
+
+
+def test_a_step_without_exchange_leaves_what_was_promised_to_be_kept() -> None:
+    promise = begun(1.0)
+    promise.begin(10.0, 4.0)
+    assert promise.begin(12.0, 1.0) == pytest.approx(14.0)
+    assert promise.begin(13.0, 2.0) == pytest.approx(15.0)
+    assert promise.exchange(15.0) == 15.0
+
+
+def test_what_is_exchanged_besides_steps_is_never_late_and_teaches_nothing() -> None:
+    promise = Promise()
+    assert promise.exchange(3.0) == 3.0
+    promise = begun(1.0)
+    assert promise.exchange(5.5) == 5.5
+    assert promise.begin(6.0, 1.0) == pytest.approx(7.0)
+
+
+def test_who_gives_up_keeps_what_it_has_promised() -> None:
+    promise = begun(1.0)
+    until_s = promise.begin(10.0, 1.0)
+    promise.give_up()
+    assert promise.exchange(10.0) == until_s
+    assert promise.begin(20.0, 1.0) is None

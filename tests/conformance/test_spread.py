@@ -210,7 +210,27 @@ def sleep_at_times(worker: Worker, out: Path) -> None:
         step(worker, model, optimizer, x, y)
 
 
+def count_samples_first(worker: Worker, out: Path) -> None:
+    """Each step exchanges something before it computes."""
+    model, optimizer, loader = prepared(worker)
+    for x, y, _ in loader:
+        worker.all_reduce(torch.tensor(float(len(x))))
+        step(worker, model, optimizer, x, y)
+
+
+def look_at_everything(worker: Worker, out: Path) -> None:
+    """Now and then at many samples, with gradients that nobody takes."""
+    model, optimizer, loader = prepared(worker)
+    everything, labels, _ = problem().tensors
+    for number, (x, y, _) in enumerate(loader):
+        step(worker, model, optimizer, x, y)
+        if number % 2:
+            worker.all_reduce(F.cross_entropy(model(everything), labels).detach())
+
+
 SCRIPTS = [
+    count_samples_first,
+    look_at_everything,
     exchange_in_forward_later,
     break_with_a_batch_in_hand,
     train_in_pieces_later,
@@ -231,7 +251,11 @@ def test_nor_under_servers(strategy: str, tmp_path: Path) -> None:
     require_same(train_in_pieces_later, tmp_path, strategy, 3, cluster=UNEVEN)
 
 
-@pytest.mark.parametrize("script", [train_in_pieces, train_pairs, sleep_at_times, deep], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "script",
+    [train_in_pieces, train_pairs, sleep_at_times, deep, count_samples_first, look_at_everything],
+    ids=lambda script: script.__name__,
+)
 def test_who_does_the_same_in_each_step_is_never_late(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,9 +43,10 @@ def test_a_worker_that_exchanges_after_the_same_part_of_each_step_is_never_late(
         if number:
             assert until_s is not None
             assert until_s == pytest.approx(now_s, rel=1e-11, abs=1e-6 * (now_s - began_s))
-            assert promise.is_given
+            assert promise.holds(began_s) == (until_s > began_s)
+            assert not promise.holds(now_s)
         assert promise.exchange(now_s) == now_s
-        assert not promise.is_given
+        assert not promise.holds(began_s)
         now_s += 0.1
 
 

@@ -194,7 +194,7 @@ class VirtualCollective(Collective):
     def _is_here(self, signal: Signal) -> bool:
         """Whether what is waited for has come; never in the middle of backward, where nobody looks."""
         process = self._process
-        return process.has_seen(signal) and process.may_wait and not process.promise.is_given
+        return process.has_seen(signal) and process.may_wait and not process.promise.holds(process.now_s)
 
     def _check(self) -> None:
         if self._failure is not None:

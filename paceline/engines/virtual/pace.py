@@ -87,12 +87,14 @@ class Pace:
         if not self._process.is_running or not torch.is_grad_enabled():
             return  # a thread of the script's asks, or it is not trained on
         self._asked_samples = num_samples
-        if self._is_as_asked and self._shares:
+        if self._is_as_asked:
             self._has_begun = True
             self._begin_step(num_samples, may_leave=True)
 
     def _begin_step(self, num_samples: int, *, may_leave: bool) -> None:
         least_s = self._times.at_least(self._mean_s(num_samples)) if self._shares else None
+        if least_s is not None and self._asked_samples is None:  # it may not be trained on
+            least_s *= 1 - self._settings.backward_share
         until_s = self._process.promise.begin(self._process.now_s, least_s)
         if until_s is not None and self._on_promise is not None:
             self._on_promise(until_s, may_leave=may_leave)

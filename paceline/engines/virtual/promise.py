@@ -24,10 +24,9 @@ class Promise:
         self._is_watched = False
         self._until_s: float | None = None
 
-    @property
-    def is_given(self) -> bool:
-        """Whether the worker has one to keep."""
-        return self._until_s is not None
+    def holds(self, now_s: float) -> bool:
+        """Whether the worker has one to keep now."""
+        return self._until_s is not None and now_s < self._until_s
 
     def begin(self, now_s: float, step_s: float | None) -> float | None:
         """A step begins; returns until when nothing is exchanged, if that is known.

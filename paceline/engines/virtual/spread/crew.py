@@ -71,7 +71,8 @@ class Crew:
         self._channel = Channel(own)
         self._answered: set[int] = set()  # workers that have said nothing since
         self._busy: set[int] = set()  # those whose last word was until when they compute
-        self._is_going = False  # whether it has been told to compute since somebody was answered
+        # Whether it has been told to compute since somebody was answered: the same there, as frames keep their order.
+        self._is_going = False
         self._is_computing = False
         self._heard: dict[int, deque[bytes]] = {rank: deque() for rank in self.ranks}
 

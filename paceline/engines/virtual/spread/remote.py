@@ -115,7 +115,7 @@ class _RemoteWork(Work):
     def poll(self) -> bool:
         # Nothing that began in this turn can be over in it: the deputy need not be asked.
         seat = self._seat
-        may_ask = seat.process.may_wait and not seat.process.promise.is_given
+        may_ask = seat.process.may_wait and not seat.process.promise.holds(seat.process.now_s)
         if not self._is_over and self._begun_after < seat.num_answers and may_ask:
             self._end(*seat.ask("poll", self._number))
         return self._is_over

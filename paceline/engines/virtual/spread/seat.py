@@ -54,7 +54,7 @@ class Seat:
             Exception: what the deputy met with; the worker's clock has moved on all the same.
         """
         self._scheduler.require_waitable()
-        if method != "poll":  # which nobody notices
+        if method != "poll":  # which is not noticed; files and memory are asked for only where no step is under way
             self.process.before_exchange()
         self._say(Ask(self.process.now_s, method, arguments))
         self._scheduler.give_back()

@@ -277,6 +277,7 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def wait(_: GroupWork, timeout_s: float | None) -> None:
             for one in batch:
                 one.wait(timedelta(seconds=timeout_s or 0))
+            whole.wait_until_over(timeout_s)  # another thread may have ended the last one, and is about to call `end`
 
         def end(_: object) -> None:
             error = next((one.exception() for one in batch if one.exception() is not None), None)

@@ -241,9 +241,11 @@ class Session:
         if self._last is None:
             self._last = copy.deepcopy(self._snapshot())
 
-    def _before_batch(self, batch: RankBatch) -> None:
+    def _before_batch(self, batch: RankBatch, following: RankBatch | None = None) -> None:
         if self._has_started:
-            self.context.before_batch(len(batch.indices))
+            may_pause = self.iteration + 1 >= self._cadence.next_pause()
+            next_samples = None if following is None or may_pause else len(following.indices)
+            self.context.before_batch(len(batch.indices), next_samples)
 
     def _on_batch(self, batch: RankBatch) -> None:
         if not self._has_started:
@@ -291,6 +293,7 @@ class Session:
         Raises:
             UsageError: the evaluation does not return what it should.
         """
+        self.context.before_meeting()
         collective = self.context.collective
         if is_done and not self.strategy.is_lock_step():
             collective.set_deadline(None)  # the others may have many steps to go

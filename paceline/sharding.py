@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -66,7 +66,7 @@ def _even_out(groups: list[list[Sequence[int]]], size: int) -> None:
     if len(samples) < size:
         raise UsageError(f"{len(samples)} samples cannot be divided among {size} workers; use fewer workers")
     bounds = [len(samples) * part // size for part in range(size + 1)]
-    groups.append([samples[start:stop] for start, stop in pairwise(bounds)])
+    groups.append([samples[start:stop] for start, stop in itertools.pairwise(bounds)])
 
 
 @final
@@ -79,7 +79,8 @@ class ShardedLoader:
 
     Args:
         on_return: called when the script comes back: for its next batch, or for a new epoch.
-        before_batch: called with each batch's place before it is taken.
+        before_batch: called with each batch's place before it is taken, and with the next one's in the same epoch, if
+            there is one.
         on_batch: called with each batch's place before it is handed out.
         on_position: called once when the position to resume from is reached.
         takes_ahead: the next batch is taken while the present one is trained on, of data sets that are `pure`.
@@ -99,7 +100,7 @@ class ShardedLoader:
         size: int,
         seed: int,
         on_return: Callable[[], None] = lambda: None,
-        before_batch: Callable[[RankBatch], None] = lambda batch: None,
+        before_batch: Callable[[RankBatch, RankBatch | None], None] = lambda batch, following: None,
         on_batch: Callable[[RankBatch], None],
         on_position: Callable[[], None],
         should_stop: Callable[[], bool],
@@ -196,8 +197,8 @@ class ShardedLoader:
         self._end_epoch()
 
     def _announced(self, batches: Sequence[RankBatch]) -> Iterator[RankBatch]:
-        for batch in batches:
-            self._before_batch(batch)
+        for batch, following in itertools.zip_longest(batches, batches[1:]):
+            self._before_batch(batch, following)
             yield batch
 
     def _end_epoch(self) -> None:

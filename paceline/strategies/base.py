@@ -40,8 +40,11 @@ class Context:
     """The clock that this worker's run is timed with, real or virtual."""
     watch: Callable[[Replica], None] = staticmethod(lambda replica: None)
     """Told of the model that the script prepares, before the strategy is; for engines that simulate computing."""
-    before_batch: Callable[[int], None] = staticmethod(lambda num_samples: None)
-    """Told that the script asks for its next batch, of so many samples, to train on."""
+    before_batch: Callable[[int, int | None], None] = staticmethod(lambda num_samples, next_samples: None)
+    """Told that the script asks for its next batch, of so many samples, to train on, and how many the one has that will
+    be asked for right after its step; none: an epoch ends with it, or there may be a pause."""
+    before_meeting: Callable[[], None] = staticmethod(lambda: None)
+    """Told that all workers meet, between two steps or at an end."""
     takes_batches_ahead: bool = False
     """A core is free for taking the next batch while the present one is trained on."""
 

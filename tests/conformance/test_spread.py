@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import itertools
 import os
 import signal
 import threading
-import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +13,11 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.engines.virtual.cluster import Cluster
-from paceline.engines.virtual.promise import Promise
-from paceline.engines.virtual.spread.crew import Crew
 from paceline.errors import RunFailed, UsageError
 from paceline.result import Result
 from paceline.worker import Worker
@@ -147,149 +140,6 @@ def train_with_exchange_in_forward(worker: Worker, out: Path) -> None:
 
 def test_nor_for_what_is_exchanged_in_a_forward_pass(tmp_path: Path) -> None:
     require_same(train_with_exchange_in_forward, tmp_path, "all-reduce", 3, cluster=UNEVEN)
-
-
-def exchange_in_forward_later(worker: Worker, out: Path) -> None:
-    """By then others count on it that it does not."""
-    model = AveragedFeatures(worker)
-    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
-    for number, (x, y, _) in enumerate(loader):
-        model.forward = types.MethodType(  # type: ignore[method-assign]
-            AveragedFeatures.forward if number > 3 else lambda self, x: self.last(self.first(x)), model
-        )
-        step(worker, model, optimizer, x, y)
-
-
-def break_with_a_batch_in_hand(worker: Worker, out: Path) -> None:
-    model, optimizer, loader = prepared(worker)
-    for _ in range(3):
-        for number, (x, y, _) in enumerate(loader):
-            if number == 3:
-                break
-            step(worker, model, optimizer, x, y)
-        worker.log(others=worker.all_gather(torch.tensor(worker.rank))[0].float())
-
-
-def train_in_pieces_later(worker: Worker, out: Path) -> None:
-    """Pieces of a batch take less time than the whole."""
-    model, optimizer, loader = prepared(worker)
-    for step_number, (x, y, _) in enumerate(loader):
-        if step_number > 3:
-            x, y = x[:2], y[:2]
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def train_in_pieces(worker: Worker, out: Path) -> None:
-    """Two of each batch, the first without an exchange."""
-    model, optimizer, loader = prepared(worker)
-    for x, y, _ in loader:
-        for number in range(2):
-            with worker.no_sync() if number == 0 else contextlib.nullcontext():
-                F.cross_entropy(model(x[number::2]), y[number::2]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def train_pairs(worker: Worker, out: Path) -> None:
-    """Two forward passes, one backward pass, and a look at the model in between."""
-    model, optimizer, loader = prepared(worker)
-    for x, y, _ in loader:
-        with torch.no_grad():
-            model(x)
-        (F.cross_entropy(model(x), y) + F.cross_entropy(model(x * 0.5), y)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def sleep_at_times(worker: Worker, out: Path) -> None:
-    model, optimizer, loader = prepared(worker)
-    for number, (x, y, _) in enumerate(loader):
-        time.sleep(STEP_S * (number % 3))
-        step(worker, model, optimizer, x, y)
-
-
-def count_samples_first(worker: Worker, out: Path) -> None:
-    """Each step exchanges something before it computes."""
-    model, optimizer, loader = prepared(worker)
-    for x, y, _ in loader:
-        worker.all_reduce(torch.tensor(float(len(x))))
-        step(worker, model, optimizer, x, y)
-
-
-def look_at_everything(worker: Worker, out: Path) -> None:
-    """Now and then at many samples, with gradients that nobody takes."""
-    model, optimizer, loader = prepared(worker)
-    everything, labels, _ = problem().tensors
-    for number, (x, y, _) in enumerate(loader):
-        step(worker, model, optimizer, x, y)
-        if number % 2:
-            worker.all_reduce(F.cross_entropy(model(everything), labels).detach())
-
-
-SCRIPTS = [
-    count_samples_first,
-    look_at_everything,
-    exchange_in_forward_later,
-    break_with_a_batch_in_hand,
-    train_in_pieces_later,
-    train_in_pieces,
-    train_pairs,
-    sleep_at_times,
-]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-@pytest.mark.parametrize("cluster", [UNEVEN, TIED], ids=["uneven", "tied"])
-def test_nor_for_when_in_a_step_something_is_exchanged(script: Any, cluster: Cluster, tmp_path: Path) -> None:
-    require_same(script, tmp_path, "all-reduce", 3, cluster=cluster)
-
-
-@pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp"])
-def test_nor_under_servers(strategy: str, tmp_path: Path) -> None:
-    require_same(train_in_pieces_later, tmp_path, strategy, 3, cluster=UNEVEN)
-
-
-@pytest.mark.parametrize(
-    "script",
-    [train_in_pieces, train_pairs, sleep_at_times, deep, count_samples_first, look_at_everything],
-    ids=lambda script: script.__name__,
-)
-def test_who_does_the_same_in_each_step_is_never_late(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Times are as if nothing had been promised."""
-    run(script, tmp_path / "promises", "all-reduce", 3, cluster=UNEVEN)
-    monkeypatch.setattr(Promise, "begin", lambda self, now_s, step_s: None)
-    run(script, tmp_path / "none", "all-reduce", 3, cluster=UNEVEN)
-    assert content(tmp_path / "promises" / "run") == content(tmp_path / "none" / "run")
-
-
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
-def test_workers_are_left_with_a_batch_from_the_second_step_on(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[tuple[int, bool]] = []
-    note = Crew._note
-
-    def counted(self: Crew, rank: int, *, is_busy: bool) -> None:
-        heard.append((rank, is_busy))
-        note(self, rank, is_busy=is_busy)
-
-    monkeypatch.setattr(Crew, "_note", counted)
-    result = run(train, tmp_path, strategy, 4, cluster=UNEVEN, num_processes=2)
-    for rank in range(4):
-        num_steps = max(step.step for step in result.steps if step.worker == rank)
-        assert heard.count((rank, True)) == num_steps - 1
-
-
-def test_who_exchanges_earlier_than_usual_is_late_once(tmp_path: Path) -> None:
-    """The batch in hand counts as computed, the first time."""
-    result = run(break_with_a_batch_in_hand, tmp_path, "all-reduce", 2, cluster=TIED)
-    ends_s = [step.time_s for step in result.steps if step.worker == 0]
-    steps_s = [later - earlier for earlier, later in itertools.pairwise(ends_s)]
-    assert steps_s == pytest.approx([STEP_S, STEP_S, 2 * STEP_S, *[STEP_S] * 5], rel=0.01)
 
 
 class Talking(Dataset[Any]):

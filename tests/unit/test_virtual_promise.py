@@ -106,3 +106,74 @@ def test_who_gives_up_keeps_what_it_has_promised() -> None:
     promise.give_up()
     assert promise.exchange(10.0) == until_s
     assert promise.begin(20.0, 1.0) is None
+
+
+# --- what is promised before a batch is asked for --------------------------------------------------------------------
+
+
+def compute(promise: Promise, now_s: float, step_s: float, *, next_step_s: float | None) -> float:
+    """A step, up to its first exchange; returns when that is."""
+    promise.begin(now_s, step_s)
+    promise.takes(step_s)
+    promise.computed(step_s)
+    promise.next_step_s = next_step_s
+    return now_s + step_s
+
+
+def exchange(promise: Promise, now_s: float) -> float:
+    """Something that takes 0.1; returns when it is answered."""
+    now_s = promise.exchange(now_s) + 0.1
+    promise.answered(now_s)
+    return now_s
+
+
+@given(nums=st.lists(st.integers(1, 3), min_size=3, max_size=10), step_s=st.floats(0.01, 10.0))
+def test_the_next_step_is_promised_after_as_many_exchanges_as_ever(nums: list[int], step_s: float) -> None:
+    """But for the first step, in which strategies set up. Who exchanges more is late."""
+    promise, now_s, most = Promise(), 0.0, -1
+    for number, num_exchanges in enumerate(nums):
+        now_s = compute(promise, now_s, step_s, next_step_s=step_s)
+        for count in range(1, num_exchanges + 1):
+            is_late = promise.holds(now_s)
+            assert is_late == (count - 1 == most)
+            until_s = promise.until_s
+            now_s = exchange(promise, now_s)
+            if is_late:
+                assert now_s == until_s + 0.1
+            assert promise.holds(now_s) == (count == most)
+            assert promise.ahead_s == (pytest.approx(step_s) if count == most else None)
+        if num_exchanges == most:
+            assert promise.until_s == pytest.approx(now_s + step_s)
+            until_s = promise.until_s
+            assert promise.begin(now_s, step_s) == until_s
+        most = max(most, num_exchanges) if number else -1
+
+
+def test_nothing_is_promised_where_no_batch_follows() -> None:
+    promise, now_s = begun(1.0), 10.0
+    for next_step_s in (1.0, 1.0, None):
+        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=next_step_s))
+    assert not promise.holds(now_s)
+    assert promise.ahead_s is None
+
+
+def test_a_meeting_between_two_steps_is_no_part_of_them() -> None:
+    promise, now_s = begun(1.0), 10.0
+    for _ in range(3):
+        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=None))
+        promise.end_step()
+        for _ in range(5):
+            now_s = exchange(promise, now_s)
+    now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=2.0))
+    assert promise.until_s == pytest.approx(now_s + 2.0)
+
+
+def test_who_is_late_between_steps_promises_for_their_batches_all_the_same() -> None:
+    promise, now_s = begun(1.0), 10.0
+    for _ in range(3):
+        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=1.0))
+    now_s = exchange(promise, now_s)
+    for _ in range(3):
+        assert promise.begin(now_s, 1.0) == pytest.approx(now_s + 1.0)
+        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=1.0))
+        assert not promise.holds(now_s)

@@ -174,7 +174,9 @@ class VirtualCollective(Collective):
         return patterns.all_gather(self.size, operation.num_bytes)
 
     def _run(self, call: Call) -> Operation:
-        return _OperationWork(self, self._start(call), call).finished()
+        operation = _OperationWork(self, self._start(call), call).finished()
+        self._process.after_exchange()
+        return operation
 
     def _start(self, call: Call) -> int:
         """Take part in the next operation; returns its number."""
@@ -235,6 +237,7 @@ class _OperationWork(Work):
         if not self._is_over:
             self._collective._process.before_exchange()
             self.finished()
+            self._collective._process.after_exchange()
 
     def finished(self) -> Operation:
         """
@@ -291,6 +294,7 @@ class _MessageWork(Work):
         if not self._is_over:
             self._collective._process.before_exchange()
             self._finish()
+            self._collective._process.after_exchange()
 
     def _finish(self) -> None:
         message = self._message

@@ -62,6 +62,7 @@ class Pace:
         self._left_s = 0.0  # of the backward pass under way
         self._in_backward = False
         self._asked_samples: int | None = None  # of a batch of which nothing has been computed yet
+        self._next_samples: int | None = None  # of the batch after that
         self._is_as_asked = True  # whether the last batch was computed as a whole
         self._has_begun = False  # whether the next step has, with a batch
         self._has_forward = False  # whether there was one that no backward pass has followed
@@ -79,14 +80,17 @@ class Pace:
         for index, parameter in enumerate(replica.parameters):
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
 
-    def begin_batch(self, num_samples: int) -> None:
+    def begin_batch(self, num_samples: int, next_samples: int | None) -> None:
         """The script asks for its next batch, of so many samples, to train on.
+
+        Args:
+            next_samples: of the one that will be asked for right after its step, if one will.
 
         Scripts enter contexts of the thread's or the process's around a forward pass; here none is to be expected.
         """
         if not self._process.is_running or not torch.is_grad_enabled():
             return  # a thread of the script's asks, or it is not trained on
-        self._asked_samples = num_samples
+        self._asked_samples, self._next_samples = num_samples, next_samples
         if self._is_as_asked:
             self._has_begun = True
             self._begin_step(num_samples, may_leave=True)
@@ -140,8 +144,15 @@ class Pace:
             return mean_s * (1 - self._settings.backward_share)
         step_s = self._times.draw(mean_s)
         self._process.promise.takes(step_s)
+        self._process.promise.next_step_s = self._next_step_s()
         self._backward_s = step_s * self._settings.backward_share
         return step_s - self._backward_s
+
+    def _next_step_s(self) -> float | None:
+        """What the step takes at least that the next batch is computed in."""
+        if self._next_samples is None or not self._is_as_asked:
+            return None
+        return self._times.at_least(self._mean_s(self._next_samples))
 
     def _mean_s(self, num_samples: int) -> float:
         return self._cost.seconds(num_samples=num_samples, forward_flop=self._flop_per_sample * num_samples)

@@ -94,6 +94,10 @@ class Process:
         """Called before it does anything that others could notice: its clock moves on to when it had promised to."""
         self.advance_to(self.promise.exchange(self.now_s))
 
+    def after_exchange(self) -> None:
+        """Called after it has waited for such a thing, with which a step may be done."""
+        self.promise.answered(self.now_s)
+
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         """Have something happen at this process's time."""
         self._num_posted += 1

@@ -66,6 +66,7 @@ class VirtualStore(Store):
         self._parameters: list[list[list[Tensor]]] = []
         self._clock = 0
         self._num_due = 0
+        self._asked_s = 0.0
         self._windows: list[SendWindow[_Request]] = []  # what each server has yet to be asked
         self._deliveries: list[Delivery] = []
         self._all_here = Signal()
@@ -144,7 +145,10 @@ class VirtualStore(Store):
                         self.host, server.host, NOTICE_BYTES, server.follow, rank, answer.clock, answer.contributors
                     )
 
-        return self._receive(f"exchange of clock {clock}", self._of_each_shard(request), tell_others, is_push=True)
+        reply = self._receive(f"exchange of clock {clock}", self._of_each_shard(request), tell_others, is_push=True)
+        if reply.goes_on(pause_at=push.pause_at):
+            self._process.after_exchange()
+        return reply
 
     def wait_for_admission(self, *, pause_at: int) -> Reply:
         rank = self._collective.rank
@@ -209,10 +213,8 @@ class VirtualStore(Store):
         is_push: bool = False,
     ) -> Reply:
         """Ask, and account the time."""
-        self._process.before_exchange()
-        began_s = self._process.now_s
         deliveries = self._ask(what, requests, on_delivery, is_push=is_push)
-        elapsed_s = self._process.now_s - began_s
+        elapsed_s = self._process.now_s - self._asked_s
         waits_s = [0.0] * len(self._servers)
         for delivery in deliveries:
             waits_s[delivery.server] += delivery.waiting_s
@@ -252,6 +254,7 @@ class VirtualStore(Store):
         if self._abort_reason is not None:
             raise Aborted(f"{what} on rank {self._collective.rank} was ended: {self._abort_reason}")
         self._process.before_exchange()
+        self._asked_s = self._process.now_s
         self._deliveries, self._num_due, self._all_here = [], len(requests), Signal()
         self._on_delivery = on_delivery or (lambda delivery: None)
         self._process.advance(self._request_s)

@@ -70,21 +70,29 @@ class Crew:
             )
         self._channel = Channel(own)
         self._answered: set[int] = set()  # workers that have said nothing since
-        self._busy: set[int] = set()  # those whose last word was until when they compute
-        # Whether it has been told to compute since somebody was answered: the same there, as frames keep their order.
+        self._busy: set[int] = set()  # those of whom it is known until when they compute
+        # Whether it has been told to compute since somebody was answered who says something soon: the same there, as
+        # frames keep their order.
         self._is_going = False
         self._is_computing = False
         self._heard: dict[int, deque[bytes]] = {rank: deque() for rank in self.ranks}
 
-    def send(self, rank: int, content: bytes) -> None:
+    def send(self, rank: int, content: bytes, *, is_busy: bool) -> None:
         """Answer a worker.
+
+        Args:
+            is_busy: it is known until when the worker computes after it, so that it need not say so.
 
         Raises:
             EOFError: the process has died.
         """
-        self._answered.add(rank)
-        self._is_going = False
-        self._channel.send(rank, content)
+        if is_busy:
+            self._busy.add(rank)
+            self._is_computing = self._is_computing or self._is_going
+        else:
+            self._answered.add(rank)
+            self._is_going = False
+        self._channel.send(rank | BUSY if is_busy else rank, content)
 
     def receive(self, rank: int) -> bytes:
         """What a worker says next; waits for it, and has crews compute meanwhile.

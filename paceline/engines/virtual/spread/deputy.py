@@ -9,10 +9,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paceline.comm.base import Collective, ReduceOp, Store, Timing, Work
+from paceline.comm.base import Collective, Push, ReduceOp, Reply, Store, Timing, Work
 from paceline.comm.segment import Segment, SegmentAddress
 from paceline.engines.scripting import Outcome
 from paceline.engines.virtual.process import Process
+from paceline.engines.virtual.promise import kept_until
 from paceline.engines.virtual.spread.carrier import Carrier
 from paceline.engines.virtual.spread.crew import Crew
 from paceline.engines.virtual.spread.messages import Answer, Ask, Begin, Busy, Keep, Over, Print
@@ -59,6 +60,7 @@ class Deputy:
         self._works: dict[int, tuple[Work, Tensor | None]] = {}
         self._trouble: Exception | None = None  # with what nobody waits for; the next one who asks hears of it
         self._turn: int | None = None
+        self._goes_on = False  # whether the worker may, when it has been answered
 
     def act(self) -> Outcome:
         """Have the worker begin, and do what it asks for until it is over.
@@ -67,9 +69,9 @@ class Deputy:
             EOFError: its process has died.
         """
         self._answer()
+        self._process.let_pass()
         try:
             while True:
-                self._process.let_pass()
                 content = self._crew.receive(self._rank)
                 self._note_turn()
                 for segment in self._opening:
@@ -128,14 +130,20 @@ class Deputy:
     def _do(self, said: Ask) -> None:
         self._process.advance_to(said.clock_s)
         trouble, self._trouble = self._trouble, None
+        self._goes_on = False
         try:
             if trouble is not None:
                 raise trouble
             value, error = getattr(self, said.method)(*said.arguments), None
         except Exception as met:
             value, error = None, met
+            self._goes_on = False
         self._note_turn()
-        self._answer(value, error)
+        until_s = None
+        if said.ahead_s is not None and self._goes_on:
+            until_s = kept_until(self._process.now_s, said.ahead_s)
+        self._answer(value, error, is_busy=until_s is not None)
+        self._process.let_pass(until_s=until_s)
 
     def _keep(self, said: Keep) -> None:
         if isinstance(said.record, StepRecord):
@@ -143,22 +151,35 @@ class Deputy:
         assert self._turn is not None
         self._records.add(self._turn, said.record)
 
-    def _answer(self, value: Any = None, error: Exception | None = None) -> None:
+    def _answer(self, value: Any = None, error: Exception | None = None, *, is_busy: bool = False) -> None:
+        """
+        Args:
+            is_busy: it is known until when the worker computes after it.
+        """
         store_timing = self._store.timing if self._store is not None else Timing()
         answer = Answer(
             self._process.now_s,
             (vars(self._collective.timing), vars(store_timing)),
             self._reporter.stop_requested(),
             self._is_ending(),
+            self._goes_on,
             value,
             _portable(error),
         )
-        self._crew.send(self._rank, self._carrier.pack(answer))
+        self._crew.send(self._rank, self._carrier.pack(answer), is_busy=is_busy)
 
     # --- what it can ask for ------------------------------------------------------------------------------------
 
     def call(self, of: str, method: str, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        return getattr(self._store if of == "store" else self._collective, method)(*arguments, **settings)
+        value = getattr(self._store if of == "store" else self._collective, method)(*arguments, **settings)
+        self._goes_on = of == "collective"
+        return value
+
+    def exchange(self, push: Push) -> Reply:
+        assert self._store is not None
+        reply = self._store.exchange(push)
+        self._goes_on = reply.goes_on(pause_at=push.pause_at)
+        return reply
 
     def allocate(self, of: str, num_bytes: int) -> SegmentAddress:
         self.call(of, "allocate", (num_bytes,), {})
@@ -172,6 +193,7 @@ class Deputy:
 
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
         self._collective.broadcast(tensor, root=root)
+        self._goes_on = True
         return tensor
 
     def all_reduce(self, number: int, tensor: Tensor, op: ReduceOp) -> None:
@@ -195,6 +217,7 @@ class Deputy:
         work, tensor = self._works[number]
         work.wait()
         del self._works[number]
+        self._goes_on = True
         return tensor
 
     def poll(self, number: int) -> tuple[bool, Tensor | None]:

@@ -22,6 +22,8 @@ class Ask(NamedTuple):
     clock_s: float
     method: str
     arguments: tuple[Any, ...]
+    ahead_s: float | None
+    """For how long nothing that others could notice comes after the answer, if the worker goes on; none: not known."""
 
 
 class Busy(NamedTuple):
@@ -59,5 +61,7 @@ class Answer(NamedTuple):
     """The user wants the run to end at the next step."""
     is_ending: bool
     """Another member has failed."""
+    goes_on: bool
+    """The worker may be done with its step, and nothing keeps it from the next."""
     value: Any = None
     error: Exception | None = None

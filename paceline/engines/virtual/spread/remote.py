@@ -146,7 +146,7 @@ class RemoteStore(Store):
         self._ask("attach", layout, spec, parameters, gradients)
 
     def exchange(self, push: Push) -> Reply:
-        return self._ask("exchange", push)  # type: ignore[no-any-return]
+        return self._seat.ask("exchange", push)  # type: ignore[no-any-return]
 
     def wait_for_admission(self, *, pause_at: int) -> Reply:
         return self._ask("wait_for_admission", pause_at=pause_at)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any, final
 
@@ -30,8 +31,9 @@ class Seat:
         self.rank, self.process = rank, process
         self.carrier = Carrier()
         self.collective_timing, self.store_timing = Timing(), Timing()
-        self.is_stopping = self._is_ending = False
+        self.is_stopping = self._is_ending = self._goes_on = False
         self.num_answers = 0
+        self._known_s = -math.inf  # to the deputy: until when this worker computes
         self._channel, self._scheduler, self._turns = channel, scheduler, turns
         self._unsaid: deque[object] = deque()  # threads of the script may print
         self._heard = b""
@@ -54,11 +56,15 @@ class Seat:
             Exception: what the deputy met with; the worker's clock has moved on all the same.
         """
         self._scheduler.require_waitable()
-        if method != "poll":  # which is not noticed; files and memory are asked for only where no step is under way
-            self.process.before_exchange()
-        self._say(Ask(self.process.now_s, method, arguments))
-        self._scheduler.give_back()
-        return self.take_answer()
+        if method == "poll":  # which is not noticed
+            return self._ask(method, arguments, ahead_s=None)
+        # Files and memory are asked for only where no step is under way.
+        self.process.before_exchange()
+        answer = self._ask(method, arguments, ahead_s=self.process.promise.ahead_s)
+        if self._goes_on:
+            self.process.after_exchange()
+            self._known_s = self.process.promise.until_s
+        return answer
 
     def keep(self, record: Record) -> None:
         self._unsaid.append(Keep(record))
@@ -71,7 +77,9 @@ class Seat:
 
     def promise(self, until_s: float, *, may_leave: bool) -> None:
         """Let others know until when they need not wait for this worker, and let those be answered who wait here."""
-        self._say(Busy(until_s), mark=BUSY)
+        if until_s > self._known_s:
+            self._say(Busy(until_s), mark=BUSY)
+            self._known_s = until_s
         if may_leave and self.process.may_wait:
             self._turns.leave(self.rank, until_s)
             self._scheduler.give_back()
@@ -91,10 +99,15 @@ class Seat:
         self.process.advance_to(answer.now_s)
         for own, theirs in zip((self.collective_timing, self.store_timing), answer.timings, strict=True):
             vars(own).update(theirs)
-        self.is_stopping, self._is_ending = answer.is_stopping, answer.is_ending
+        self.is_stopping, self._is_ending, self._goes_on = answer.is_stopping, answer.is_ending, answer.goes_on
         if answer.error is not None:
             raise answer.error
         return answer.value
+
+    def _ask(self, method: str, arguments: tuple[Any, ...], *, ahead_s: float | None) -> Any:
+        self._say(Ask(self.process.now_s, method, arguments, ahead_s))
+        self._scheduler.give_back()
+        return self.take_answer()
 
     def _say(self, last: object, *, mark: int = 0) -> None:
         said = []

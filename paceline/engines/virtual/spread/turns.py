@@ -10,15 +10,16 @@ from paceline.engines.virtual.spread.channel import Channel
 GO = 0xFFFFFFFF
 """To a crew, in place of a worker's number: nobody is to be answered before something has been computed."""
 BUSY = 0x80000000
-"""From a crew, with a worker's number: it says until when it computes."""
+"""With a worker's number: from a crew, it says until when it computes; to a crew, that is known, and it need not."""
 
 
 @final
 class Turns:
     """Those who have been answered come before those who have a batch to compute.
 
-    An answered worker soon says until when it computes, and with that the simulation goes on. So who has said it is
-    left there, and goes on when the simulation waits for something that has to be computed (`Crew.receive`).
+    An answered worker soon says until when it computes, unless that is known, and with that the simulation goes on. So
+    who has said it is left there, and goes on when the simulation waits for something that has to be computed
+    (`Crew.receive`), and then as long as nobody is answered who says something soon.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -41,6 +42,8 @@ class Turns:
             if frame is None:
                 return heapq.heappop(self._left)[1], None
             number, content = frame
-            self._is_going = number == GO
-            if not self._is_going:
-                return number, content
+            if number == GO:
+                self._is_going = True
+                continue
+            self._is_going = self._is_going and bool(number & BUSY)
+            return number & ~BUSY, content

@@ -41,7 +41,7 @@ class RemoteCollective(Collective):
         if not self._seat.carrier.holds(tensor):  # then there is nothing to prepare
             return lambda: self.all_reduce(tensor, op=op)
         prepared = self._next_number()
-        self._seat.begin("prepare_all_reduce", prepared, tensor, op)
+        self._seat.tell("prepare_all_reduce", prepared, tensor, op)
         return lambda: self._start(tensor, self._operation_s, "start_all_reduce", prepared)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
@@ -79,10 +79,10 @@ class RemoteCollective(Collective):
         """Nothing, as with `VirtualCollective`."""
 
     def abort(self, reason: str) -> None:
-        self._seat.begin("call", "collective", "abort", (reason,), {})
+        self._seat.tell("call", "collective", "abort", (reason,), {})
 
     def close(self) -> None:
-        self._seat.begin("call", "collective", "close", (), {})
+        self._seat.tell("call", "collective", "close", (), {})
 
     def _ask(self, method: str, *arguments: Any, **settings: Any) -> Any:
         return self._seat.ask("call", "collective", method, arguments, settings)
@@ -164,10 +164,10 @@ class RemoteStore(Store):
         self._ask("load_state", dict(state), iteration=iteration)
 
     def abort(self, reason: str) -> None:
-        self._seat.begin("call", "store", "abort", (reason,), {})
+        self._seat.tell("call", "store", "abort", (reason,), {})
 
     def close(self) -> None:
-        self._seat.begin("call", "store", "close", (), {})
+        self._seat.tell("call", "store", "close", (), {})
 
     def _ask(self, method: str, *arguments: Any, **settings: Any) -> Any:
         return self._seat.ask("call", "store", method, arguments, settings)

@@ -47,6 +47,10 @@ class Seat:
     def begin(self, method: str, *arguments: Any) -> None:
         """Have the deputy start something at this time."""
         self.process.before_exchange()
+        self.tell(method, *arguments)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have the deputy do something that others do not notice."""
         self._unsaid.append(Begin(self.process.now_s, method, arguments))
 
     def ask(self, method: str, *arguments: Any) -> Any:

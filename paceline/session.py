@@ -186,6 +186,7 @@ class Session:
         self._begin_step()
         returned: list[object] = []
         outcome = prepared.synchronizer.step(lambda: returned.append(update()), pause_at=self._cadence.next_pause())
+        self.context.after_step()
         samples, self._batch_samples = self._batch_samples, 0
         self.steps += 1
         self.samples += samples
@@ -230,6 +231,7 @@ class Session:
             if self.has_ended or outcome.admitted:
                 break
             pause_at = self._cadence.next_pause()
+            self.context.between_steps()
             outcome = self._require_prepared().synchronizer.wait_for_admission(pause_at=pause_at)
             self._take(outcome)
         if self.has_ended:
@@ -293,7 +295,7 @@ class Session:
         Raises:
             UsageError: the evaluation does not return what it should.
         """
-        self.context.before_meeting()
+        self.context.between_steps()
         collective = self.context.collective
         if is_done and not self.strategy.is_lock_step():
             collective.set_deadline(None)  # the others may have many steps to go

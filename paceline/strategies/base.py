@@ -43,8 +43,10 @@ class Context:
     before_batch: Callable[[int, int | None], None] = staticmethod(lambda num_samples, next_samples: None)
     """Told that the script asks for its next batch, of so many samples, to train on, and how many the one has that will
     be asked for right after its step; none: an epoch ends with it, or there may be a pause."""
-    before_meeting: Callable[[], None] = staticmethod(lambda: None)
-    """Told that all workers meet, between two steps or at an end."""
+    after_step: Callable[[], None] = staticmethod(lambda: None)
+    """Told that the optimizer has stepped."""
+    between_steps: Callable[[], None] = staticmethod(lambda: None)
+    """Told that what is exchanged until the next batch belongs to no step: workers meet, or wait to be admitted."""
     takes_batches_ahead: bool = False
     """A core is free for taking the next batch while the present one is trained on."""
 

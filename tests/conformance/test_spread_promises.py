@@ -107,6 +107,33 @@ def look_at_everything(worker: Worker, out: Path) -> None:
             worker.all_reduce(F.cross_entropy(model(everything), labels).detach())
 
 
+def accumulate(worker: Worker, out: Path) -> None:
+    """Two passes before each step, both of which exchange their gradients; and a word after it."""
+    model, optimizer, loader = prepared(worker)
+    for number, (x, y, _) in enumerate(loader):
+        F.cross_entropy(model(x), y).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            worker.log(others=worker.all_gather(torch.tensor(worker.rank))[0].float())
+
+
+def train_twice_on_each_batch(worker: Worker, out: Path) -> None:
+    """The second time on half of it."""
+    model, optimizer, loader = prepared(worker)
+    for x, y, _ in loader:
+        step(worker, model, optimizer, x, y)
+        step(worker, model, optimizer, x[: len(x) // 2], y[: len(y) // 2])
+
+
+def talk_after_epochs(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    for _ in range(3):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+        worker.log(others=worker.all_gather(torch.tensor(worker.rank))[0].float())
+
+
 def talk_at_times(worker: Worker, out: Path) -> None:
     """Between two steps, and not between the others."""
     model, optimizer, loader = prepared(worker)
@@ -118,6 +145,9 @@ def talk_at_times(worker: Worker, out: Path) -> None:
 
 SCRIPTS = [
     talk_at_times,
+    talk_after_epochs,
+    accumulate,
+    train_twice_on_each_batch,
     count_samples_first,
     look_at_everything,
     exchange_in_forward_later,
@@ -142,7 +172,17 @@ def test_nor_under_servers(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [train_in_pieces, train_pairs, sleep_at_times, deep, count_samples_first, look_at_everything],
+    [
+        train_in_pieces,
+        train_pairs,
+        sleep_at_times,
+        deep,
+        count_samples_first,
+        look_at_everything,
+        accumulate,
+        train_twice_on_each_batch,
+        talk_after_epochs,
+    ],
     ids=lambda script: script.__name__,
 )
 def test_who_does_the_same_in_each_step_is_never_late(

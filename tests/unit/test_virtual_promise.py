@@ -145,7 +145,9 @@ def test_the_next_step_is_promised_after_as_many_exchanges_as_ever(nums: list[in
         if num_exchanges == most:
             assert promise.until_s == pytest.approx(now_s + step_s)
             until_s = promise.until_s
+            promise.stepped()
             assert promise.begin(now_s, step_s) == until_s
+        promise.stepped()
         most = max(most, num_exchanges) if number else -1
 
 
@@ -153,14 +155,16 @@ def test_nothing_is_promised_where_no_batch_follows() -> None:
     promise, now_s = begun(1.0), 10.0
     for next_step_s in (1.0, 1.0, None):
         now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=next_step_s))
+        promise.stepped()
     assert not promise.holds(now_s)
     assert promise.ahead_s is None
 
 
 def test_a_meeting_between_two_steps_is_no_part_of_them() -> None:
     promise, now_s = begun(1.0), 10.0
-    for _ in range(3):
-        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=None))
+    for _ in range(2):
+        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=1.0))
+        promise.stepped()
         promise.end_step()
         for _ in range(5):
             now_s = exchange(promise, now_s)
@@ -172,8 +176,30 @@ def test_who_is_late_between_steps_promises_for_their_batches_all_the_same() -> 
     promise, now_s = begun(1.0), 10.0
     for _ in range(3):
         now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=1.0))
+        promise.stepped()
     now_s = exchange(promise, now_s)
     for _ in range(3):
         assert promise.begin(now_s, 1.0) == pytest.approx(now_s + 1.0)
         now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=1.0))
+        promise.stepped()
         assert not promise.holds(now_s)
+
+
+def test_what_follows_an_epoch_teaches_nothing() -> None:
+    """Nothing is promised there."""
+    promise, now_s = begun(1.0), 10.0
+    for next_step_s in (1.0, 1.0, None):
+        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=next_step_s))
+        promise.stepped()
+    now_s = exchange(promise, now_s)
+    now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=2.0))
+    assert promise.until_s == pytest.approx(now_s + 2.0)
+
+
+def test_passes_that_no_optimizer_step_follows_are_parts_of_one_step() -> None:
+    promise, now_s = begun(1.0), 10.0
+    for step_number in range(4):
+        for part in range(3):
+            now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=1.0))
+            assert promise.holds(now_s) == (step_number > 1 and part == 2)
+        promise.stepped()

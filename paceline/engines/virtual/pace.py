@@ -63,6 +63,7 @@ class Pace:
         self._in_backward = False
         self._asked_samples: int | None = None  # of a batch of which nothing has been computed yet
         self._next_samples: int | None = None  # of the batch after that
+        self._has_other_passes = False  # than one for each batch
         self._is_as_asked = True  # whether the last batch was computed as a whole
         self._has_begun = False  # whether the next step has, with a batch
         self._has_forward = False  # whether there was one that no backward pass has followed
@@ -108,6 +109,7 @@ class Pace:
         if self._has_forward:  # of this step, too, whose time is then nobody knows what
             self._process.promise.give_up()
         elif not self._has_begun:
+            self._has_other_passes = True
             self._begin_step(num_samples, may_leave=False)
         if self._asked_samples is not None:
             self._is_as_asked = self._asked_samples == num_samples
@@ -149,8 +151,8 @@ class Pace:
         return step_s - self._backward_s
 
     def _next_step_s(self) -> float | None:
-        """What the step takes at least that the next batch is computed in."""
-        if self._next_samples is None or not self._is_as_asked:
+        """What the next batch takes to compute at least, if nothing else is computed before."""
+        if self._next_samples is None or not self._is_as_asked or self._has_other_passes:
             return None
         return self._times.at_least(self._mean_s(self._next_samples))
 

@@ -23,21 +23,22 @@ class Promise:
     the promise may let others go on until then. So what is exchanged earlier all the same, as by a script that breaks
     out of its loop with a batch in hand, happens when that time has come; nothing more is promised after that.
 
-    Where the data go on, a worker promises the same for its next step as soon as it waits for the last thing that it
-    exchanges in this one: for when it will have been answered. That is the last which comes after as many others as in
-    any step so far; so whoever exchanges more between two steps for once is late for once, and where a pause lies
-    between them, nobody's clock runs.
+    Where the data go on, a worker promises the same for what it computes next as soon as it waits for the last thing
+    that it exchanges from one optimizer step's first pass to the next one's: for when it will have been answered. It is
+    the last if so many were the most in all steps so far. Who then exchanges more than ever before is late, too; after
+    that, only as many as these are followed by a promise.
     """
 
     def __init__(self) -> None:
         self.next_step_s: float | None = None
-        """What the step after this one takes to compute at least; none: not known, or there may be none."""
+        """What the worker computes next takes at least, if that comes at once; none: not known, or it may not."""
         self._share: float | None = None  # of a step; none: not known yet
         self._step_s: float | None = None  # of the present step; none: not known yet
         self._computed_s = 0.0  # in the present step
         self._is_watched = False
         self._until_s: float | None = None
-        self._num_exchanges: int | None = None  # since the present step began; none: what is exchanged is of no step
+        self._has_stepped = False  # the optimizer, since the present step began
+        self._num_exchanges: int | None = None  # since then; none: what is exchanged is of no step
         self._most_exchanges: int | None = None  # in a step so far; the first one, in which strategies set up, is none
 
     @property
@@ -56,13 +57,15 @@ class Promise:
         return self._until_s is not None and now_s < self._until_s
 
     def begin(self, now_s: float, step_s: float | None) -> float | None:
-        """A step begins; returns until when nothing is exchanged, if that is known.
+        """A pass begins; returns until when nothing is exchanged, if that is known.
 
         Args:
             step_s: what it takes to compute at least, if that is known.
         """
-        self.end_step()
-        self._is_watched, self._step_s, self._computed_s, self._num_exchanges = True, None, 0.0, 0
+        if self._has_stepped:
+            self.end_step()
+        self._num_exchanges = self._num_exchanges or 0
+        self._is_watched, self._step_s, self._computed_s = True, None, 0.0
         if self._share and step_s is not None:
             self._until_s = max(kept_until(now_s, self._share * step_s), self.until_s)
         return self._until_s
@@ -77,9 +80,16 @@ class Promise:
 
     def end_step(self) -> None:
         """What is exchanged from now on is of no step, until another one begins."""
-        if self._num_exchanges:
-            self._most_exchanges = 0 if self._most_exchanges is None else max(self._most_exchanges, self._num_exchanges)
-        self._num_exchanges = None
+        num_exchanges, self._num_exchanges = self._num_exchanges, None
+        has_stepped, self._has_stepped = self._has_stepped, False
+        if num_exchanges and has_stepped and self._most_exchanges is None:
+            self._most_exchanges = 0
+        elif num_exchanges and self._most_exchanges is not None and self.next_step_s is not None:
+            self._most_exchanges = max(self._most_exchanges, num_exchanges)
+
+    def stepped(self) -> None:
+        """The optimizer has."""
+        self._has_stepped = True
 
     def answered(self, now_s: float) -> None:
         """What the worker waited for is over."""

@@ -83,7 +83,8 @@ class Worlds:
             now_s=lambda: process.now_s,
             watch=pace.watch,
             before_batch=pace.begin_batch,
-            before_meeting=process.promise.end_step,
+            after_step=process.promise.stepped,
+            between_steps=process.promise.end_step,
             takes_batches_ahead=self._takes_batches_ahead,
         )
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None

@@ -69,7 +69,7 @@ class Crew:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(setup.path)},
             )
         self._channel = Channel(own)
-        self._answered: set[int] = set()  # workers that have said nothing since
+        self._answered: set[int] = set()  # workers that have said nothing since, and soon will
         self._busy: set[int] = set()  # those of whom it is known until when they compute
         # Whether it has been told to compute since somebody was answered who says something soon: the same there, as
         # frames keep their order.

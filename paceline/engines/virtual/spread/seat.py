@@ -20,7 +20,7 @@ from paceline.records import Record
 
 @final
 class Seat:
-    """One worker's. What needs no answer leaves with what does, or with word that it computes.
+    """One worker's. What needs no answer leaves with what does, or with word that it computes where that is not known.
 
     Args:
         process: the worker's, in the crew's own scheduler, which only takes turns.
@@ -33,7 +33,7 @@ class Seat:
         self.collective_timing, self.store_timing = Timing(), Timing()
         self.is_stopping = self._is_ending = self._goes_on = False
         self.num_answers = 0
-        self._known_s = -math.inf  # to the deputy: until when this worker computes
+        self._known_s = -math.inf  # to the deputy: until when this worker computes, since its last answer
         self._channel, self._scheduler, self._turns = channel, scheduler, turns
         self._unsaid: deque[object] = deque()  # threads of the script may print
         self._heard = b""
@@ -109,6 +109,7 @@ class Seat:
         return answer.value
 
     def _ask(self, method: str, arguments: tuple[Any, ...], *, ahead_s: float | None) -> Any:
+        self._known_s = -math.inf
         self._say(Ask(self.process.now_s, method, arguments, ahead_s))
         self._scheduler.give_back()
         return self.take_answer()

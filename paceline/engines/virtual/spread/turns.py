@@ -8,7 +8,7 @@ from typing import final
 from paceline.engines.virtual.spread.channel import Channel
 
 GO = 0xFFFFFFFF
-"""To a crew, in place of a worker's number: nobody is to be answered before something has been computed."""
+"""To a crew, in place of a worker's number: nobody is to say something before something has been computed."""
 BUSY = 0x80000000
 """With a worker's number: from a crew, it says until when it computes; to a crew, that is known, and it need not."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.config import RunConfig, Target
+from paceline.config import DeviceChoice, RunConfig, Target
 
 
 def config_of(
@@ -14,7 +14,9 @@ def config_of(
     target: str | None = None,
     seed: int = 0,
     deadline_s: float = 60.0,
+    device: DeviceChoice = "cpu",
 ) -> RunConfig:
+    """On cores, wherever the tests run: their scripts leave batches where these are."""
     return RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -23,4 +25,5 @@ def config_of(
         target=Target.parse(target) if target is not None else None,
         seed=seed,
         deadline_s=deadline_s,
+        device=device,
     )

@@ -151,13 +151,16 @@ def test_the_next_step_is_promised_after_as_many_exchanges_as_ever(nums: list[in
         most = max(most, num_exchanges) if number else -1
 
 
-def test_nothing_is_promised_where_no_batch_follows() -> None:
+def test_where_no_batch_follows_nothing_is_promised_or_learned() -> None:
     promise, now_s = begun(1.0), 10.0
     for next_step_s in (1.0, 1.0, None):
         now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=next_step_s))
         promise.stepped()
     assert not promise.holds(now_s)
     assert promise.ahead_s is None
+    now_s = exchange(promise, now_s)  # as after an epoch
+    now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=2.0))
+    assert promise.until_s == pytest.approx(now_s + 2.0)
 
 
 def test_a_meeting_between_two_steps_is_no_part_of_them() -> None:
@@ -183,17 +186,6 @@ def test_who_is_late_between_steps_promises_for_their_batches_all_the_same() -> 
         now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=1.0))
         promise.stepped()
         assert not promise.holds(now_s)
-
-
-def test_what_follows_an_epoch_teaches_nothing() -> None:
-    """Nothing is promised there."""
-    promise, now_s = begun(1.0), 10.0
-    for next_step_s in (1.0, 1.0, None):
-        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=next_step_s))
-        promise.stepped()
-    now_s = exchange(promise, now_s)
-    now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=2.0))
-    assert promise.until_s == pytest.approx(now_s + 2.0)
 
 
 def test_passes_that_no_optimizer_step_follows_are_parts_of_one_step() -> None:

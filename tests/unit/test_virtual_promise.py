@@ -127,6 +127,15 @@ def exchange(promise: Promise, now_s: float) -> float:
     return now_s
 
 
+def trained(*next_steps_s: float | None) -> tuple[Promise, float]:
+    """One that has taken so many steps with an exchange each, and the time."""
+    promise, now_s = begun(1.0), 10.0
+    for next_step_s in next_steps_s:
+        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=next_step_s))
+        promise.stepped()
+    return promise, now_s
+
+
 @given(nums=st.lists(st.integers(1, 3), min_size=3, max_size=10), step_s=st.floats(0.01, 10.0))
 def test_the_next_step_is_promised_after_as_many_exchanges_as_ever(nums: list[int], step_s: float) -> None:
     """But for the first step, in which strategies set up. Who exchanges more is late."""
@@ -152,10 +161,7 @@ def test_the_next_step_is_promised_after_as_many_exchanges_as_ever(nums: list[in
 
 
 def test_where_no_batch_follows_nothing_is_promised_or_learned() -> None:
-    promise, now_s = begun(1.0), 10.0
-    for next_step_s in (1.0, 1.0, None):
-        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=next_step_s))
-        promise.stepped()
+    promise, now_s = trained(1.0, 1.0, None)
     assert not promise.holds(now_s)
     assert promise.ahead_s is None
     now_s = exchange(promise, now_s)  # as after an epoch
@@ -176,10 +182,7 @@ def test_a_meeting_between_two_steps_is_no_part_of_them() -> None:
 
 
 def test_who_is_late_between_steps_promises_for_their_batches_all_the_same() -> None:
-    promise, now_s = begun(1.0), 10.0
-    for _ in range(3):
-        now_s = exchange(promise, compute(promise, now_s, 1.0, next_step_s=1.0))
-        promise.stepped()
+    promise, now_s = trained(1.0, 1.0, 1.0)
     now_s = exchange(promise, now_s)
     for _ in range(3):
         assert promise.begin(now_s, 1.0) == pytest.approx(now_s + 1.0)

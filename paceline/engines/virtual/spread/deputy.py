@@ -137,7 +137,6 @@ class Deputy:
             value, error = getattr(self, said.method)(*said.arguments), None
         except Exception as met:
             value, error = None, met
-            self._goes_on = False
         self._note_turn()
         until_s = None
         if said.ahead_s is not None and self._goes_on:

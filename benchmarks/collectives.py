@@ -41,9 +41,9 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline.comm.base import Collective
-from paceline.comm.segment import SegmentAddress
-from paceline.comm.shared_memory import SharedMemoryCollective
-from paceline.manifest import describe_machine
+from paceline.comm.shared_memory.block import BlockAddress
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
+from paceline.running.manifest import describe_machine
 
 PEER = "gloo"
 BANDWIDTH = "bandwidth"
@@ -144,7 +144,7 @@ def connect(rank: int, num_ranks: int) -> Collective:
     control = SharedMemoryCollective.prepare()
     found: list[Any] = [None] * num_ranks
     dist.all_gather_object(found, astuple(control.address))
-    addresses = [SegmentAddress(*numbers) for numbers in found]
+    addresses = [BlockAddress(*numbers) for numbers in found]
     return SharedMemoryCollective(rank=rank, addresses=addresses, control=control)
 
 

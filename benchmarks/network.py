@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from paceline.manifest import describe_machine
+from paceline.running.manifest import describe_machine
 
 HERE = Path(__file__).parent
 PACELINE = str(Path(sys.executable).parent / "paceline")

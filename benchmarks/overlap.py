@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from paceline.manifest import describe_machine
+from paceline.running.manifest import describe_machine
 
 
 @dataclass(frozen=True)

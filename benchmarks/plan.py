@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from paceline.engines.virtual import cluster_file
-from paceline.planner import Work, predict
+from paceline.cluster import reading as cluster_file
+from paceline.planner import StepWork, predict
 from paceline.planner.simulator import simulate
 
 STRATEGIES = (
@@ -27,7 +27,7 @@ STRATEGIES = (
     ("ps-ssp", {"servers": 100}),
     ("ps-asp", {"servers": 100}),
 )
-RESNET_50 = Work(tensor_bytes=(640_000,) * 160, samples=32, forward_flop=32 * 8.2e9)
+RESNET_50 = StepWork(tensor_bytes=(640_000,) * 160, samples=32, forward_flop=32 * 8.2e9)
 
 
 def main() -> None:

@@ -45,11 +45,11 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from paceline.engines.virtual import cluster_file
-from paceline.engines.virtual.cluster import Cluster
-from paceline.launch import Quiet
-from paceline.manifest import describe_machine
-from paceline.result import Result
+from paceline.cluster import reading as cluster_file
+from paceline.cluster.description import Cluster
+from paceline.running.launch import Quiet
+from paceline.running.manifest import describe_machine
+from paceline.running.result import Result
 
 HERE = Path(__file__).parent
 PACELINE = str(Path(sys.executable).parent / "paceline")

@@ -36,9 +36,9 @@ from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.launch import Quiet
-from paceline.manifest import describe_machine
 from paceline.records import NullReporter
+from paceline.running.launch import Quiet
+from paceline.running.manifest import describe_machine
 
 BATCH_SIZE = 100
 SETTLING_S = 0.7

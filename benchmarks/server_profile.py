@@ -27,8 +27,8 @@ from rich.table import Table
 from throughput import train
 
 import paceline
-from paceline.launch import Quiet
-from paceline.manifest import describe_machine
+from paceline.running.launch import Quiet
+from paceline.running.manifest import describe_machine
 
 STRATEGIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "all-reduce": ("all-reduce", {}),

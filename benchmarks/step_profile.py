@@ -32,7 +32,7 @@ from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.manifest import describe_machine
+from paceline.running.manifest import describe_machine
 
 PHASES = ("next batch", "zero_grad", "forward", "backward", "step", "meeting")
 WAYS = ("plain", "lockstep", "all-reduce")

@@ -25,8 +25,8 @@ from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.launch import Quiet
-from paceline.manifest import describe_machine
+from paceline.running.launch import Quiet
+from paceline.running.manifest import describe_machine
 
 BATCH_SIZE = 100
 STRATEGIES = ("all-reduce", "ps-bsp", "ps-ssp", "ps-asp")

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline.launch import Quiet
-from paceline.manifest import describe_machine
+from paceline.running.launch import Quiet
+from paceline.running.manifest import describe_machine
 
 EPOCH_SAMPLES = 1_000_000
 

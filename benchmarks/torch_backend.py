@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rounds import TABLE_WIDTH, Measure, ratio_of, run_rounds
 
-from paceline.manifest import describe_machine
+from paceline.running.manifest import describe_machine
 
 CONTENDERS: dict[str, Measure] = {
     "ceiling": ceiling.measure,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.errors import PacelineError, RunFailed, UsageError
     from paceline.lab.study import Study
-    from paceline.launch import run
-    from paceline.result import Result
+    from paceline.running.launch import run
+    from paceline.running.result import Result
     from paceline.strategies.all_reduce import AllReduce
     from paceline.strategies.parameter_server import ParameterServer
     from paceline.strategies.single import Single
-    from paceline.worker import Worker, init
+    from paceline.training.worker import Worker, init
 
 __all__ = [
     "AllReduce",
@@ -35,14 +35,14 @@ _HOMES = {
     "AllReduce": "paceline.strategies.all_reduce",
     "PacelineError": "paceline.errors",
     "ParameterServer": "paceline.strategies.parameter_server",
-    "Result": "paceline.result",
+    "Result": "paceline.running.result",
     "RunFailed": "paceline.errors",
     "Single": "paceline.strategies.single",
     "Study": "paceline.lab.study",
     "UsageError": "paceline.errors",
-    "Worker": "paceline.worker",
-    "init": "paceline.worker",
-    "run": "paceline.launch",
+    "Worker": "paceline.training.worker",
+    "init": "paceline.training.worker",
+    "run": "paceline.running.launch",
 }
 
 

@@ -14,8 +14,8 @@ FORKS.set_forkserver_preload(
         "torch.distributed",
         "pytest",
         "hypothesis",
-        "paceline.launch",
-        "paceline.worker",
+        "paceline.running.launch",
+        "paceline.training.worker",
         "paceline.torch_backend",
     ]
 )

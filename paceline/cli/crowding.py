@@ -6,7 +6,7 @@ import os
 
 from rich.console import Console
 
-from paceline.engines.ray.cluster import chosen_address
+from paceline.engines.ray.nodes import chosen_address
 
 # A few workers a core is how one tries a script on a laptop, and nobody takes that for a cluster. With more than four,
 # each waits for its turn for over three quarters of the time, and its times are mostly those of waiting.

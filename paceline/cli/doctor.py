@@ -19,9 +19,9 @@ import zmq
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from paceline.comm.segment import Segment
+from paceline.comm.shared_memory.block import SharedBlock
 from paceline.engines.ray import probes
-from paceline.engines.ray.cluster import chosen_address
+from paceline.engines.ray.nodes import chosen_address
 from paceline.errors import PacelineError
 
 _MIN_MEMORY_BYTES = 2 * 1024**3
@@ -115,7 +115,7 @@ def _memory() -> Finding:
 
 def _shared_memory() -> Finding:
     try:
-        Segment.create(1 << 20).close()
+        SharedBlock.create(1 << 20).close()
     except (PacelineError, OSError) as error:
         return Finding("shared memory", False, str(error), "run on Linux with memfd_create allowed (seccomp profile)")
     try:

@@ -12,15 +12,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from paceline import launch
 from paceline.cli import common_options
-from paceline.engines.virtual import cluster_file
+from paceline.cluster import reading as cluster_file
 from paceline.errors import UsageError
 from paceline.lab import words
 from paceline.planner import observing, wording
 from paceline.planner.noise import NoiseScale
 from paceline.planner.search import Plan, Point, require_in_range
 from paceline.planner.search import plan as search
+from paceline.running import launch
 
 _MEASURE = "measure"
 PAGE_NAME, TABLE_NAME = "plan.html", "plan.csv"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.cli import common_options, exit_codes
-from paceline.engines.virtual.cluster import Cluster
+from paceline.cluster.description import Cluster
 from paceline.probing import probe as probing
 
 

@@ -9,15 +9,15 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from paceline import launch
 from paceline.cli import common_options, crowding, exit_codes, tables
 from paceline.cli.timeline import in_words
 from paceline.config import DeviceChoice, RunConfig
 from paceline.errors import RunFailed, UsageError
-from paceline.lab import timeline as lab_timeline
+from paceline.lab import trace as lab_timeline
 from paceline.lab.tracking import Tracking
+from paceline.running import launch
+from paceline.running.watching import ProgressLine
 from paceline.strategies import build, parse_options
-from paceline.watching import ProgressLine
 
 _NOTHING_TRAINED = (
     "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "

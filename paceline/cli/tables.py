@@ -9,12 +9,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from paceline import clock
 from paceline.config import Target
 from paceline.lab import words
 from paceline.lab.frames import Frames
 from paceline.lab.reliability import num_tried
-from paceline.result import Result
+from paceline.running.result import Result
+from paceline.training import clock
 
 _HEADINGS = ("to target, s", "speed-up", "samples/s", "worker-s")
 _VIRTUAL_HEADINGS = ("to target,\nvirtual s", "virtual\nspeed-up", "samples/\nvirtual s", "virtual\nworker-s")

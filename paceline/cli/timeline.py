@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline.lab import timeline as lab_timeline
+from paceline.lab import trace as lab_timeline
 
 
 def timeline(

@@ -16,10 +16,10 @@ from torch.distributed import PrefixStore, Store
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
-from paceline.comm.hierarchical import connect_hierarchical
-from paceline.comm.segment import SegmentAddress
-from paceline.comm.shared_memory import SharedMemoryCollective
-from paceline.comm.torch_distributed import connect_gloo
+from paceline.comm.hierarchical.collective import connect_hierarchical
+from paceline.comm.process_group.collective import connect_gloo
+from paceline.comm.shared_memory.block import BlockAddress
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.errors import DeadlineExceeded, UsageError
 
 _ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is the way out of this host
@@ -36,8 +36,8 @@ class _Member:
     num_bytes: int
 
     @property
-    def segment(self) -> SegmentAddress:
-        return SegmentAddress(self.pid, self.fd, self.num_bytes)
+    def segment(self) -> BlockAddress:
+        return BlockAddress(self.pid, self.fd, self.num_bytes)
 
 
 def connect(store: Store, *, rank: int, size: int, deadline_s: float, for_messages: bool = False) -> Collective:

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.ahead import pure
 from paceline.errors import PacelineError
+from paceline.training.ahead import pure
 
 Batch = tuple[Tensor, Tensor]
 """Normalised images, float32 [B, C, H, W], and labels, int64 [B]."""

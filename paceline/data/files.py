@@ -139,7 +139,7 @@ class _Progress:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-        from paceline.watching import is_terminal
+        from paceline.running.watching import is_terminal
 
         columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), disable=not is_terminal(sys.stderr))

@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore, rendezvous
 
 from paceline.comm.base import Collective
 from paceline.comm.connecting import connect, own_ip_address
-from paceline.comm.torch_distributed import connect_nccl
+from paceline.comm.process_group.collective import connect_nccl
 from paceline.config import RunConfig
 from paceline.engines.threads import share_cores
 from paceline.engines.world import World

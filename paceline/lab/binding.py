@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from paceline import clock
 from paceline.lab import chance, words
 from paceline.lab.chance import Sample
 from paceline.lab.frames import FINISHED
+from paceline.training import clock
 
 SAMPLES, COMPUTE, COMMUNICATION, WAITING, NOTHING = "samples", "compute", "communication", "waiting", "nothing"
 _PARTS = (COMPUTE, COMMUNICATION, WAITING)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline import manifest
 from paceline.errors import UsageError
 from paceline.lab import words
 from paceline.lab.runner import TRIALS
+from paceline.running import manifest
 
 _MAX_NAMES = 3
 

@@ -11,9 +11,9 @@ from typing import final
 
 from rich.console import Console
 
-from paceline import manifest
-from paceline.engines.progress import Watcher
-from paceline.lab import timeline, words
+from paceline.engines.standing import Watcher
+from paceline.lab import trace as timeline
+from paceline.lab import words
 from paceline.lab.frames import FINISHED
 from paceline.lab.outcome import Outcome
 from paceline.lab.reaching import first_reaching
@@ -21,8 +21,9 @@ from paceline.lab.runner import Position
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking
 from paceline.records import summarise
-from paceline.result import Result
-from paceline.watching import ProgressLine
+from paceline.running import manifest
+from paceline.running.result import Result
+from paceline.running.watching import ProgressLine
 
 
 @final

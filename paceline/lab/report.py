@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 
-from paceline import clock
 from paceline.errors import UsageError
 from paceline.lab import html_page, words
 from paceline.lab.figures import Chart, Figure, Subject, figures
@@ -23,6 +22,7 @@ from paceline.lab.spec import StudySpec
 from paceline.lab.study import Study
 from paceline.lab.summary_table import SummaryTable, summary_table
 from paceline.lab.virtual_cluster import VirtualCluster
+from paceline.training import clock
 
 FILE_NAME = "report.html"
 _SIMULATED = "Gradients are real; the network and the clock are simulated. Figures and tables say so."

@@ -19,18 +19,18 @@ from typing import Protocol, cast
 import filelock
 import psutil
 
-from paceline import launch
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.config import DeviceChoice
-from paceline.engines.progress import Watcher
-from paceline.engines.ray.cluster import connected
+from paceline.engines.ray.nodes import connected
 from paceline.engines.scripting import Script
+from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import durable
 from paceline.lab.frames import FAILED, FINISHED
 from paceline.lab.outcome import Outcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
+from paceline.running import launch
 
 TRIALS = "trials"
 _LOCK = ".lock"

@@ -10,14 +10,14 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from paceline import launch
+from paceline.cluster.placement import place
 from paceline.config import RunConfig, Target
-from paceline.engines.ray.cluster import chosen_address
+from paceline.engines.ray.nodes import chosen_address
 from paceline.engines.scripting import Script
-from paceline.engines.virtual.topology import place
 from paceline.errors import UsageError
 from paceline.lab.variant import Variant
 from paceline.lab.virtual_cluster import VirtualCluster
+from paceline.running import launch
 from paceline.strategies.base import Strategy
 
 _EXTENSIBLE = ("strategies", "workers", "seeds")

@@ -14,8 +14,7 @@ from typing import final
 
 from rich.console import Console
 
-from paceline import watching
-from paceline.engines.progress import Watcher
+from paceline.engines.standing import Watcher
 from paceline.errors import UsageError
 from paceline.lab import durable, runner, tables, verdict
 from paceline.lab.frames import Frames
@@ -25,7 +24,8 @@ from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import Position, StudyWatcher
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking
-from paceline.launch import Quiet
+from paceline.running import watching
+from paceline.running.launch import Quiet
 from paceline.strategies.base import Strategy
 
 SPEC_FILE = "study.json"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline import manifest
 from paceline.config import Target, rises
 from paceline.errors import UsageError
 from paceline.lab import analysis, runner, step_totals
@@ -18,6 +17,7 @@ from paceline.lab.reaching import first_reaching
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.step_totals import StepTotals
 from paceline.records import EvaluationRecord, read_records
+from paceline.running import manifest
 
 
 @dataclass

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from paceline.engines.progress import Progress, Watcher
+from paceline.engines.standing import Progress, Watcher
 from paceline.errors import unknown
 from paceline.lab.delivery import Delivery
 from paceline.lab.trackers import MLflow, Settings, TensorBoard, Tracker, WandB, load

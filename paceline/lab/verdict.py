@@ -9,12 +9,12 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 
-from paceline import clock
 from paceline.config import Target, rises
 from paceline.lab import amdahl, binding, chance, words
 from paceline.lab.chance import Sample
 from paceline.lab.frames import FAILED, FINISHED, MISSING, Frames
 from paceline.lab.reliability import num_tried, reliability, surest
+from paceline.training import clock
 
 Row: TypeAlias = pd.Series
 """Of the summary: one strategy on one number of workers."""

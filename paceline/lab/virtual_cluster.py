@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.engines.virtual import cluster_file
-from paceline.engines.virtual.cluster import Cluster
+from paceline.cluster import reading as cluster_file
+from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.clock import VIRTUAL
+from paceline.training.clock import VIRTUAL
 
 _MINUTE_S, _HOUR_S = 60, 3600
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.planner.demand import StepWork
 from paceline.planner.predict import Prediction, predict
 from paceline.planner.search import Plan, plan
-from paceline.planner.work import Work
 
-__all__ = ["Plan", "Prediction", "Work", "plan", "predict"]
+__all__ = ["Plan", "Prediction", "StepWork", "plan", "predict"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.comm.algorithms.messages import PIECE_BYTES
+from paceline.comm.algorithms.pieces import PIECE_BYTES
 from paceline.planner import costs
 from paceline.planner.fabric import Loads
 from paceline.planner.setting import Setting

@@ -6,7 +6,7 @@ from typing import final
 
 import numpy as np
 
-from paceline.engines.virtual.compute import ComputeTimes
+from paceline.engines.virtual.computing.durations import ComputeTimes
 from paceline.planner.fabric import Floats
 from paceline.planner.setting import Setting
 

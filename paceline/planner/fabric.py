@@ -10,8 +10,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.engines.virtual.cluster import Cluster
-from paceline.engines.virtual.topology import BYTES_PER_GBIT, MEMORY_LATENCY_S
+from paceline.cluster.description import Cluster
+from paceline.engines.virtual.network.wiring import BYTES_PER_GBIT, MEMORY_LATENCY_S
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -59,7 +59,7 @@ class Busiest:
 
 @final
 class Fabric:
-    """The links that `engines.virtual.topology.Topology` has, all of a kind in one array."""
+    """The links that `engines.virtual.topology.Wiring` has, all of a kind in one array."""
 
     def __init__(self, cluster: Cluster) -> None:
         hosts = cluster.each_host()

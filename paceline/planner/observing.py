@@ -11,17 +11,17 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.config import RunConfig
-from paceline.engines.progress import Progress
 from paceline.engines.scripting import Program
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
+from paceline.engines.standing import Progress
+from paceline.engines.virtual.computing.flops import ForwardCount
 from paceline.engines.virtual.engine import VirtualRun
-from paceline.engines.virtual.flops import ForwardCount
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.server import state_bytes
 from paceline.errors import PacelineError, RunFailed, UsageError
+from paceline.planner.demand import StepWork
 from paceline.planner.noise import NoiseScale, NoiseSums
-from paceline.planner.work import Work
 from paceline.records import Record, StepRecord
 from paceline.server.admission import AdmissionRule
 from paceline.strategies.base import Context, Replica, StepOutcome, Strategy, Synchronizer
@@ -38,7 +38,7 @@ NOISE_STEPS = 20
 class Observation:
     """What a script's first steps showed."""
 
-    work: Work
+    work: StepWork
     noise: NoiseScale | None
 
 
@@ -88,9 +88,9 @@ class _Seen:
         self.samples: list[int] = []
         """Of each step; records come some at a time."""
 
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         assert self.replica is not None
-        return Work(
+        return StepWork(
             tensor_bytes=tuple(max(1, spec.num_bytes) for spec in self.replica.specs),
             samples=self.samples[0],
             forward_flop=self.forward_flop,

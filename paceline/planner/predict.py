@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engines.virtual.cluster import Cluster
+from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
-from paceline.planner import algorithms, buckets, costs, stragglers
+from paceline.planner import algorithms, costs, stragglers
+from paceline.planner import filling as buckets
+from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Busiest, Loads
 from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
-from paceline.planner.work import Work
 from paceline.strategies import build, name_of
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy
@@ -95,7 +96,7 @@ def predict(
     *,
     strategy: str | Strategy,
     workers: int,
-    work: Work,
+    work: StepWork,
     options: Mapping[str, Any] | None = None,
 ) -> Prediction:
     """What a step of `work` takes under a strategy.

@@ -11,13 +11,13 @@ from typing import Any, final
 
 import pandas as pd
 
-from paceline.engines.virtual.cluster import Cluster
-from paceline.engines.virtual.topology import place
+from paceline.cluster.description import Cluster
+from paceline.cluster.placement import place
 from paceline.errors import UsageError
+from paceline.planner.demand import StepWork
 from paceline.planner.noise import NoiseScale, steps_ratio
 from paceline.planner.predict import Prediction, predict
 from paceline.planner.simulator import simulate
-from paceline.planner.work import Work
 from paceline.strategies import STRATEGIES, build
 from paceline.strategies.base import Strategy
 
@@ -83,7 +83,7 @@ class Plan:
     """What was found. `points` has every combination, `best` the one to take."""
 
     cluster: Cluster
-    work: Work
+    work: StepWork
     points: tuple[Point, ...]
     best: Point
     knees: tuple[Knee, ...]
@@ -141,7 +141,7 @@ def require_in_range(
 
 def plan(
     cluster: Cluster,
-    work: Work,
+    work: StepWork,
     *,
     max_workers: int | None = None,
     target_batch: int | None = None,
@@ -225,7 +225,7 @@ class _Judge:
     """Makes points."""
 
     cluster: Cluster
-    work: Work
+    work: StepWork
     target_batch: int | None
     noise: NoiseScale | None
     single_steps: float | None
@@ -261,7 +261,7 @@ class _Judge:
         """One worker with the script's own batch, and no exchange."""
         return predict(self.cluster, strategy="single", workers=1, work=self.work)
 
-    def _given(self, strategy: str, workers: int, servers: int) -> tuple[Strategy, Work]:
+    def _given(self, strategy: str, workers: int, servers: int) -> tuple[Strategy, StepWork]:
         """With each worker's part of the batch: a step takes in proportion."""
         chosen = build(strategy, {"servers": servers} if servers else {})
         batch = self._batch(workers)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.comm.send_window import PIECES_UNDER_WAY
+from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 from paceline.comm.wire import FRAME_BYTES
-from paceline.engines.virtual.network import CHUNK_BYTES
+from paceline.engines.virtual.network.links import CHUNK_BYTES
 from paceline.engines.virtual.server import update_bytes
 from paceline.planner import costs
 from paceline.planner.fabric import Floats, Loads

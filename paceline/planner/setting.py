@@ -9,15 +9,16 @@ from typing import final
 
 import numpy as np
 
-from paceline.engines.virtual.cluster import Cluster
-from paceline.engines.virtual.compute import StepCost
-from paceline.engines.virtual.topology import MEMORY_LATENCY_S, Places, place
+from paceline.cluster.description import Cluster
+from paceline.cluster.placement import Places, place
+from paceline.engines.virtual.computing.durations import StepCost
+from paceline.engines.virtual.network.wiring import MEMORY_LATENCY_S
 from paceline.errors import UsageError
 from paceline.planner import costs
+from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Busiest, Fabric, Floats, Loads, Numbers, fabric_of
 from paceline.planner.stragglers import Group, StepTimes
 from paceline.planner.trees import Trees
-from paceline.planner.work import Work
 
 
 @final
@@ -69,7 +70,7 @@ class Setting:
     """Some workers and servers of a cluster, and a step's work."""
 
     cluster: Cluster
-    work: Work
+    work: StepWork
     places: Places
     groups: tuple[Group, ...]
     """Workers by how long they compute."""
@@ -80,7 +81,7 @@ class Setting:
     fabric: Fabric
 
     @classmethod
-    def of(cls, cluster: Cluster, work: Work, *, num_workers: int, num_servers: int) -> Setting:
+    def of(cls, cluster: Cluster, work: StepWork, *, num_workers: int, num_servers: int) -> Setting:
         """
         Raises:
             UsageError: the cluster has no room, was measured with another model, or nothing says how long a step

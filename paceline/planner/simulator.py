@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engines.virtual.cluster import Cluster
+from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
-from paceline.planner import algorithms, buckets
+from paceline.planner import algorithms
+from paceline.planner import filling as buckets
+from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
 from paceline.planner.server_simulator import AsynchronousRun, SynchronousRun
 from paceline.planner.setting import Ring, Setting
-from paceline.planner.work import Work
 from paceline.strategies import build
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy
@@ -48,7 +49,7 @@ def simulate(
     *,
     strategy: str | Strategy,
     workers: int,
-    work: Work,
+    work: StepWork,
     options: Mapping[str, Any] | None = None,
     steps: int = 100,
     seed: int = 0,

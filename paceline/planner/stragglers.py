@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 import torch
 
-from paceline.engines.virtual.cluster import Compute
+from paceline.cluster.description import Compute
 from paceline.planner.fabric import Floats
 
 _TAIL = 1e-12

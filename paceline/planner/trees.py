@@ -8,9 +8,9 @@ from typing import final
 
 import numpy as np
 
-from paceline.comm.algorithms.messages import PIECE_BYTES
+from paceline.comm.algorithms.pieces import PIECE_BYTES
 from paceline.comm.algorithms.tree import edges
-from paceline.engines.virtual.network import CHUNK_BYTES
+from paceline.engines.virtual.network.links import CHUNK_BYTES
 from paceline.planner.fabric import Fabric, Floats, Numbers
 
 

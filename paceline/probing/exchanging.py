@@ -15,8 +15,8 @@ import torch
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import OptimizerSpec, Push
-from paceline.comm.parameter_service import ParameterService, ServerSpec
-from paceline.comm.server_group import ServerAddress, ServerGroup
+from paceline.comm.servers.group import ServerAddress, ServerGroup
+from paceline.comm.servers.service import ParameterService, ServerSpec
 from paceline.comm.wire import FRAME_BYTES, Keys
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.probing.caches import CacheEmptier

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.comm.wire import FRAME_BYTES
-from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Servers
-from paceline.probing.network import NetworkReport, PairReport
-from paceline.probing.steps import StepReport
+from paceline.probing.step_times import StepReport
+from paceline.probing.traffic import NetworkReport, PairReport
 
 ALIKE = 0.15
 """Hosts whose numbers differ by less are described as one kind: two measurements of the same one do, too."""

@@ -10,19 +10,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from paceline.cluster.description import Cluster
+from paceline.cluster.writing import as_toml
 from paceline.comm.wire import Keys
 from paceline.config import DeviceChoice, RunConfig
-from paceline.engines.progress import Progress, Watcher
 from paceline.engines.ray import probes
-from paceline.engines.ray.cluster import Node, chosen_address, connected, nodes
+from paceline.engines.ray.nodes import Node, chosen_address, connected, nodes
 from paceline.engines.ray.supervisor import Job, Supervisor
 from paceline.engines.scripting import Program, Script
-from paceline.engines.virtual.cluster import Cluster
-from paceline.engines.virtual.cluster_writing import as_toml
+from paceline.engines.standing import Progress, Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
-from paceline.launch import own_environment, read_script
-from paceline.probing import fitting, network, steps
+from paceline.probing import fitting
+from paceline.probing import step_times as steps
+from paceline.probing import traffic as network
 from paceline.records import EventRecord, Record, read_records
+from paceline.running.launch import own_environment, read_script
 
 _DEADLINE_S = 60.0
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.buckets import GradientBuckets
 from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
-from paceline.comm.torch_distributed import TorchCollective
+from paceline.comm.process_group.collective import TorchCollective
 from paceline.errors import UsageError
 from paceline.layout import Layout, in_buckets
 from paceline.server.admission import AdmissionRule

@@ -20,8 +20,8 @@ from paceline.comm.connecting import connect
 from paceline.errors import TensorMismatch, UsageError
 from paceline.memory import keep_freed_memory
 from paceline.torch_backend.lane import INLINE_S, Lane
-from paceline.torch_backend.messages import Messages
 from paceline.torch_backend.reductions import all_reduce, is_bitwise, reduce_scatter
+from paceline.torch_backend.tagged_messages import Messages
 from paceline.torch_backend.works import GroupWork
 
 BACKEND_NAME = "paceline"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.engines.ray.cluster import connected
+from paceline.engines.ray.nodes import connected
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ import torch
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, OptimizerSpec
-from paceline.comm.parameter_service import ParameterService, ServerSpec
-from paceline.comm.segment import SegmentAddress
-from paceline.comm.server_group import ServerAddress, ServerGroup
-from paceline.comm.shared_memory import SharedMemoryCollective
+from paceline.comm.servers.group import ServerAddress, ServerGroup
+from paceline.comm.servers.service import ParameterService, ServerSpec
+from paceline.comm.shared_memory.block import BlockAddress
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.wire import Keys
 from paceline.config import RunConfig
 from paceline.engines.scripting import run_program
@@ -31,7 +31,7 @@ from paceline.engines.world import World, enter
 from paceline.errors import RunFailed
 from paceline.layout import Layout
 from paceline.records import Record, RecordWriter, Reporter
-from paceline.result import Result
+from paceline.running.result import Result
 from paceline.server.ranges import KeyRange
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
@@ -258,9 +258,7 @@ def _work(
         connection.send(("ended", records, error))
 
 
-def _collective(
-    rank: int, size: int, addresses: Sequence[SegmentAddress], control: Any, deadline_s: float
-) -> Collective:
+def _collective(rank: int, size: int, addresses: Sequence[BlockAddress], control: Any, deadline_s: float) -> Collective:
     if size == 1:
         return AloneCollective()
     return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=deadline_s)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline.sharding import ShardedLoader
+from paceline.training.sharding import ShardedLoader
 
 Script = Callable[[Any], nn.Module]
 """Trains with what it is given as its worker, which is Paceline's or a `Reference`, and returns its model."""

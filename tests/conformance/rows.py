@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.records import StepRecord
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance import local_engine
 
 

@@ -14,8 +14,8 @@ from statistics import median
 
 import pytest
 
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance.rows import Row, prepared, step, steps_of, wait_until
 
 SLOW_S = 0.1

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from paceline.errors import RunFailed
-from paceline.worker import Worker
+from paceline.training.worker import Worker
 from tests.conformance.rows import (
     BATCH_SIZE,
     NUM_SAMPLES,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
-from paceline.worker import Worker
+from paceline.training.worker import Worker
 from tests.conformance.local_engine import STOP_FILE
 from tests.conformance.rows import (
     Row,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline.worker import Worker
+from paceline.training.worker import Worker
 from tests.conformance.rows import (
     Row,
     checksum,

@@ -11,7 +11,7 @@ import torch
 import paceline
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.records import UpdateRecord
-from paceline.result import Result
+from paceline.running.result import Result
 from tests.conformance.reference import train_alone
 from tests.conformance.rows import ROWS, Row, launched, prepared, step
 from tests.conformance.scripts import EXACT, SCRIPTS, assert_close, train

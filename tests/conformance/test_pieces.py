@@ -12,10 +12,11 @@ import torch
 
 import paceline
 from paceline.checkpoint import FILE_NAME, Checkpoint
-from paceline.comm import answer_window, answers, server_group
-from paceline.comm.answer_window import LEAST_ANSWERS
-from paceline.comm.answers import AnswersElsewhere
-from paceline.comm.parameter_service import ParameterService
+from paceline.comm.servers import answer_window, answers
+from paceline.comm.servers import group as server_group
+from paceline.comm.servers.answer_window import LEAST_ANSWERS
+from paceline.comm.servers.answers import AnswersElsewhere
+from paceline.comm.servers.service import ParameterService
 from paceline.errors import UsageError
 from paceline.strategies.parameter_server import ParameterServer
 from tests.conformance import local_engine

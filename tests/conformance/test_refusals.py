@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD
 
 from paceline.errors import RunFailed
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance.rows import ROWS, Row, every_row, loader_of, network, prepared, problem, step
 
 ROW = {row.name: row for row in ROWS}

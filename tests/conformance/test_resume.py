@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.errors import RunFailed
-from paceline.worker import Worker
+from paceline.training.worker import Worker
 from tests.conformance.rows import (
     ROWS,
     Row,

@@ -17,10 +17,10 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline.engines.virtual.cluster import Cluster
+from paceline.cluster.description import Cluster
 from paceline.errors import RunFailed, UsageError
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance.rows import Row, every_row, loader_of, network, prepared, problem, step, train
 from tests.conformance.test_virtual import train_with_noise
 from tests.conformance.virtual_cluster import SCRIPT, STEP_S, cluster_of, run

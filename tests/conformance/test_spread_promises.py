@@ -16,10 +16,10 @@ import torch
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from paceline.engines.virtual.cluster import Cluster
+from paceline.cluster.description import Cluster
 from paceline.engines.virtual.promise import Promise
 from paceline.engines.virtual.spread.crew import Crew
-from paceline.worker import Worker
+from paceline.training.worker import Worker
 from tests.conformance.rows import Row, every_row, loader_of, prepared, problem, step, train
 from tests.conformance.test_spread import NUM_WORKERS, TIED, UNEVEN, AveragedFeatures, content, deep, require_same
 from tests.conformance.test_virtual import train_with_noise

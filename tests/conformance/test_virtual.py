@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.data import Split, collate, load
 from paceline.data.dataset import Batch
-from paceline.engines.progress import Progress
+from paceline.engines.standing import Progress
 from paceline.engines.virtual import worlds
 from paceline.errors import RunFailed, UsageError
-from paceline.launch import Quiet
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.running.launch import Quiet
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance.rows import keep, kept, loader_of, network, prepared, problem, step, train
 from tests.conformance.virtual_cluster import SCRIPT, STEP_S, cluster_of, run, tiny
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Servers
+from paceline.cluster.description import Cluster, Communication, Compute, Servers
 from paceline.errors import RunFailed
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance.rows import loader_of, problem
 from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of, run, tiny
 

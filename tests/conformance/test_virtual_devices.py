@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from paceline.errors import RunFailed
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance.rows import loader_of, network, problem
 from tests.conformance.virtual_cluster import cluster_of, run
 

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from paceline.comm import answer_window
-from paceline.comm.answer_window import LEAST_ANSWERS, AnswerWindow
-from paceline.comm.send_window import PIECES_UNDER_WAY
+from paceline.cluster.description import Cluster, Compute, Hosts, Servers
+from paceline.comm.servers import answer_window
+from paceline.comm.servers.answer_window import LEAST_ANSWERS, AnswerWindow
+from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 from paceline.engines.virtual import server, store
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Servers
 from paceline.engines.virtual.server import Delivery, VirtualServer
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance.reference import train_alone
 from tests.conformance.rows import loader_of, problem
 from tests.conformance.scripts import EXACT, SCRIPTS, NormalisedSGD, assert_close

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Servers
-from paceline.result import Result
-from paceline.worker import Worker
+from paceline.cluster.description import Cluster, Compute, Hosts, Servers
+from paceline.running.result import Result
+from paceline.training.worker import Worker
 from tests.conformance import virtual_engine
 from tests.conformance.rows import launched, loader_of, problem
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import FILE_NAME
-from paceline.engines.progress import Progress
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Servers
+from paceline.cluster.description import Cluster, Compute, Hosts, Servers
+from paceline.engines.standing import Progress
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import RunFailed, UsageError
 from paceline.records import Record
-from paceline.result import Result
+from paceline.running.result import Result
 from paceline.strategies import build
 from paceline.strategies.base import Strategy
 from tests.conformance.settings import config_of

@@ -12,7 +12,7 @@ import ray
 
 import paceline
 from paceline import Result
-from paceline.engines.progress import Progress
+from paceline.engines.standing import Progress
 from paceline.records import Record
 
 

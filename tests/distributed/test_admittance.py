@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from paceline.comm.parameter_service import ParameterService
+from paceline.comm.servers.service import ParameterService
 from paceline.comm.wire import Caller, Keys, Kind, Message
 from paceline.engines.ray.controller import Controller
 from paceline.records import NullReporter

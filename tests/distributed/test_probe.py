@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.engines.virtual.cluster_file import load
+from paceline.cluster.reading import load
 from tests.distributed.harness import TRAIN, Command, wait_until
 from tests.distributed.local import Listener
 

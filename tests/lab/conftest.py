@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline import launch
 from paceline.lab import runner
 from paceline.lab.study import Study
+from paceline.running import launch
 from tests.lab.machine import SETTINGS, Machine
 
 

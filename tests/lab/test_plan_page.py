@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
-from paceline.planner import Plan, Work, page, plan
+from paceline.cluster.description import Cluster, Compute, Hosts
+from paceline.planner import Plan, StepWork, page, plan
 from paceline.planner.noise import NoiseScale
 from tests.lab.browser import PHONE, Loaded, launched, needs_browser, opened
 
@@ -19,7 +19,7 @@ HOSTILE = "<b>train</b>.py"
 def found() -> Plan:
     hosts = Hosts(count=24, bandwidth_gbit_per_s=1.0)
     cluster = Cluster(about="<i>hosts</i>", hosts=(hosts,), compute=Compute(step_s=0.1))
-    return plan(cluster, Work(tensor_bytes=(4_000_000,), samples=32), noise=NoiseScale(500.0), num_checks=1)
+    return plan(cluster, StepWork(tensor_bytes=(4_000_000,), samples=32), noise=NoiseScale(500.0), num_checks=1)
 
 
 @pytest.fixture(scope="module")

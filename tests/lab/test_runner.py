@@ -19,9 +19,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from paceline import launch
 from paceline.cli import compare
-from paceline.engines.progress import Watcher
+from paceline.engines.standing import Watcher
 from paceline.errors import RunFailed, UsageError
 from paceline.lab import report, runner
 from paceline.lab.frames import Frames
@@ -30,6 +29,7 @@ from paceline.lab.runner import Position, StudyInterrupted
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.study import Study
 from paceline.records import EventRecord, RecordWriter
+from paceline.running import launch
 from tests.lab.machine import ORDER, SETTINGS, Machine
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from paceline import cli
 from paceline.errors import UsageError
-from paceline.lab import timeline
+from paceline.lab import trace as timeline
 from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, StepRecord, UpdateRecord
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from paceline.engines.progress import Progress
+from paceline.engines.standing import Progress
 from paceline.errors import RunFailed, UsageError
 from paceline.lab import delivery, trackers, tracking
 from paceline.lab.delivery import MAX_WAITING, Delivery

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
-from paceline.comm.segment import SegmentAddress
-from paceline.comm.shared_memory import SharedMemoryCollective
-from paceline.comm.torch_distributed import connect_gloo
+from paceline.comm.process_group.collective import connect_gloo
+from paceline.comm.shared_memory.block import BlockAddress
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from tests.ranks import Ranks, hear, read, serve, tell
 
 MEETING_S = 60.0
@@ -60,7 +60,7 @@ def _meet(backend: str, rank: int, size: int, connection: Connection) -> Collect
     if backend == "alone":
         return AloneCollective()
     if backend == "shared_memory":
-        addresses = [SegmentAddress(*numbers) for numbers, _ in told]
+        addresses = [BlockAddress(*numbers) for numbers, _ in told]
         return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=MEETING_S)
     store = store or _store(size, port=told[0][1])
     return connect_gloo(store, rank=rank, size=size, address="127.0.0.1", deadline_s=MEETING_S)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
-from paceline.engines.virtual.network import Network
-from paceline.engines.virtual.timeline import Timeline
-from paceline.engines.virtual.topology import Topology
+from paceline.cluster.description import Cluster, Compute, Hosts
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.network.wiring import Wiring
 
 B = 125e6  # bytes per second of 1 Gb/s
 M = 100e6  # bytes
@@ -26,8 +26,8 @@ class Bench:
         seed: int = 0,
     ) -> None:
         hosts = Hosts(count=num_hosts, bandwidth_gbit_per_s=1.0, latency_us=latency_us)
-        self.timeline = Timeline()
-        self.topology = Topology(Cluster(hosts=(hosts,), compute=Compute(step_s=1.0)))
+        self.timeline = EventQueue()
+        self.topology = Wiring(Cluster(hosts=(hosts,), compute=Compute(step_s=1.0)))
         self.network = Network(self.timeline, self.topology, chunk_bytes=chunk_bytes, unevenness=unevenness, seed=seed)
         self.arrived: dict[object, float] = {}
 

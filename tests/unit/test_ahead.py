@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
-from paceline import ahead
-from paceline.ahead import can_be_taken_ahead, pure
 from paceline.data import Split, collate
 from paceline.engines.threads import spare_cores
-from paceline.sharding import RankBatch, ShardedLoader
+from paceline.training import ahead
+from paceline.training.ahead import can_be_taken_ahead, pure
+from paceline.training.sharding import RankBatch, ShardedLoader
 
 WAIT_S = 30.0
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork, messages
+from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
+from paceline.comm.algorithms import pieces as messages
 from paceline.comm.algorithms.partial_sum import SumOrMean
 from paceline.comm.algorithms.tree import _places
 from paceline.comm.alone import AloneCollective

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.answer_window import UNDER_WAY_S, AnswerWindow
+from paceline.comm.servers.answer_window import UNDER_WAY_S, AnswerWindow
 
 LEAST = 4.0
 

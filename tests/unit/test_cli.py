@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import cli, demo_script, launch
+from paceline import cli, demo_script
 from paceline.checkpoint import Checkpoint, WorkerState
 from paceline.cli import demo, exit_codes, report
-from paceline.engines.virtual import cluster_file
+from paceline.cluster import reading as cluster_file
 from paceline.errors import RunFailed
 from paceline.lab import runner
 from paceline.lab.runner import StudyInterrupted
 from paceline.lab.spec import StudySpec
 from paceline.lab.study import Study
+from paceline.running import launch
 from tests.lab.made import reaching, write_trial
 
 USAGE = 2

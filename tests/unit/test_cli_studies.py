@@ -7,14 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paceline import watching
 from paceline.cli import tables
-from paceline.engines.progress import Progress
+from paceline.engines.standing import Progress
 from paceline.lab.outcome import Outcome
 from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import Position
 from paceline.lab.tracking import Tracking
 from paceline.lab.virtual_cluster import VirtualCluster
+from paceline.running import watching
 from tests.lab.made import reaching, spec, study
 
 

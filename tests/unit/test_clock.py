@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.clock import TrainingClock
+from paceline.training.clock import TrainingClock
 
 
 def test_the_clock_leaves_pauses_out() -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm import futex
 from paceline.comm.base import Collective
-from paceline.comm.segment import Segment
-from paceline.comm.torch_distributed import connect_gloo
+from paceline.comm.process_group.collective import connect_gloo
+from paceline.comm.shared_memory import futex
+from paceline.comm.shared_memory.block import SharedBlock
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
 from tests.unit.collective_harness import World, caught, mapped_files
 
@@ -86,22 +86,22 @@ def run_timed(collective: Collective) -> tuple[float, int, float]:
 
 
 def test_segment_of_a_process_that_is_gone() -> None:
-    segment = Segment.create(4096)
+    segment = SharedBlock.create(4096)
     segment.tensor[0] = 5
-    again = Segment.open(segment.address)
+    again = SharedBlock.open(segment.address)
     assert again.tensor[0] == 5
     segment.close()
     with pytest.raises(PeerLost, match=f"process {os.getpid()}"):
-        Segment.open(segment.address)
+        SharedBlock.open(segment.address)
     view = again.tensor[:1]
     again.close()
     assert view.item() == 5
     with pytest.raises(ValueError, match="at least one byte"):
-        Segment.create(0)
+        SharedBlock.create(0)
 
 
 def test_futex_sleeps_until_woken_changed_or_late() -> None:
-    segment = Segment.create(4096)
+    segment = SharedBlock.create(4096)
     address = segment.tensor.data_ptr()
     assert timed(lambda: futex.wait(address, 1, 60.0)) < 30.0
     assert 0.05 < timed(lambda: futex.wait(address, 0, 0.1)) < 30.0

@@ -8,7 +8,7 @@ import pytest
 
 import paceline
 from paceline.errors import UsageError
-from paceline.evaluation import metrics_in
+from paceline.training.evaluation import metrics_in
 
 SCRIPT = """
 worker = paceline.init()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.base import REDUCE_OPS, Collective, ReduceOp
-from paceline.comm.hierarchical import HierarchicalCollective, connect_hierarchical
+from paceline.comm.hierarchical.collective import HierarchicalCollective, connect_hierarchical
 from paceline.comm.world_ranks import in_world
 from paceline.errors import UsageError
 from tests.unit.collective_harness import MEETING_S, World, caught, later, wait_for

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.comm.line import Bell, BellAddress, ServerLine, WorkerLine
+from paceline.comm.servers.line import Bell, BellAddress, ServerLine, WorkerLine
 from paceline.errors import PeerLost
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from paceline import machine_load
-from paceline.machine_load import Usage, between
+from paceline.running import machine_load
+from paceline.running.machine_load import Usage, between
 
 
 def test_what_others_use_by_hand() -> None:

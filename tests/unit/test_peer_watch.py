@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.comm.peer_watch import ADDRESS_BYTES, PeerWatch
+from paceline.comm.process_group.peer_watch import ADDRESS_BYTES, PeerWatch
 from paceline.errors import DeadlineExceeded
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engines.ray.cluster import Node, Place, place
+from paceline.engines.ray.nodes import Node, Place, place
 from paceline.errors import UsageError
 
 cores = st.sampled_from([0.0, 1.0, 2.0, 4.0, 16.0, 64.0])

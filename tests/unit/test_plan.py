@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import cli
-from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Servers
+from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.errors import UsageError
-from paceline.planner import Work, wording
+from paceline.planner import StepWork, wording
 from paceline.planner.noise import NoiseScale
 from paceline.planner.observing import NOISE_STEPS, observe
 from paceline.planner.search import Check, best_of, plan, worker_counts
 
-WORK = Work(tensor_bytes=(4_000_000,), samples=32)
+WORK = StepWork(tensor_bytes=(4_000_000,), samples=32)
 
 
 def cluster_of(count: int = 40, *, gbit_per_s: float = 1.0, placement: str = "separate") -> Cluster:
@@ -163,7 +163,7 @@ def test_a_time_that_was_counted_is_said_and_one_that_was_measured_is_not() -> N
     hosts = Hosts(count=4, bandwidth_gbit_per_s=1.0, gflop_per_s=8.0)
     work = replace(WORK, forward_flop=1e9)
 
-    def remarks(compute: Compute, work: Work) -> list[str]:
+    def remarks(compute: Compute, work: StepWork) -> list[str]:
         found = plan(Cluster(hosts=(hosts,), compute=compute), work, num_checks=0)
         return [line for line in wording.answer(found) if "counted, not measured" in line]
 

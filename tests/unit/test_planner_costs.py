@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engines.virtual.cluster import Compute
+from paceline.cluster.description import Compute
 from paceline.engines.virtual.server import update_bytes
 from paceline.planner import costs
 from paceline.planner.noise import NoiseScale, NoiseSums, steps_ratio

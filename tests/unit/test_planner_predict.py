@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from paceline.engines.virtual import cluster_file, patterns
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Racks, Servers
-from paceline.engines.virtual.exchange import Exchange
-from paceline.engines.virtual.network import Network
-from paceline.engines.virtual.timeline import Timeline
-from paceline.engines.virtual.topology import Topology
+from paceline.cluster import reading as cluster_file
+from paceline.cluster.description import Cluster, Compute, Hosts, Racks, Servers
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.network import patterns
+from paceline.engines.virtual.network.exchange import Exchange
+from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.network.wiring import Wiring
 from paceline.errors import UsageError
-from paceline.planner import Work, costs, predict
+from paceline.planner import StepWork, costs, predict
 from paceline.planner.setting import Setting
 from paceline.planner.simulator import ring_ends_s, simulate
 from tests.conformance import virtual_cluster
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 B = 125e6
 STEP_S = 0.1
-WORK = Work(tensor_bytes=(1_000_000,) * 4, samples=32)
+WORK = StepWork(tensor_bytes=(1_000_000,) * 4, samples=32)
 
 
 def cluster_of(
@@ -202,7 +203,7 @@ def test_with_constant_times_the_simulator_agrees_to_1_percent(
     choice: tuple[str, dict[str, Any]], workers: int, gbit_per_s: float, size: int
 ) -> None:
     strategy, options = choice
-    cluster, work = cluster_of(gbit_per_s=gbit_per_s), Work(tensor_bytes=(size, 1000), samples=8)
+    cluster, work = cluster_of(gbit_per_s=gbit_per_s), StepWork(tensor_bytes=(size, 1000), samples=8)
     found = predict(cluster, strategy=strategy, workers=workers, work=work, options=options)
     simulated = simulate(cluster, strategy=strategy, workers=workers, work=work, options=options, steps=10)
     assert found.step_s == pytest.approx(simulated.step_s, rel=0.01)
@@ -245,8 +246,8 @@ def test_a_ring_as_one_sliding_maximum_is_the_ring_message_by_message(
     begin_s: list[float], latency_us: float, num_bytes: int
 ) -> None:
     cluster = cluster_of(len(begin_s), latency_us=latency_us)
-    timeline = Timeline()
-    network = Network(timeline, Topology(cluster))
+    timeline = EventQueue()
+    network = Network(timeline, Wiring(cluster))
     ends_s: dict[int, float] = {}
 
     def done(rank: int) -> None:
@@ -328,7 +329,7 @@ def test_early_workers_send_only_a_few_pieces_as_on_the_virtual_engine(
     )
     steps = pd.DataFrame(result.steps).groupby("step")
     own_s = (steps.time_s.mean().diff() - steps.compute_s.max()).dropna()
-    work = Work(tensor_bytes=(1_000_000,) * num_layers, samples=1)
+    work = StepWork(tensor_bytes=(1_000_000,) * num_layers, samples=1)
     found = predict(cluster, strategy="ps-bsp", workers=workers, work=work, options=options)
     assert found.exchange_s + found.overhead_s == pytest.approx(own_s.mean(), rel=tolerance)
 

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Servers
+from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.errors import UsageError
-from paceline.planner import Work, predict
+from paceline.planner import StepWork, predict
 from paceline.planner.simulator import simulate
 from tests.conformance import virtual_cluster
 from tests.unit.test_planner_predict import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORK = Work(tensor_bytes=(1_000_000,) * 4, samples=1)
+WORK = StepWork(tensor_bytes=(1_000_000,) * 4, samples=1)
 RING = ("all-reduce", {"algorithm": "ring"}, "")
 TREE = ("all-reduce", {"algorithm": "tree"}, "")
 BEHIND = ("all-reduce", {"bucket_mb": 1.0}, "")

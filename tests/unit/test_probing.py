@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.engines.virtual.cluster import Cluster, Communication, Compute, Hosts, Racks, Servers, Site
-from paceline.engines.virtual.cluster_file import load, parse, shipped
-from paceline.engines.virtual.cluster_writing import as_toml
+from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Racks, Servers, Site
+from paceline.cluster.reading import load, parse, shipped
+from paceline.cluster.writing import as_toml
 from paceline.errors import RunFailed, UsageError
-from paceline.probing import network, probe, steps
+from paceline.probing import probe
+from paceline.probing import step_times as steps
+from paceline.probing import traffic as network
 from paceline.probing.exchanging import ExchangeCost
 from paceline.probing.fitting import ASSUMED_INCAST, MOST_HANDLING, HostFacts, fit
-from paceline.probing.network import NetworkReport, PairReport
-from paceline.probing.steps import StepReport
+from paceline.probing.step_times import StepReport
+from paceline.probing.traffic import NetworkReport, PairReport
 
 
 def pair(source: int, destination: int, **changes: float) -> PairReport:

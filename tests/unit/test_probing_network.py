@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.wire import Keys
-from paceline.probing import network
+from paceline.probing import traffic as network
 from paceline.probing.echo import Echo
 from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import answered, connected, logarithms_of_shares, measure_unevenness, unevenness_of

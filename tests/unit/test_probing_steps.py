@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import BudgetReached, UsageError
-from paceline.probing.steps import StepWatch, sleeps_told
+from paceline.probing.step_times import StepWatch, sleeps_told
 from paceline.strategies.replica import describe
 
 

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from paceline.comm import answers, server_group
 from paceline.comm.alone import AloneCollective
-from paceline.comm.answer_window import LEAST_ANSWERS
 from paceline.comm.base import OptimizerSpec, Push
-from paceline.comm.line import WorkerLine
-from paceline.comm.parameter_service import ParameterService, ServerSpec
-from paceline.comm.send_window import PIECES_UNDER_WAY
-from paceline.comm.server_group import ServerAddress, ServerGroup
+from paceline.comm.servers import answers
+from paceline.comm.servers import group as server_group
+from paceline.comm.servers.answer_window import LEAST_ANSWERS
+from paceline.comm.servers.group import ServerAddress, ServerGroup
+from paceline.comm.servers.line import WorkerLine
+from paceline.comm.servers.send_window import PIECES_UNDER_WAY
+from paceline.comm.servers.service import ParameterService, ServerSpec
 from paceline.comm.wire import Keys, Kind, Message, WireError
 from paceline.errors import Aborted
 from paceline.layout import Layout, TensorSpec, by_group

@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import preserved_random_state, random_state
-from paceline.sharding import RankBatch, ShardedLoader, divide
+from paceline.training.sharding import RankBatch, ShardedLoader, share_out
 
 
 class Numbers(Dataset[Tensor]):
@@ -165,22 +165,22 @@ def test_torchs_own_samplers_are_read_as_any_others_are(case: dict[str, Any]) ->
 
 def test_divide_deals_batches_out_in_turn() -> None:
     batches = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-    assert [b.indices for b in divide(batches, rank=0, size=2)] == [(0, 1), (4, 5), (8,)]
-    assert [b.indices for b in divide(batches, rank=1, size=2)] == [(2, 3), (6, 7), (9, 10)]
-    assert [b.weight for b in divide(batches, rank=1, size=2)] == [1.0, 1.0, pytest.approx(4 / 3)]
-    assert [b.indices for b in divide(batches, rank=1, size=2, drop_last=True)] == [(2, 3), (6, 7)]
+    assert [b.indices for b in share_out(batches, rank=0, size=2)] == [(0, 1), (4, 5), (8,)]
+    assert [b.indices for b in share_out(batches, rank=1, size=2)] == [(2, 3), (6, 7), (9, 10)]
+    assert [b.weight for b in share_out(batches, rank=1, size=2)] == [1.0, 1.0, pytest.approx(4 / 3)]
+    assert [b.indices for b in share_out(batches, rank=1, size=2, drop_last=True)] == [(2, 3), (6, 7)]
 
 
 def test_divide_joins_a_last_group_that_is_too_small_to_the_one_before() -> None:
     batches = [[0, 1], [2, 3], [4, 5], [6]]
-    assert [divide(batches, rank=r, size=3)[0].indices for r in range(3)] == [(0, 1), (2, 3), (4, 5, 6)]
-    assert len(divide(batches, rank=0, size=3)) == 1
+    assert [share_out(batches, rank=r, size=3)[0].indices for r in range(3)] == [(0, 1), (2, 3), (4, 5, 6)]
+    assert len(share_out(batches, rank=0, size=3)) == 1
 
 
 def test_fewer_samples_than_ranks() -> None:
     with pytest.raises(UsageError, match="2 samples cannot be divided among 3 workers"):
-        divide([[0, 1]], rank=0, size=3)
-    assert divide([], rank=0, size=3) == []
+        share_out([[0, 1]], rank=0, size=3)
+    assert share_out([], rank=0, size=3) == []
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20), size=st.integers(1, 5))
@@ -189,9 +189,9 @@ def test_batches_of_any_lengths_are_divided_without_loss(lengths: list[int], siz
     batches = [[next(samples) for _ in range(length)] for length in lengths]
     if sum(lengths) < size:
         with pytest.raises(UsageError):
-            divide(batches, rank=0, size=size)
+            share_out(batches, rank=0, size=size)
         return
-    of_ranks = [divide(batches, rank=rank, size=size) for rank in range(size)]
+    of_ranks = [share_out(batches, rank=rank, size=size) for rank in range(size)]
     merged = global_batches([[list(batch.indices) for batch in mine] for mine in of_ranks])
     assert [sample for batch in merged for sample in batch] == list(range(sum(lengths)))
     for group in zip(*of_ranks, strict=True):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from paceline.comm import connecting
 from paceline.comm.alone import AloneCollective
-from paceline.comm.hierarchical import HierarchicalCollective
-from paceline.comm.shared_memory import SharedMemoryCollective
-from paceline.comm.torch_distributed import TorchCollective
+from paceline.comm.hierarchical.collective import HierarchicalCollective
+from paceline.comm.process_group.collective import TorchCollective
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.errors import UsageError
 from tests.unit.torch_backend_world import TorchWorld
 

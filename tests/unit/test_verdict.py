@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import outcome_of
-from paceline.engines.verdict import Statement, judge
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, RunFailed, UsageError
 from paceline.strategies import build
 

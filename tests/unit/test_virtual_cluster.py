@@ -7,10 +7,11 @@ import statistics
 
 import pytest
 
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
-from paceline.engines.virtual.cluster_file import load, parse, shipped
-from paceline.engines.virtual.compute import ComputeTimes, StepCost, failure_s
-from paceline.engines.virtual.topology import Topology, place
+from paceline.cluster.description import Cluster, Compute, Hosts
+from paceline.cluster.placement import place
+from paceline.cluster.reading import load, parse, shipped
+from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost, failure_s
+from paceline.engines.virtual.network.wiring import Wiring
 from paceline.errors import UsageError
 
 GOOD = """about = "two kinds of hosts"
@@ -53,7 +54,7 @@ def test_shipped_clusters_have_room_for_their_servers(name: str) -> None:
     places = place(cluster, num_workers=20, num_servers=4)
     assert len(set(places.servers)) == 4
     if cluster.num_hosts < 1000:
-        path = Topology(cluster)(places.workers[-1], places.servers[0])
+        path = Wiring(cluster)(places.workers[-1], places.servers[0])
         assert all(link.bytes_per_s > 0 for link in path)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.base import Collective
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
-from paceline.planner import Work, algorithms
+from paceline.planner import StepWork, algorithms
 from paceline.planner.setting import Setting
 from tests.ranks import RankFailed
 from tests.unit.test_collectives import (
@@ -99,7 +99,7 @@ def test_a_plan_knows_what_two_trees_take(size: int, num_elements: int) -> None:
     hosts = Hosts(count=size, bandwidth_gbit_per_s=GIGABIT * 8e-9, latency_us=LATENCY_S * 1e6)
     cluster = Cluster(hosts=(hosts,), compute=Compute(step_s=1.0))
     num_bytes = 4.0 * num_elements
-    setting = Setting.of(cluster, Work(tensor_bytes=(int(num_bytes),), samples=1), num_workers=size, num_servers=0)
+    setting = Setting.of(cluster, StepWork(tensor_bytes=(int(num_bytes),), samples=1), num_workers=size, num_servers=0)
     assert algorithms.time_s("tree", setting, num_bytes) == pytest.approx(world.took_s, rel=0.035)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engines.virtual.network import WINDOW_BYTES, Network
+from paceline.engines.virtual.network.links import WINDOW_BYTES, Network
 from tests.unit.network_bench import B, Bench, M
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.engines.virtual.flops import ForwardCount
+from paceline.engines.virtual.computing.flops import ForwardCount
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random.mtrand import get_bit_generator
 
-from paceline.engines.virtual import random_state
-from paceline.engines.virtual.interpreter import kept
-from paceline.engines.virtual.random_state import RandomState
+from paceline.engines.virtual.isolation import random_state
+from paceline.engines.virtual.isolation.interpreter import kept
+from paceline.engines.virtual.isolation.random_state import RandomState
 
 
 def hold(gaussian: float | None) -> float:

@@ -11,7 +11,7 @@ from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 
 import paceline
-from paceline.engines.virtual.labels import only_where_seen
+from paceline.engines.virtual.isolation.labels import only_where_seen
 
 
 def names(profiler: profile) -> set[str]:

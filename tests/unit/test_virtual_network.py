@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.engines.virtual import patterns
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts, Racks, Site
-from paceline.engines.virtual.exchange import Exchange
-from paceline.engines.virtual.network import Link, Network
-from paceline.engines.virtual.timeline import Timeline
-from paceline.engines.virtual.topology import Topology, place
+from paceline.cluster.description import Cluster, Compute, Hosts, Racks, Site
+from paceline.cluster.placement import place
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.network import patterns
+from paceline.engines.virtual.network.exchange import Exchange
+from paceline.engines.virtual.network.links import Link, Network
+from paceline.engines.virtual.network.wiring import Wiring
 from paceline.errors import UsageError
 from tests.unit.network_bench import B, Bench, M
 
@@ -36,7 +37,7 @@ def exchange_s(num_ranks: int, pattern: patterns.Pattern, *, latency_us: float =
 
 
 def test_events_happen_in_order_of_time_then_of_asking() -> None:
-    timeline, seen = Timeline(), list[str]()
+    timeline, seen = EventQueue(), list[str]()
     timeline.at(2.0, seen.append, "c")
     timeline.at(1.0, lambda: (seen.append("a"), timeline.at(0.5, seen.append, "late, so now"))[0])
     timeline.at(1.0, seen.append, "b")
@@ -60,7 +61,7 @@ def test_a_lone_message_takes_latency_and_size_over_bandwidth(
 
 
 def test_the_least_bandwidth_of_a_path_counts_once() -> None:
-    timeline = Timeline()
+    timeline = EventQueue()
     path = [Link("fast", 10 * B, 1e-3), Link("slow", B, 2e-3), Link("faster", 20 * B, 3e-3)]
     Network(timeline, lambda source, destination: path).send(0, 1, M, lambda: None)
     timeline.run()
@@ -97,7 +98,7 @@ def test_a_sender_serves_hosts_in_turns_and_one_host_in_order() -> None:
 def test_slow_senders_fill_a_fast_link_together() -> None:
     ups = [Link(f"up {number}", B) for number in range(30)]
     down = Link("down", 10 * B)
-    timeline = Timeline()
+    timeline = EventQueue()
     network = Network(timeline, lambda source, destination: (ups[source], down))
     ends: list[float] = []
     for sender in range(30):
@@ -247,7 +248,7 @@ def test_hierarchical_exchange_crosses_the_network_once_a_host() -> None:
         hosts=(Hosts(count=3, workers=4, bandwidth_gbit_per_s=1.0, latency_us=0.0, memory_gbyte_per_s=10.0),),
         compute=Compute(step_s=1.0),
     )
-    timeline, topology = Timeline(), Topology(cluster)
+    timeline, topology = EventQueue(), Wiring(cluster)
     places = place(cluster, num_workers=12, num_servers=0)
     network = Network(timeline, topology)
     pattern = patterns.all_reduce(places.ranks_by_host, M)
@@ -271,8 +272,8 @@ def test_an_oversubscribed_rack_and_core_are_the_bottleneck() -> None:
         compute=cluster.compute,
     )
     for each, factor in ((cluster, 4), (without_core, 2)):
-        timeline = Timeline()
-        network = Network(timeline, Topology(each))
+        timeline = EventQueue()
+        network = Network(timeline, Wiring(each))
         for host in range(4):
             network.send(host, host + 4, M, lambda: None)
         timeline.run()
@@ -292,7 +293,7 @@ def test_sites_are_far_apart() -> None:
         compute=Compute(step_s=1.0),
     )
     bench = Bench(1)
-    bench.network = Network(bench.timeline, Topology(cluster))
+    bench.network = Network(bench.timeline, Wiring(cluster))
     bench.send(0, 2, M, "across")
     bench.send(0, 1, 1.0, "near")
     bench.run()
@@ -306,7 +307,7 @@ def test_sites_are_far_apart() -> None:
 def bursting(num_hosts: int, burst_bytes: float) -> Bench:
     hosts = Hosts(count=num_hosts, bandwidth_gbit_per_s=1.0, latency_us=0.0, burst_kbyte=burst_bytes / 1e3)
     bench = Bench(1)
-    bench.network = Network(bench.timeline, Topology(Cluster(hosts=(hosts,), compute=Compute(step_s=1.0))))
+    bench.network = Network(bench.timeline, Wiring(Cluster(hosts=(hosts,), compute=Compute(step_s=1.0))))
     return bench
 
 
@@ -338,7 +339,7 @@ def test_bursts_of_many_senders_meet_one_bucket() -> None:
 
 @pytest.mark.parametrize(("burst_s", "expected_s"), [(0.0, [1.1, 1.2, 1.3]), (0.15, [1.0, 1.05, 1.15])])
 def test_messages_keep_a_link_busy_besides_their_bytes(burst_s: float, expected_s: list[float]) -> None:
-    timeline, link = Timeline(), Link("cores", math.inf, message_s=0.1, burst_s=burst_s)
+    timeline, link = EventQueue(), Link("cores", math.inf, message_s=0.1, burst_s=burst_s)
     network = Network(timeline, lambda source, destination: (Link("card", B), link))
     arrived_s: list[float] = []
     for _ in range(3):

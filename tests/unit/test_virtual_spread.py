@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.segment import Segment
+from paceline.comm.shared_memory.block import SharedBlock
 from paceline.engines.virtual.spread.carrier import Carrier
 from paceline.engines.virtual.spread.channel import Channel
 from paceline.engines.virtual.spread.order import RecordsInOrder
@@ -115,9 +115,9 @@ def test_a_tensor_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) 
 def test_a_tensor_in_shared_memory_stays_there() -> None:
     here, there = Carrier(), Carrier()
     for _ in range(2):
-        segment = Segment.create(4096)
+        segment = SharedBlock.create(4096)
         here.share(segment)
-        own = there.share(Segment.open(segment.address))
+        own = there.share(SharedBlock.open(segment.address))
     whole = segment.tensor.view(torch.float32)
     parts = [whole[8:24].view(4, 4), whole[8:24].view(4, 4).t()[1:, ::2], whole[100]]
     arrived = there.unpack(here.pack(parts))

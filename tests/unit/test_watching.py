@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 import paceline
-from paceline import launch, watching
 from paceline.config import RunConfig
 from paceline.data import files
-from paceline.engines.progress import Progress
+from paceline.engines.standing import Progress
+from paceline.running import launch, watching
 
 LABELS = ["all-reduce x 128", "12/90 ps-bsp servers=2 combine=server x 16 seed 0"]
 

@@ -6,13 +6,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from paceline.engines.virtual.cluster import Cluster, Compute, Hosts
-from paceline.engines.virtual.collective import VirtualCollective
-from paceline.engines.virtual.meeting import Meeting
-from paceline.engines.virtual.network import Network
+from paceline.cluster.description import Cluster, Compute, Hosts
+from paceline.cluster.placement import place
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.network.collective import VirtualCollective
+from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.network.meeting import Meeting
+from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process, Scheduler
-from paceline.engines.virtual.timeline import Timeline
-from paceline.engines.virtual.topology import Topology, place
 from tests.ranks import RankFailed
 
 GIGABIT = 125e6
@@ -43,7 +44,7 @@ class VirtualWorld:
 
     def run_each(self, functions: list[Callable[[VirtualCollective], Any]]) -> list[Any]:
         """A function for each rank."""
-        timeline, topology = Timeline(), Topology(self._cluster)
+        timeline, topology = EventQueue(), Wiring(self._cluster)
         places = place(self._cluster, num_workers=self.size, num_servers=0)
         meeting = Meeting(
             timeline,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.messages import chunks_of, pieces_of, start_receiving, start_sending, wait_for
 from paceline.comm.algorithms.partial_sum import SumOrMean, as_flat
+from paceline.comm.algorithms.pieces import chunks_of, pieces_of, start_receiving, start_sending, wait_for
 from paceline.comm.base import Collective, Work
 from paceline.comm.reduction import Reduction
 

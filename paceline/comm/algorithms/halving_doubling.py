@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.messages import exchange, start_receiving, start_sending, wait_for
 from paceline.comm.algorithms.partial_sum import PartialSum, SumOrMean, as_flat, divisor_of
+from paceline.comm.algorithms.pieces import exchange, start_receiving, start_sending, wait_for
 from paceline.comm.base import Collective
 
 

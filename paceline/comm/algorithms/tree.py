@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.messages import chunks_of, pieces_of, wait_for
 from paceline.comm.algorithms.partial_sum import PartialSum, SumOrMean, as_flat, divisor_of
+from paceline.comm.algorithms.pieces import chunks_of, pieces_of, wait_for
 from paceline.comm.base import Collective, Work
 
 

@@ -18,17 +18,17 @@ from torch.distributed import TCPStore
 from paceline.checkpoint import Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, OptimizerSpec
-from paceline.comm.hierarchical import connect_hierarchical
-from paceline.comm.line import BellAddress
-from paceline.comm.parameter_service import ParameterService, ServerSpec
-from paceline.comm.segment import SegmentAddress
-from paceline.comm.server_group import ServerAddress, ServerGroup
-from paceline.comm.shared_memory import SharedMemoryCollective
-from paceline.comm.torch_distributed import connect_gloo, connect_nccl
+from paceline.comm.hierarchical.collective import connect_hierarchical
+from paceline.comm.process_group.collective import connect_gloo, connect_nccl
+from paceline.comm.servers.group import ServerAddress, ServerGroup
+from paceline.comm.servers.line import BellAddress
+from paceline.comm.servers.service import ParameterService, ServerSpec
+from paceline.comm.shared_memory.block import BlockAddress
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.config import RunConfig
-from paceline.engines.ray.cluster import own_address, own_node_id
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
+from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.output import captured
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.threads import share_of
@@ -46,7 +46,7 @@ class WorkerInfo:
     pid: int
     node_id: str
     address: str
-    memory: SegmentAddress
+    memory: BlockAddress
     store_port: int
     """Where this worker's torch.distributed store listens, should it become rank 0 of several hosts."""
     num_devices: int

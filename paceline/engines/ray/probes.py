@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from paceline.engines.ray.cluster import connected, nodes, own_address
+from paceline.engines.ray.nodes import connected, nodes, own_address
 from paceline.errors import RunFailed
 
 _CONNECT_S = 5.0

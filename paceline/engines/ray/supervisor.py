@@ -15,14 +15,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.comm.wire import Kind
 from paceline.config import RunConfig
-from paceline.engines.progress import Watcher
+from paceline.engines.blame import Statement, judge
 from paceline.engines.ray.actors import ServerActor, WorkerActor, WorldSpec
-from paceline.engines.ray.cluster import Place, nodes, own_address, own_node_id, place
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.liveness import Watch, end_processes_of
+from paceline.engines.ray.nodes import Place, nodes, own_address, own_node_id, place
 from paceline.engines.scripting import Outcome, Program
-from paceline.engines.verdict import Statement, judge
+from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.strategies.base import Strategy
 

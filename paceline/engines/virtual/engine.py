@@ -9,18 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
+from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
-from paceline.engines.progress import Progress, Watcher
+from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import Outcome, outcome_of
-from paceline.engines.verdict import Statement, judge
-from paceline.engines.virtual import interpreter
-from paceline.engines.virtual.backward import BackwardEnds
-from paceline.engines.virtual.collective import VirtualCollective
-from paceline.engines.virtual.compute import failure_s
+from paceline.engines.standing import Progress, Watcher
+from paceline.engines.virtual.computing.backward import BackwardEnds
+from paceline.engines.virtual.computing.durations import failure_s
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.isolation import interpreter
+from paceline.engines.virtual.isolation.surroundings import Surroundings
 from paceline.engines.virtual.job import VirtualJob
-from paceline.engines.virtual.meeting import Meeting
-from paceline.engines.virtual.network import Network
+from paceline.engines.virtual.network.collective import VirtualCollective
+from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.network.meeting import Meeting
+from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process, Scheduler
 from paceline.engines.virtual.reporter import DirectoryReporter
 from paceline.engines.virtual.server import VirtualServer
@@ -28,9 +32,6 @@ from paceline.engines.virtual.spread.crew import Crew, crews_of
 from paceline.engines.virtual.spread.deputy import Deputy
 from paceline.engines.virtual.spread.order import RecordsInOrder
 from paceline.engines.virtual.store import VirtualStore
-from paceline.engines.virtual.surroundings import Surroundings
-from paceline.engines.virtual.timeline import Timeline
-from paceline.engines.virtual.topology import Topology, place
 from paceline.engines.virtual.worlds import Worlds, run_in
 from paceline.errors import Aborted, RunFailed, UsageError
 from paceline.records import Record
@@ -58,8 +59,8 @@ class VirtualRun:
         self._places = place(cluster, num_workers=job.num_workers, num_servers=job.strategy.num_servers())
         self._hosts = cluster.each_host()
         self._host_names = cluster.names()
-        self._timeline = Timeline()
-        topology = Topology(cluster)
+        self._timeline = EventQueue()
+        topology = Wiring(cluster)
         new_network = partial(
             Network, self._timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.cluster.description import Cluster
 from paceline.config import RunConfig
 from paceline.engines.scripting import Program
-from paceline.engines.virtual.cluster import Cluster
 from paceline.strategies.base import Strategy
 
 

@@ -7,10 +7,10 @@ from typing import final
 
 from greenlet import getcurrent, greenlet
 
-from paceline.engines.virtual.interpreter import Modes, modes, set_modes
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.isolation.interpreter import Modes, modes, set_modes
+from paceline.engines.virtual.isolation.random_state import RandomState
 from paceline.engines.virtual.promise import Promise
-from paceline.engines.virtual.random_state import RandomState
-from paceline.engines.virtual.timeline import Timeline
 from paceline.errors import Aborted, UsageError
 
 
@@ -25,7 +25,7 @@ class Signal:
         """Of the timeline, at which it happened."""
         self._listener: Callable[[float, int], None] | None = None
 
-    def fire(self, timeline: Timeline) -> None:
+    def fire(self, timeline: EventQueue) -> None:
         """It happens now."""
         self.fired_s, self.turn = timeline.now_s, timeline.next_turn()
         if self._listener is not None:
@@ -168,7 +168,7 @@ class Scheduler:
         require_waitable: called before a process waits; raises where it cannot be left.
     """
 
-    def __init__(self, timeline: Timeline, *, require_waitable: Callable[[], None]) -> None:
+    def __init__(self, timeline: EventQueue, *, require_waitable: Callable[[], None]) -> None:
         self.timeline = timeline
         self.running: Process | None = None
         self.processes: list[Process] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from paceline.engines.progress import Progress
+from paceline.engines.standing import Progress
 from paceline.errors import RunFailed
 from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, Reporter
 

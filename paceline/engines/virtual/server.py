@@ -11,12 +11,12 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from paceline.comm.answer_window import LEAST_ANSWERS, AnswerWindow
 from paceline.comm.base import OptimizerSpec
-from paceline.comm.server_part import Part, are_in_turn, build_part
+from paceline.comm.servers.answer_window import LEAST_ANSWERS, AnswerWindow
+from paceline.comm.servers.part import Part, are_in_turn, build_part
 from paceline.comm.wire import FRAME_BYTES
-from paceline.engines.virtual.network import Network
-from paceline.engines.virtual.timeline import Timeline
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.network.links import Network
 from paceline.errors import PacelineError
 from paceline.layout import Layout
 from paceline.records import Reporter, UpdateRecord
@@ -84,7 +84,7 @@ class VirtualServer:
 
     def __init__(
         self,
-        timeline: Timeline,
+        timeline: EventQueue,
         network: Network,
         *,
         index: int,

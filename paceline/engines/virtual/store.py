@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import Collective, OptimizerSpec, Push, Reply, Store, Timing
-from paceline.comm.send_window import PIECES_UNDER_WAY, SendWindow
+from paceline.comm.servers.send_window import PIECES_UNDER_WAY, SendWindow
 from paceline.comm.wire import FRAME_BYTES, WireError
-from paceline.engines.virtual.network import Network
+from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.process import Process, Signal
 from paceline.engines.virtual.server import NOTICE_BYTES, Delivery, VirtualServer
 from paceline.errors import Aborted

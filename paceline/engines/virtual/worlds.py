@@ -8,15 +8,15 @@ from typing import final
 import torch
 
 from paceline.checkpoint import Checkpoint
+from paceline.cluster.placement import Places
 from paceline.comm.base import Collective, Store
 from paceline.config import RunConfig
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.threads import spare_cores
-from paceline.engines.virtual.compute import ComputeTimes, StepCost
+from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
+from paceline.engines.virtual.computing.pace import Pace, PromiseListener
 from paceline.engines.virtual.job import VirtualJob
-from paceline.engines.virtual.pace import Pace, PromiseListener
 from paceline.engines.virtual.process import Process
-from paceline.engines.virtual.topology import Places
 from paceline.engines.world import World, enter_here
 from paceline.errors import UsageError
 from paceline.records import Reporter

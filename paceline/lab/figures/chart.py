@@ -11,12 +11,12 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from paceline import clock
 from paceline.config import Target
 from paceline.lab import words
 from paceline.lab.figures.style import FAINT, GRID, INK, Style, plain, strategy_styles, worker_styles
 from paceline.lab.frames import Frames
 from paceline.lab.reliability import num_tried
+from paceline.training import clock
 
 HEIGHT_PX = 340
 _FONT_SIZE, _TICK_SIZE = 13, 12

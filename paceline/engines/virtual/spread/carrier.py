@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paceline.comm.segment import Segment
+from paceline.comm.shared_memory.block import SharedBlock
 
 
 @final
@@ -17,9 +17,9 @@ class Carrier:
     """One end of what a worker and its deputy say to each other. Both share the same segments in the same order."""
 
     def __init__(self) -> None:
-        self._segments: list[Segment] = []
+        self._segments: list[SharedBlock] = []
 
-    def share(self, segment: Segment) -> Tensor:
+    def share(self, segment: SharedBlock) -> Tensor:
         """Tensors in this memory stay where they are from now on; returns all of it."""
         self._segments.append(segment)
         return segment.tensor

@@ -14,10 +14,13 @@ from typing import final
 
 import torch
 
+from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
 from paceline.engines.scripting import outcome_of
-from paceline.engines.virtual.backward import BackwardEnds
+from paceline.engines.virtual.computing.backward import BackwardEnds
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.isolation.surroundings import Surroundings
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.process import Scheduler
 from paceline.engines.virtual.spread.carrier import Carrier
@@ -27,9 +30,6 @@ from paceline.engines.virtual.spread.messages import Over
 from paceline.engines.virtual.spread.remote import RemoteCollective, RemoteReporter, RemoteStore
 from paceline.engines.virtual.spread.seat import Seat
 from paceline.engines.virtual.spread.turns import Turns
-from paceline.engines.virtual.surroundings import Surroundings
-from paceline.engines.virtual.timeline import Timeline
-from paceline.engines.virtual.topology import place
 from paceline.engines.virtual.worlds import Worlds, run_in
 from paceline.engines.world import World
 from paceline.memory import keep_freed_memory
@@ -103,7 +103,7 @@ class _Members:
         places = place(job.cluster, num_workers=job.num_workers, num_servers=job.strategy.num_servers())
         self._worlds = Worlds(job, places)
         backward = BackwardEnds()
-        self._scheduler = Scheduler(Timeline(), require_waitable=backward.require_outside)
+        self._scheduler = Scheduler(EventQueue(), require_waitable=backward.require_outside)
         self._surroundings = Surroundings(self._scheduler, backward, self._say)
         self._seats: dict[int, Seat] = {}
         self._seats_by_name: dict[str, Seat] = {}

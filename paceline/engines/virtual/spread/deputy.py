@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import Collective, Push, ReduceOp, Reply, Store, Timing, Work
-from paceline.comm.segment import Segment, SegmentAddress
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.engines.scripting import Outcome
 from paceline.engines.virtual.process import Process
 from paceline.engines.virtual.promise import kept_until
@@ -55,7 +55,7 @@ class Deputy:
         self._collective, self._store, self._reporter = collective, store, reporter
         self._records, self._say, self._is_ending = records, say, is_ending
         self._carrier = Carrier()
-        self._opening: list[Segment] = []  # of which the worker has been told, and may not have opened yet
+        self._opening: list[SharedBlock] = []  # of which the worker has been told, and may not have opened yet
         self._prepared: dict[int, tuple[Tensor, Callable[[], Work]]] = {}
         self._works: dict[int, tuple[Work, Tensor | None]] = {}
         self._trouble: Exception | None = None  # with what nobody waits for; the next one who asks hears of it
@@ -180,9 +180,9 @@ class Deputy:
         self._goes_on = reply.goes_on(pause_at=push.pause_at)
         return reply
 
-    def allocate(self, of: str, num_bytes: int) -> SegmentAddress:
+    def allocate(self, of: str, num_bytes: int) -> BlockAddress:
         self.call(of, "allocate", (num_bytes,), {})
-        segment = Segment.create(num_bytes)
+        segment = SharedBlock.create(num_bytes)
         self._carrier.share(segment)
         self._opening.append(segment)
         return segment.address

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, final
 
 from paceline.comm.base import Timing
-from paceline.comm.segment import Segment
+from paceline.comm.shared_memory.block import SharedBlock
 from paceline.engines.scripting import Outcome
 from paceline.engines.virtual.process import Process, Scheduler
 from paceline.engines.virtual.spread.carrier import Carrier
@@ -90,7 +90,7 @@ class Seat:
 
     def allocate(self, of: str, num_bytes: int) -> Any:
         """Memory that the deputy sees too; `of` says whose allocation it is."""
-        return self.carrier.share(Segment.open(self.ask("allocate", of, num_bytes)))
+        return self.carrier.share(SharedBlock.open(self.ask("allocate", of, num_bytes)))
 
     def require_going(self) -> None:
         """Nobody begins another step once a worker has failed."""

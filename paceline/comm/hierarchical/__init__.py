@@ -1,0 +1,1 @@
+"""The collective among several hosts with several ranks each."""

@@ -1,0 +1,105 @@
+"""All-reduces on their way through a host and the network: reduced here, then across hosts, then handed round here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from paceline.comm.base import Collective, Finished, Work
+from paceline.comm.shared_memory.shares import Division, Shares
+from paceline.comm.world_ranks import NamedWork, naming
+
+
+@dataclass(eq=False)
+class Passage:
+    """One all-reduce on its way."""
+
+    division: Division
+    finish: Callable[[], None] | None
+    """What is to be done here once the result is in place."""
+    work: Work
+    """The stage that is under way."""
+    is_over: bool = False
+
+
+@final
+class Stages:
+    """Moves all-reduces on, from each stage to the next in the order in which they were started.
+
+    Every rank of a stage therefore takes part in the same order, whoever is ready first.
+    """
+
+    def __init__(self, shares: Shares, across: Collective | None, *, partners: Sequence[int], size: int) -> None:
+        """How the stages reach other ranks.
+
+        Args:
+            shares: among the ranks of this host.
+            across: among the ranks that hold the same share; None where this one holds none.
+            partners: the world ranks of those in `across`, for errors.
+            size: of the world.
+        """
+        self._shares = shares
+        self._across = across
+        self._partners = partners
+        self._size = size
+        self._reducing: deque[Passage] = deque()
+        self._crossing: deque[Passage] = deque()
+        self._handed_round: deque[Passage] = deque()
+
+    def submit(self, division: Division, finish: Callable[[], None] | None) -> Passage:
+        """Start an all-reduce; never blocks."""
+        passage = Passage(division, finish, self._shares.reduce(division))
+        self._reducing.append(passage)
+        self.advance()
+        return passage
+
+    def advance(self) -> None:
+        """Move everything on as far as possible without blocking."""
+        while self._reducing and self._reducing[0].work.poll():
+            self._cross(self._reducing.popleft())
+        while self._crossing and self._crossing[0].work.poll():
+            self._hand_round(self._crossing.popleft())
+        while self._handed_round and self._handed_round[0].work.poll():
+            self._end(self._handed_round.popleft())
+
+    def wait(self, passage: Passage) -> None:
+        """Block until it is over.
+
+        Always on what started first: every rank can go on with that, whichever work it waits for itself.
+        """
+        self.advance()
+        while not passage.is_over:
+            oldest = next(stage[0] for stage in (self._handed_round, self._crossing, self._reducing) if stage)
+            oldest.work.wait()
+            self.advance()
+
+    def finish(self) -> None:
+        """Block until everything that has started is over."""
+        for passage in (*self._handed_round, *self._crossing, *self._reducing):
+            self.wait(passage)
+
+    def close(self) -> None:
+        """Forget all that is under way."""
+        for stage in (self._reducing, self._crossing, self._handed_round):
+            stage.clear()
+
+    def _cross(self, passage: Passage) -> None:
+        division = passage.division
+        if self._across is None or division.total.numel() == 0:
+            passage.work = Finished()
+        else:
+            with naming(self._partners):
+                passage.work = NamedWork(self._across.all_reduce(division.total, op=division.op), self._partners)
+        self._crossing.append(passage)
+
+    def _hand_round(self, passage: Passage) -> None:
+        passage.division.settle(size=self._size)
+        passage.work = self._shares.hand_round(passage.division)
+        self._handed_round.append(passage)
+
+    def _end(self, passage: Passage) -> None:
+        if passage.finish is not None:
+            passage.finish()
+        passage.is_over = True

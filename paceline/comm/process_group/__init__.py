@@ -1,0 +1,1 @@
+"""The collective over torch.distributed: gloo between hosts, NCCL between GPUs."""

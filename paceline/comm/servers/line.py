@@ -1,0 +1,163 @@
+"""A line between a worker and a server on one host: message bytes in shared memory, and a bell that wakes the other.
+
+Not through ZeroMQ, whose own threads compete with the workers for the cores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from paceline.comm.shared_memory import futex
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.errors import PeerLost
+
+_REQUESTED, _REQUEST_BYTES, _ANSWERED, _ANSWER_BYTES = 0, 1, 16, 17  # 32-bit words, one cache line for each side
+_WORDS = 32
+_CAPACITY_BYTES = 32 * 1024 - 4 * _WORDS
+_REQUEST_START = 4 * _WORDS
+_ANSWER_START = _REQUEST_START + _CAPACITY_BYTES
+_MASK = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class BellAddress:
+    """Where another process of the same host finds a bell."""
+
+    pid: int
+    fd: int
+
+
+@final
+class Bell:
+    """A pipe that a server waits on beside its sockets; what comes through says only that there is something to see."""
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.address = BellAddress(os.getpid(), self._write_fd)
+
+    def silence(self) -> None:
+        """Forget the rings so far; to be called before looking for what they announced."""
+        try:
+            while len(os.read(self.fd, 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+
+@final
+class WorkerLine:
+    """The worker's end: one request at a time."""
+
+    def __init__(self, bell: BellAddress, *, yield_s: float = 0.0) -> None:
+        """Find the server's bell.
+
+        Args:
+            yield_s: how long a wait for an answer offers its core to others before it sleeps.
+
+        Raises:
+            PeerLost: the server is gone.
+        """
+        self._yield_s = yield_s
+        self._segment = SharedBlock.create(_ANSWER_START + _CAPACITY_BYTES)
+        self.address = self._segment.address
+        self._words = self._segment.buffer[: 4 * _WORDS].cast("I")
+        self._answered_address = self._segment.tensor.data_ptr() + 4 * _ANSWERED
+        self._number = 0
+        try:
+            self._bell_fd = os.open(f"/proc/{bell.pid}/fd/{bell.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerLost(f"cannot reach the server of process {bell.pid}: {error.strerror}") from None
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Make a request; false, and nothing done, if it is too large for a line."""
+        raw = _join(frames)
+        if len(raw) > _CAPACITY_BYTES:
+            return False
+        self._number = (self._number + 1) & _MASK
+        self._segment.buffer[_REQUEST_START : _REQUEST_START + len(raw)] = raw
+        self._words[_REQUEST_BYTES] = len(raw)
+        futex.fence()
+        self._words[_REQUESTED] = self._number
+        try:
+            os.write(self._bell_fd, b"\1")
+        except BlockingIOError:
+            pass  # so many rings are unheard that one more says nothing new
+        except BrokenPipeError:
+            raise PeerLost("the server is gone") from None
+        return True
+
+    def receive(self, *, timeout_s: float) -> list[bytes] | None:
+        """The answer to the last request; none if it has not come in time."""
+        until_s = time.perf_counter() + min(self._yield_s, timeout_s)
+        while self._words[_ANSWERED] != self._number and time.perf_counter() < until_s:
+            os.sched_yield()
+        seen = self._words[_ANSWERED]
+        if seen != self._number:
+            futex.wait(self._answered_address, seen, timeout_s)
+            if self._words[_ANSWERED] != self._number:
+                return None
+        futex.fence()
+        return _split(self._segment.buffer[_ANSWER_START : _ANSWER_START + self._words[_ANSWER_BYTES]])
+
+    def close(self) -> None:
+        os.close(self._bell_fd)
+        self._words.release()
+        self._segment.close()
+
+
+@final
+class ServerLine:
+    """The server's end."""
+
+    def __init__(self, address: BlockAddress) -> None:
+        self._segment = SharedBlock.open(address)
+        self._words = self._segment.buffer[: 4 * _WORDS].cast("I")
+        self._answered_address = self._segment.tensor.data_ptr() + 4 * _ANSWERED
+        self._number = self._words[_REQUESTED]
+
+    def receive(self) -> list[bytes] | None:
+        """The request that has come since the last one; none if none has."""
+        number = self._words[_REQUESTED]
+        if number == self._number:
+            return None
+        futex.fence()
+        self._number = number
+        return _split(self._segment.buffer[_REQUEST_START : _REQUEST_START + self._words[_REQUEST_BYTES]])
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Answer the last request.
+
+        Raises:
+            ValueError: the answer is too large for a line.
+        """
+        raw = _join(frames)
+        if len(raw) > _CAPACITY_BYTES:
+            raise ValueError(f"an answer of {len(raw)} bytes does not fit the line's {_CAPACITY_BYTES}")
+        self._segment.buffer[_ANSWER_START : _ANSWER_START + len(raw)] = raw
+        self._words[_ANSWER_BYTES] = len(raw)
+        futex.fence()
+        self._words[_ANSWERED] = self._number
+        futex.wake(self._answered_address)
+
+    def close(self) -> None:
+        self._words.release()
+        self._segment.close()
+
+
+def _join(frames: Sequence[bytes]) -> bytes:
+    """A header of known length needs no frame lengths: the first frame's length stands before all."""
+    header, body = frames
+    return len(header).to_bytes(2, "little") + header + body
+
+
+def _split(raw: memoryview) -> list[bytes]:
+    header_bytes = int.from_bytes(raw[:2], "little")
+    return [bytes(raw[2 : 2 + header_bytes]), bytes(raw[2 + header_bytes :])]

@@ -1,0 +1,91 @@
+"""A shard as a server holds it: made from its pieces of the model, and sent in frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.base import OptimizerSpec
+from paceline.comm.servers.send_window import PIECES_UNDER_WAY
+from paceline.comm.wire import Raw, WireError, to_frames
+from paceline.layout import Layout
+from paceline.server.admission import AdmissionRule
+from paceline.server.ranges import KeyRange
+from paceline.server.shard import Shard, build_optimizer
+
+
+@dataclass
+class Part:
+    """One shard of a server, and the message frames that its parameters were last sent in."""
+
+    shard: Shard
+    pieces: KeyRange
+    groups: list[int]
+    """Which of the optimizer's groups the shard has tensors of."""
+    frames: list[Raw] | None = None
+    frames_iteration: int = 0
+
+    def own_groups(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Of all groups' hyperparameters, those of this shard. JSON has lists where optimizers have tuples (betas).
+
+        Raises:
+            WireError: they are not of the form in which a worker sends them.
+        """
+        if not isinstance(given, list) or not all(isinstance(group, dict) and "params" not in group for group in given):
+            raise WireError("refused hyperparameters that are not one mapping a group")
+        return [
+            {name: tuple(value) if isinstance(value, list) else value for name, value in given[group].items()}
+            for group in self.groups
+        ]
+
+    def as_frames(self) -> list[Raw]:
+        """The parameters as they are now. Sockets read them later, and the next update writes in place: a copy.
+
+        One for all workers: between two updates the parameters do not change.
+        """
+        if self.frames is None or self.frames_iteration != self.shard.iteration:
+            self.frames = [bytes(frame) for frame in to_frames(self.shard.parameters)]
+            self.frames_iteration = self.shard.iteration
+        return self.frames
+
+
+def are_in_turn(parts: Sequence[Part]) -> bool:
+    """Whether a server's pieces pass links a few at a time: there are more, and each needs every worker's gradient."""
+    return len(parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in parts)
+
+
+def build_part(
+    layout: Layout,
+    pieces: KeyRange,
+    spec: OptimizerSpec,
+    rule: AdmissionRule,
+    *,
+    max_updates: int | None,
+    memory: Tensor | None,
+) -> Part:
+    """A shard of these pieces; its parameters lie in `memory`, laid out like the model, if that is given."""
+    segments = layout.segments
+    parameters = [
+        torch.zeros(
+            piece.stop - piece.start if piece.shape is None else piece.shape, dtype=segments[piece.segment].dtype
+        )
+        if memory is None
+        else piece.view(layout, memory)
+        for piece in pieces
+    ]
+    owned: dict[int, list[Tensor]] = {}
+    for piece, parameter in zip(pieces, parameters, strict=True):
+        owned.setdefault(segments[piece.segment].group, []).append(parameter)
+    groups = sorted(owned)
+    optimizer = build_optimizer(
+        spec.optimizer_class,
+        spec.defaults,
+        [spec.groups[group] for group in groups],
+        [owned[group] for group in groups],
+    )
+    shard = Shard(parameters=parameters, optimizer=optimizer, rule=rule, max_updates=max_updates)
+    return Part(shard, pieces, groups)

@@ -1,0 +1,75 @@
+"""Memory that the ranks of a host allocated together: where a tensor lies in it, and the same place in every rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.shared_memory.block import SharedBlock
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    """What all ranks allocated in one call."""
+
+    segments: tuple[SharedBlock, ...]
+    """One a rank."""
+    start: int
+    """Address of this rank's memory in this process."""
+    num_bytes: int
+    offset_bytes: int
+    """Bytes in the allocations before this one: the same on every rank, unlike the address."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A 1-D tensor in allocated memory."""
+
+    parts: Sequence[Tensor]
+    """The same place in every rank's memory."""
+    offset_bytes: int
+    """Of the tensor in all that was allocated: the same on every rank."""
+
+
+@final
+class Allocations:
+    """All that the ranks have allocated, seen from one of them."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._all: list[_Allocation] = []
+
+    def add(self, segments: tuple[SharedBlock, ...]) -> None:
+        """`segments`: one a rank, in rank order."""
+        tensor = segments[self._rank].tensor
+        offset = sum(allocation.num_bytes for allocation in self._all)
+        self._all.append(_Allocation(segments, tensor.data_ptr(), tensor.numel(), offset))
+
+    def holds(self, address: int) -> bool:
+        return self._find(address) is not None
+
+    def place(self, address: int, num_elements: int, dtype: torch.dtype) -> Place | None:
+        """Of the tensor that begins at an address of this process; none if that is not in allocated memory."""
+        allocation = self._find(address)
+        if allocation is None:
+            return None
+        start = address - allocation.start
+        stop = start + num_elements * dtype.itemsize
+        parts = [segment.tensor[start:stop].view(dtype) for segment in allocation.segments]
+        return Place(parts, allocation.offset_bytes + start)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        for segment in (segment for allocation in self._all for segment in allocation.segments):
+            segment.close()
+        self._all = []
+
+    def _find(self, address: int) -> _Allocation | None:
+        for allocation in self._all:
+            if allocation.start <= address < allocation.start + allocation.num_bytes:
+                return allocation
+        return None

@@ -1,0 +1,97 @@
+"""A piece of memory without a name that processes of one host share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PeerLost
+
+
+@dataclass(frozen=True)
+class BlockAddress:
+    """Where another process of the same host finds a segment. Plain numbers, so that it travels anywhere."""
+
+    pid: int
+    """The process that made the segment."""
+    fd: int
+    """That process's descriptor of it."""
+    num_bytes: int
+
+
+@final
+class SharedBlock:
+    """Shared memory that exists for as long as some process maps it.
+
+    Made with memfd_create(2): it has no name under /dev/shm, so a killed process leaves nothing behind, and its size is
+    not bounded by the size of /dev/shm. Others open the creator's descriptor through /proc, which the kernel allows to
+    processes of the same user.
+    """
+
+    def __init__(self, fd: int, address: BlockAddress, *, keep_descriptor: bool) -> None:
+        self.address = address
+        self._fd: int | None = fd if keep_descriptor else None
+        # Never closed by hand: torch does not count as an export of the map, so closing it would pull the memory from
+        # under living tensors. The last tensor that goes unmaps it, and closes the descriptor that mmap keeps.
+        memory = mmap.mmap(fd, address.num_bytes)
+        self.buffer = memoryview(memory)
+        """The memory as bytes, `address.num_bytes` of them."""
+        self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        """The memory as a uint8 tensor of shape (address.num_bytes,); it and its views outlive the segment."""
+
+    @classmethod
+    def create(cls, num_bytes: int) -> SharedBlock:
+        """A new zeroed segment. Pages take up memory from when they are first touched.
+
+        Raises:
+            ValueError: `num_bytes` is not positive.
+            OSError: there is no descriptor or no address space left.
+        """
+        if num_bytes <= 0:
+            raise ValueError(f"a segment needs at least one byte, not {num_bytes}")
+        fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+            return cls(fd, BlockAddress(os.getpid(), fd, num_bytes), keep_descriptor=True)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, address: BlockAddress) -> SharedBlock:
+        """The segment that another process made and announced.
+
+        Raises:
+            PeerLost: that process is gone, closed its descriptor, or runs on another host or in another PID namespace.
+        """
+        path = f"/proc/{address.pid}/fd/{address.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerLost(
+                f"cannot open shared memory of process {address.pid}: {error.strerror}; "
+                "the process must be alive, on this host, in the same PID namespace and of the same user"
+            ) from None
+        try:
+            if os.fstat(fd).st_size != address.num_bytes:
+                raise PeerLost(f"{path} is no longer the shared memory that process {address.pid} announced")
+            return cls(fd, address, keep_descriptor=False)
+        finally:
+            os.close(fd)
+
+    def close_descriptor(self) -> None:
+        """Let nobody else open the segment; call it once all peers have. A second call does nothing."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def close(self) -> None:
+        """Let go of the memory; it is unmapped when the last tensor on it goes. A second call does nothing."""
+        self.close_descriptor()
+        self.buffer = memoryview(b"")
+        self.tensor = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,226 @@
+"""Collectives among the processes of one Linux host, through memory that all of them map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.arguments import flatten, require_from_root, require_one_each, require_other, require_root
+from paceline.comm.base import Collective, ReduceOp, Timing, Work
+from paceline.comm.reduction import require_reducible
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.comm.shared_memory.mailbox import BOX_BYTES, Mailbox
+from paceline.comm.shared_memory.pipeline import NUM_SLOTS, Pipeline
+from paceline.comm.shared_memory.plans import ReductionPlans
+from paceline.comm.shared_memory.rendezvous import PAGE_BYTES, Rendezvous
+from paceline.comm.shared_memory.transfers import Transfers
+from paceline.comm.signature import Signature
+from paceline.errors import Aborted, PacelineError, TensorMismatch, UsageError
+
+SLOT_BYTES = 2**20
+_CONTROL_BYTES = PAGE_BYTES + NUM_SLOTS * SLOT_BYTES
+
+
+@final
+class SharedMemoryCollective(Collective):
+    """Ranks are processes of one host; data moves through shared memory, and waits are futex waits.
+
+    Tensors in memory from `allocate` are reduced where they lie: each rank reduces its share over all ranks' memory
+    (a reduce-scatter and an all-gather by direct access). All others pass through staging slots, in pieces. Small
+    tensors are always staged, and every rank reduces all of them, which needs one meeting instead of two.
+
+    A tensor in allocated memory must lie at the same offset on every rank. Only CPU tensors are taken, of at most 8
+    dimensions. One thread at a time may use a collective, except for `abort`. Work advances only within calls of its
+    rank: whoever has started one should poll it now and then, or wait.
+
+    Every call checks that all ranks asked for the same; after any error in that or in a peer, every later call raises.
+    """
+
+    @staticmethod
+    def prepare() -> SharedBlock:
+        """This rank's own memory. Its `address` goes to every rank, which then builds the collective with all of them.
+
+        Raises:
+            OSError: there is no descriptor or no address space left.
+        """
+        control = SharedBlock.create(_CONTROL_BYTES)
+        Rendezvous.prepare(control)
+        return control
+
+    def __init__(
+        self, *, rank: int, addresses: Sequence[BlockAddress], control: SharedBlock, deadline_s: float | None = 300.0
+    ) -> None:
+        """Meet the other ranks. Collective call; owns `control` from here on.
+
+        Args:
+            addresses: of what every rank got from `prepare`, in rank order.
+            control: what this rank got from `prepare`.
+            deadline_s: the longest wait at any one meeting of the ranks; None for ever.
+
+        Raises:
+            UsageError: the addresses do not fit the rank.
+            PeerLost: another rank's process is gone, or its memory cannot be opened.
+            DeadlineExceeded: another rank did not come.
+        """
+        if not 0 <= rank < len(addresses) or addresses[rank] != control.address:
+            raise UsageError(
+                f"rank {rank} of {len(addresses)} must find its own control segment at its place in addresses"
+            )
+        self.rank = rank
+        self.size = len(addresses)
+        self.timing = Timing()
+        self._rendezvous = Rendezvous(
+            rank=rank, addresses=addresses, control=control, deadline_s=deadline_s, timing=self.timing
+        )
+        self._pipeline = Pipeline(self._rendezvous, self.timing)
+        segments = [peer.segment for peer in self._rendezvous.peers.values()]
+        segments.insert(rank, control)
+        staging = [  # [slot][rank]
+            [segment.tensor[PAGE_BYTES + slot * SLOT_BYTES :][:SLOT_BYTES] for segment in segments]
+            for slot in range(NUM_SLOTS)
+        ]
+        self._plans = ReductionPlans(staging, rank)
+        self._transfers = Transfers(self._pipeline, staging, rank, self.timing)
+        try:
+            self.barrier()
+            control.close_descriptor()
+            boxes = SharedBlock.create(self.size * BOX_BYTES)
+            Mailbox.prepare(boxes, self.size)
+            self._mailbox = Mailbox(self._rendezvous, self._pipeline, self._share(boxes), self.timing)
+        except BaseException:
+            self._release()
+            raise
+        self._pipeline.advance_messages = self._mailbox.advance
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """A zeroed uint8 tensor of shape (num_bytes,) that every rank maps. It stays mapped until `close`.
+
+        Raises:
+            TensorMismatch: ranks ask for different sizes.
+            ValueError: `num_bytes` is not positive.
+            OSError: there is no descriptor or no address space left, here.
+            PeerLost, DeadlineExceeded, Aborted: as every operation.
+        """
+        self._rendezvous.check()
+        segments = self._share(SharedBlock.create(num_bytes))
+        self._plans.add(segments)
+        return segments[self.rank].tensor
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        """As `Collective.all_reduce`. Never blocks; the tensor must not be touched until the work is over.
+
+        Raises:
+            TypeError: the tensor is not dense, or its dtype cannot be reduced so.
+            TensorMismatch: from the work, on every rank: ranks disagree on operation, dtype, size or place.
+        """
+        require_reducible(op, tensor.dtype)
+        flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
+        steps = self._plans.steps(flat, op)
+        steps[-1].finish = copy_back
+        return self._pipeline.submit(steps)
+
+    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
+        require_reducible(op, tensor.dtype)
+        flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
+        if copy_back is not None:
+            return partial(self.all_reduce, tensor, op=op)
+        # Right after a training step, whose code is in no cache, this saves 25 us of looking up.
+        return partial(self._pipeline.submit, self._plans.steps(flat, op))
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
+        require_root(root, size=self.size)
+        self._transfers.broadcast(tensor, root)
+
+    def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
+        require_root(root, size=self.size)
+        return self._transfers.gather(tensor, root)
+
+    def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
+        """As `Collective.scatter`; elsewhere than on the root the result is on the CPU."""
+        require_from_root(tensors, root=root, rank=self.rank, size=self.size)
+        return self._transfers.scatter(tensors, root)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return self._transfers.all_gather(tensor)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
+        require_one_each(tensors, size=self.size)
+        require_reducible(op, tensors[0].dtype)
+        try:
+            return self._transfers.reduce_scatter(tensors, op, self._plans.reduction(op, tensors[0].dtype))
+        except TensorMismatch as error:
+            self._rendezvous.leave(error)
+            raise
+
+    def send(self, tensor: Tensor, *, destination: int) -> Work:
+        """As `Collective.send`. Never blocks; large tensors travel in pieces as the receiver takes them."""
+        require_other(destination, rank=self.rank, size=self.size)
+        flat, _ = flatten(tensor, device_type="cpu")
+        return self._mailbox.send(flat.view(torch.uint8), destination, _message(tensor))
+
+    def recv(self, tensor: Tensor, *, source: int) -> Work:
+        """As `Collective.recv`. Never blocks; the tensor must not be touched until the work is over.
+
+        Raises:
+            TensorMismatch: from the work: the source sends something of another dtype or size.
+        """
+        require_other(source, rank=self.rank, size=self.size)
+        flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
+        return self._mailbox.recv(flat.view(torch.uint8), source, _message(tensor), copy_back)
+
+    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        require_one_each(tensors, size=self.size)
+        return self._transfers.all_to_all(tensors)
+
+    def barrier(self) -> None:
+        self._transfers.barrier()
+
+    def set_deadline(self, deadline_s: float | None) -> None:
+        self._rendezvous.deadline_s = deadline_s
+
+    def abort(self, reason: str) -> None:
+        self._rendezvous.leave(Aborted(reason))
+
+    def close(self) -> None:
+        """Leave. Peers that still wait for this rank raise `PeerLost`; allocated tensors stay readable here.
+
+        What is under way is given up, a sent tensor included if its work has not been waited for.
+        """
+        self._release()
+        self._mailbox.close()
+
+    def _release(self) -> None:
+        self._rendezvous.close()
+        self._pipeline.close()
+        self._plans.close()
+        self._transfers.close()
+
+    def _share(self, mine: SharedBlock) -> tuple[SharedBlock, ...]:
+        """Every rank's segment, in rank order; collective call, given this rank's."""
+        address = mine.address
+        try:
+            rows = self.all_gather(torch.tensor([address.pid, address.fd, address.num_bytes]))
+            addresses = [BlockAddress(*row.tolist()) for row in rows]
+            for rank, theirs in enumerate(addresses):
+                if theirs.num_bytes != addresses[0].num_bytes:
+                    raise TensorMismatch(
+                        f"ranks allocate different sizes: rank 0 {addresses[0].num_bytes} bytes, "
+                        f"rank {rank} {theirs.num_bytes} bytes"
+                    )
+            segments = tuple(mine if theirs == address else SharedBlock.open(theirs) for theirs in addresses)
+            self.barrier()
+        except BaseException as error:
+            reason = error if isinstance(error, PacelineError) else Aborted(f"allocation failed: {error!r}")
+            self._rendezvous.leave(reason)
+            raise
+        finally:
+            mine.close_descriptor()
+        return segments
+
+
+def _message(tensor: Tensor) -> Signature:
+    return Signature("message", tensor.dtype, tensor.numel())

@@ -1,0 +1,221 @@
+"""The order of work between ranks that share memory: numbered steps, each loaded, exchanged and stored in turn."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import final
+
+from paceline.comm.base import Timing, Work
+from paceline.comm.shared_memory.rendezvous import (
+    FIRST_NUMBER,
+    LOOK_INTERVAL_S,
+    NUM_SIGNATURES,
+    Counter,
+    Rendezvous,
+)
+from paceline.comm.signature import Signature
+from paceline.errors import Aborted, PacelineError, UsageError
+
+NUM_SLOTS = 4
+MIXED_INTERVAL_S = 1e-3
+"""The longest sleep in a collective while messages wait, and the other way round: neither is woken for the other."""
+
+
+class Step(ABC):
+    """One meeting of all ranks."""
+
+    signature: Signature
+    uses_slot = True
+    """Whether the step passes data through one of the staging slots."""
+    stores = False
+    """Whether `store` must wait until every rank has exchanged."""
+    moved_bytes = 0
+    """What this rank reads from or writes for others."""
+
+    finish: Callable[[], None] | None = None
+    """What is to be done once when the step is over."""
+
+    number = 0
+    slot = 0
+    slot_free_at = FIRST_NUMBER
+    """The step that has to be over before the slot may be written again."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Make this rank's input readable for all."""
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Do this rank's part; every rank has loaded."""
+
+    def store(self) -> None:  # noqa: B027 - most steps have nothing left to do
+        """Take the result; every rank has exchanged, if the step `stores`."""
+
+
+@final
+class Pipeline:
+    """Takes steps through their phases, in order, whenever its rank calls: there is no helper thread.
+
+    A step's load may run ahead of earlier steps' exchanges, bounded by the staging slots and by the signatures that are
+    kept. That is what lets many operations be under way at once.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, timing: Timing) -> None:
+        self._rendezvous = rendezvous
+        self._timing = timing
+        self.advance_messages: Callable[[], bool] = lambda: False
+        """Advances the messages between single ranks; says whether any is left."""
+        self._issued = FIRST_NUMBER
+        self._over = FIRST_NUMBER
+        self._to_load: deque[Step] = deque()
+        self._to_exchange: deque[Step] = deque()
+        self._to_store: deque[Step] = deque()
+        self._slots_used = 0
+        self._last_user = [FIRST_NUMBER] * NUM_SLOTS
+
+    def submit(self, steps: Sequence[Step]) -> Work:
+        """Append steps and load what can be loaded at once; never blocks. Steps that are over may come again.
+
+        Raises:
+            UsageError: a step is still under way.
+            PeerLost, DeadlineExceeded, Aborted, TensorMismatch, UsageError: it has failed before or is closed.
+        """
+        self._rendezvous.check()
+        for step in steps:
+            if step.number > self._over:
+                raise UsageError("a persistent operation was started again before it was over; wait for it first")
+            self._issued += 1
+            step.number = self._issued
+            if step.uses_slot:
+                step.slot = self._slots_used % NUM_SLOTS
+                step.slot_free_at = self._last_user[step.slot]
+                self._last_user[step.slot] = step.number
+                self._slots_used += 1
+            self._to_load.append(step)
+        self._advance(self._load)
+        return _PipelineWork(self, self._issued)
+
+    def poll(self, number: int) -> bool:
+        """Advance without blocking; whether step `number` is over."""
+        if self._over >= number:
+            return True
+        self._rendezvous.check()
+        self._advance(self._do_all)
+        if self._over >= number:
+            return True
+        self._rendezvous.look(*self._obstacle())
+        return False
+
+    def wait(self, number: int) -> None:
+        """Block until step `number` is over."""
+        started_s = time.perf_counter()
+        while self._over < number:
+            self._rendezvous.check()
+            if not self._advance(self._do_all):
+                interval_s = MIXED_INTERVAL_S if self.advance_messages() else LOOK_INTERVAL_S
+                self._rendezvous.wait_for_event(*self._obstacle(), started_s, interval_s=interval_s)
+
+    def advance(self) -> bool:
+        """Advance without blocking; whether any step is left."""
+        if self._over == self._issued:
+            return False
+        self._advance(self._do_all)
+        return self._over < self._issued
+
+    def close(self) -> None:
+        """Forget all steps and the tensors they hold."""
+        self._to_load.clear()
+        self._to_exchange.clear()
+        self._to_store.clear()
+
+    def _advance(self, phase: Callable[[], bool]) -> bool:
+        started_s = time.perf_counter()
+        try:
+            advanced = phase()
+        except PacelineError:
+            raise
+        except BaseException as error:
+            # A step that ended halfway cannot be taken up again; the others need not find out by waiting.
+            self._rendezvous.leave(Aborted(f"rank {self._rendezvous.rank} failed with {error!r}"))
+            raise
+        if advanced:
+            self._timing.communication_s += time.perf_counter() - started_s
+        return advanced
+
+    def _do_all(self) -> bool:
+        """Do everything that is possible now; whether that was anything."""
+        advanced = False
+        while self._over < self._issued and (self._exchange() | self._store() | self._load()):
+            advanced = True
+        return advanced
+
+    def _load(self) -> bool:
+        advanced = False
+        while self._to_load and self._may_load(self._to_load[0]):
+            step = self._to_load.popleft()
+            step.load()
+            self._rendezvous.arrive(step.number, step.signature)
+            self._to_exchange.append(step)
+            advanced = True
+        return advanced
+
+    def _may_load(self, step: Step) -> bool:
+        return self._over >= step.slot_free_at and self._rendezvous.done.reached(_needs_done(step))
+
+    def _exchange(self) -> bool:
+        advanced = False
+        while self._to_exchange and self._rendezvous.arrived.reached(self._to_exchange[0].number):
+            step = self._to_exchange.popleft()
+            self._rendezvous.require_agreement(step.number, step.signature)
+            step.exchange()
+            self._rendezvous.finish(step.number)
+            self._timing.moved_bytes += step.moved_bytes
+            self._to_store.append(step)
+            advanced = True
+        return advanced
+
+    def _store(self) -> bool:
+        advanced = False
+        while self._to_store and self._may_store(self._to_store[0]):
+            step = self._to_store.popleft()
+            step.store()
+            if step.finish is not None:
+                step.finish()
+            self._over = step.number
+            advanced = True
+        return advanced
+
+    def _may_store(self, step: Step) -> bool:
+        return not step.stores or self._rendezvous.done.reached(step.number)
+
+    def _obstacle(self) -> tuple[Counter, int, Signature]:
+        """What the earliest unfinished step waits for."""
+        if self._to_store:
+            step = self._to_store[0]
+            return self._rendezvous.done, step.number, step.signature
+        if self._to_exchange:
+            step = self._to_exchange[0]
+            return self._rendezvous.arrived, step.number, step.signature
+        step = self._to_load[0]
+        return self._rendezvous.done, _needs_done(step), step.signature
+
+
+def _needs_done(step: Step) -> int:
+    """The step that all must have done before this one's slot and its signature's place may be written."""
+    return max(step.slot_free_at, step.number - NUM_SIGNATURES)
+
+
+@final
+class _PipelineWork(Work):
+    def __init__(self, pipeline: Pipeline, last: int) -> None:
+        self._pipeline = pipeline
+        self._last = last
+
+    def poll(self) -> bool:
+        return self._pipeline.poll(self._last)
+
+    def wait(self) -> None:
+        self._pipeline.wait(self._last)

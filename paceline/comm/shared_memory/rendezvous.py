@@ -1,0 +1,354 @@
+"""Where the ranks of one host meet: who has come how far, who left and why, and how to wait for the others."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+from paceline.comm.base import Timing
+from paceline.comm.shared_memory import futex
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.comm.signature import SIGNATURE_BYTES, Signature
+from paceline.errors import DeadlineExceeded, PeerLost, TensorMismatch, UsageError
+
+# Every rank has one page that it alone writes. First a cache line of 32-bit words:
+_EVENTS, _ARRIVED, _DONE, _DEPARTED = 0, 1, 2, 3  # EVENTS counts the changes that others sleep on
+_SLEEPS = 4  # whether this rank sleeps, or is about to, on another's events
+# then a line with a doorbell that others ring and this rank sleeps on,
+_BELL = 16
+_NUM_WORDS = 32
+# then why the rank left, and then its signature of each of the last NUM_SIGNATURES steps.
+_REASON = slice(128, 1024)
+_SIGNATURES_START = 1024
+_SIGNATURE_STRIDE = 32
+NUM_SIGNATURES = 256
+PAGE_BYTES = 16384
+
+_MASK = 2**32 - 1
+# Counters start shortly before they wrap around, so that every run passes there.
+FIRST_NUMBER = 2**32 - 100
+# How long a waiting rank offers its core to others before it sleeps: waking a sleeper on another core can take longer
+# than the wait. Spinning without offering it was slower on cores that other processes use too.
+_YIELD_S = 1e-3
+LOOK_INTERVAL_S = 0.2
+_BLIND_SLEEP_S = 1e-3  # where a wake may be missed
+
+
+@final
+class Counter:
+    """How far ranks have come: 32-bit words, each written by one rank alone, that only grow (modulo 2**32)."""
+
+    def __init__(self, word: int, mine: memoryview, others: Mapping[int, memoryview]) -> None:
+        """`others`: for every rank that is waited for, the words of which the one at index `word` counts."""
+        self._word = word
+        self._mine = mine
+        self._others = others
+        self._floor = FIRST_NUMBER
+
+    @staticmethod
+    def prepare(word: int, mine: memoryview) -> None:
+        """Set the word before anyone sees it."""
+        mine[word] = FIRST_NUMBER & _MASK
+
+    def set(self, number: int) -> None:
+        """Publish how far this rank has come, and all that it wrote before."""
+        futex.fence()
+        self._mine[self._word] = number & _MASK
+
+    def reached(self, number: int) -> bool:
+        """Whether every other rank has come to `number`; what they wrote before can then be read."""
+        if self._floor >= number:
+            return True
+        floor, word = self._floor, self._word
+        # A rank is never behind the floor and never 2**32 ahead of it, so the difference of the words is exact.
+        ahead = [(words[word] - floor) & _MASK for words in self._others.values()]
+        futex.fence()
+        self._floor = floor + min(ahead) if ahead else number
+        return self._floor >= number
+
+    def missing(self, number: int) -> list[int]:
+        """The ranks that have not come to `number`."""
+        floor, word = self._floor, self._word
+        return [rank for rank, words in self._others.items() if floor + ((words[word] - floor) & _MASK) < number]
+
+
+@final
+class _Peer:
+    """Another rank's page, and a handle that tells whether its process lives."""
+
+    def __init__(self, rank: int, address: BlockAddress) -> None:
+        self.rank = rank
+        self.pid = address.pid
+        try:
+            self.segment = SharedBlock.open(address)
+            self.pidfd = os.pidfd_open(address.pid)
+        except ProcessLookupError:
+            raise PeerLost(f"rank {rank} is lost: its process {address.pid} ended before all ranks had met") from None
+        except PeerLost as error:
+            raise PeerLost(f"rank {rank} is lost: {error}") from None
+        self._process = select.poll()
+        self._process.register(self.pidfd, select.POLLIN)
+        self.words = self.segment.buffer[: 4 * _NUM_WORDS].cast("I")
+        self.events_address = self.segment.tensor.data_ptr() + 4 * _EVENTS
+        self.bell_address = self.segment.tensor.data_ptr() + 4 * _BELL
+
+    def is_alive(self) -> bool:
+        """A pidfd is readable from when the process ends, also while nobody has reaped it."""
+        return not self._process.poll(0)
+
+    def departure(self) -> str | None:
+        """Why the rank no longer takes part, if it said so."""
+        if not self.words[_DEPARTED]:
+            return None
+        futex.fence()
+        return bytes(self.segment.buffer[_REASON]).rstrip(b"\0").decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        self.segment.close()
+
+
+@final
+class Rendezvous:
+    """One rank's view of all ranks' pages.
+
+    Ranks go through the same numbered steps. At each a rank publishes that it has arrived (its input can be read) and
+    later that it is done (it will read and write no more of this step). After any failure the rendezvous stays closed.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        addresses: Sequence[BlockAddress],
+        control: SharedBlock,
+        deadline_s: float | None,
+        timing: Timing,
+    ) -> None:
+        self.rank = rank
+        self.size = len(addresses)
+        self.peers: dict[int, _Peer] = {}
+        self._others: tuple[memoryview, ...] = ()  # their words
+        self._pages: tuple[memoryview, ...] = ()
+        self._control = control
+        self._words = control.buffer[: 4 * _NUM_WORDS].cast("I")
+        self._events_address = control.tensor.data_ptr() + 4 * _EVENTS
+        self._bell_address = control.tensor.data_ptr() + 4 * _BELL
+        self._num_rings = 0
+        self._always_wakes = not futex.may_skip_wakes()
+        # With more ranks than cores, others can use the core of a rank that waits: it sleeps at once.
+        self._yield_s = _YIELD_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
+        self.deadline_s = deadline_s
+        self._timing = timing
+        self._failure: Exception | None = None
+        self._lock = threading.RLock()  # a signal handler may abort while its own thread leaves
+        self._last_look_s = time.perf_counter()
+        try:
+            for other, address in enumerate(addresses):
+                if other != rank:
+                    self.peers[other] = _Peer(other, address)
+        except BaseException:
+            self.close()
+            raise
+        others = {other: peer.words for other, peer in self.peers.items()}
+        self._others = tuple(others.values())
+        self._pages = tuple(peer.segment.buffer for peer in self.peers.values())
+        self.arrived = Counter(_ARRIVED, self._words, others)
+        self.done = Counter(_DONE, self._words, others)
+
+    @staticmethod
+    def prepare(control: SharedBlock) -> None:
+        """Set this rank's words before anyone sees the page."""
+        words = control.buffer[: 4 * _NUM_WORDS].cast("I")
+        Counter.prepare(_ARRIVED, words)
+        Counter.prepare(_DONE, words)
+
+    def arrive(self, number: int, signature: Signature) -> None:
+        """Publish that this rank's input of step `number` is in place."""
+        self._control.buffer[_signature_place(number)] = signature.raw
+        self.arrived.set(number)
+        self._signal()
+
+    def finish(self, number: int) -> None:
+        """Publish that this rank neither reads nor writes for step `number` any more."""
+        self.done.set(number)
+        self._signal()
+
+    def require_agreement(self, number: int, signature: Signature) -> None:
+        """Compare signatures of a step at which all have arrived.
+
+        Raises:
+            TensorMismatch: on every rank, naming the first two ranks that differ and what each asked for.
+        """
+        place = _signature_place(number)
+        if all(page[place] == signature.raw for page in self._pages):
+            return
+        theirs = [bytes(page[place]) for page in self._pages]
+        theirs.insert(self.rank, signature.raw)
+        first = theirs[0]
+        other, raw = next((rank, raw) for rank, raw in enumerate(theirs) if raw != first)
+        self.fail(
+            TensorMismatch(
+                f"ranks disagree on an operation: rank 0 asks for {Signature.unpack(first)}, "
+                f"rank {other} for {Signature.unpack(raw)}; every rank must make the same calls in the same order"
+            )
+        )
+
+    def check(self) -> None:
+        """Raise if the rendezvous has failed or was aborted or closed."""
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    def look(self, counter: Counter, number: int, signature: Signature) -> None:
+        """Raise if a rank that has not come to `number` never will; a real look only now and then."""
+        self.check()
+        for rank in counter.missing(number):
+            if self.peers[rank].words[_DEPARTED]:
+                self._lose(counter, number, signature, rank)
+        now = time.perf_counter()
+        if now - self._last_look_s < LOOK_INTERVAL_S:
+            return
+        self._last_look_s = now
+        for rank in counter.missing(number):
+            if not self.peers[rank].is_alive():
+                self._lose(counter, number, signature, rank)
+
+    def wait_for_event(
+        self,
+        counter: Counter,
+        number: int,
+        signature: Signature,
+        started_s: float,
+        *,
+        ready: Callable[[], bool] | None = None,
+        interval_s: float = LOOK_INTERVAL_S,
+    ) -> None:
+        """Block until all have come to `number`, or something else has happened, or it is time to look around.
+
+        Args:
+            counter, number, signature: what is awaited, and in which operation.
+            started_s: the perf_counter at which the caller's blocking call began; the deadline counts from there.
+            ready: given where others ring this rank's bell: whether there is anything to do; otherwise that is the
+                counter's business, and the sleep is on the first missing rank's events.
+            interval_s: the longest to sleep.
+        """
+        before_s = time.perf_counter()
+        try:
+            self._sleep(counter, number, signature, started_s, ready, interval_s)
+        finally:
+            self._timing.waiting_s += time.perf_counter() - before_s
+
+    def _sleep(
+        self,
+        counter: Counter,
+        number: int,
+        signature: Signature,
+        started_s: float,
+        ready: Callable[[], bool] | None,
+        interval_s: float,
+    ) -> None:
+        missing = counter.missing(number)
+        if not missing:
+            return
+        peer = self.peers[missing[0]]
+        words, index, address = (
+            (peer.words, _EVENTS, peer.events_address) if ready is None else (self._words, _BELL, self._bell_address)
+        )
+        seen = words[index]
+        # Whatever happens from here on also changes that word and ends the sleep; what happened before is seen below.
+        futex.fence()
+        if ready() if ready is not None else counter.reached(number):
+            return
+        self.look(counter, number, signature)
+        if self.deadline_s is not None:
+            left_s = started_s + self.deadline_s - time.perf_counter()
+            if left_s <= 0:
+                self._exceed(counter, number, signature)
+            interval_s = min(interval_s, max(left_s, 0.0))
+        until_s = time.perf_counter() + min(self._yield_s, interval_s)
+        while time.perf_counter() < until_s:
+            if words[index] != seen:
+                return
+            os.sched_yield()
+        self._words[_SLEEPS] = 1
+        if not futex.flush_others():
+            interval_s = min(interval_s, _BLIND_SLEEP_S)
+        futex.wait(address, seen, interval_s)
+        self._words[_SLEEPS] = 0
+
+    def ring(self, rank: int) -> None:
+        """Wake a rank that may sleep on its bell."""
+        # Many ranks write the same word, and none writes a value that was there before: no ring is ever lost.
+        self._num_rings += 1
+        self.peers[rank].words[_BELL] = (self._num_rings * self.size + self.rank) & _MASK
+        futex.wake(self.peers[rank].bell_address)
+
+    def fail(self, error: Exception) -> None:
+        """Close the rendezvous for good, tell the others, and raise."""
+        self.leave(error)
+        raise error
+
+    def leave(self, error: Exception) -> None:
+        """Close the rendezvous for good and tell the others; callable from any thread, the first reason stays."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = type(error)(f"this collective is unusable since: {error}")
+            reason = str(error).encode()[: _REASON.stop - _REASON.start]
+            self._control.buffer[_REASON.start : _REASON.start + len(reason)] = reason
+            futex.fence()
+            self._words[_DEPARTED] = 1
+            # The main thread may signal meanwhile: of two increments one can be lost, and a sleeper looks around late.
+            self._words[_EVENTS] = (self._words[_EVENTS] + 1) & _MASK
+            futex.wake(self._events_address)
+            for peer in self.peers.values():
+                futex.wake(peer.events_address)  # where the main thread of this process may sleep
+                futex.wake(peer.bell_address)
+            futex.wake(self._bell_address)
+
+    def close(self) -> None:
+        """Say goodbye and give back descriptors and memory; a second call does nothing."""
+        self.leave(UsageError("it was closed"))
+        with self._lock:
+            for peer in self.peers.values():
+                peer.close()
+            self.peers, self._others, self._pages = {}, (), ()
+            self._control.close()
+            self._words = memoryview(b"")
+            self.arrived = self.done = Counter(_ARRIVED, self._words, {})
+
+    def _signal(self) -> None:
+        self._words[_EVENTS] = (self._words[_EVENTS] + 1) & _MASK
+        if self._always_wakes or any(words[_SLEEPS] for words in self._others):
+            futex.wake(self._events_address)
+
+    def _lose(self, counter: Counter, number: int, signature: Signature, rank: int) -> None:
+        # The peer may have published its part just before it went: only a rank that is still missing is lost.
+        futex.fence()
+        if rank not in counter.missing(number):
+            return
+        peer = self.peers[rank]
+        reason = peer.departure()
+        why = f"it left ({reason})" if reason is not None else f"its process {peer.pid} ended"
+        self.fail(PeerLost(f"rank {rank} is lost: {why} during {signature}"))
+
+    def _exceed(self, counter: Counter, number: int, signature: Signature) -> None:
+        missing = counter.missing(number)
+        if not missing:
+            return
+        who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+        self.fail(
+            DeadlineExceeded(
+                f"{who} not taken part in {signature} within {self.deadline_s} s; "
+                "see what keeps them, or give a longer deadline"
+            )
+        )
+
+
+def _signature_place(number: int) -> slice:
+    start = _SIGNATURES_START + number % NUM_SIGNATURES * _SIGNATURE_STRIDE
+    return slice(start, start + SIGNATURE_BYTES)

@@ -1,0 +1,1 @@
+"""How long virtual workers compute, and how their clocks move on meanwhile."""

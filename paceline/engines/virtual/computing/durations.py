@@ -1,0 +1,98 @@
+"""How long a worker computes: drawn step by step from the cluster's distribution."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import final
+
+from paceline.cluster.description import Cluster, Compute, Hosts
+from paceline.seeding import derive
+
+_GIGA = 1e9
+
+
+@final
+class ComputeTimes:
+    """Factors around a mean step time, and pauses: one worker's, from a generator of its own."""
+
+    def __init__(self, compute: Compute, *, seed: int, rank: int) -> None:
+        self._compute = compute
+        self._random = random.Random(derive(seed, "compute", rank))
+        self._step = self._random.randrange(len(compute.trace_s)) if compute.trace_s else 0
+        self._mean_trace_s = math.fsum(compute.trace_s) / len(compute.trace_s) if compute.trace_s else 1.0
+        self._sigma = math.sqrt(math.log1p(compute.variation**2)) if compute.variation else 0.0
+        self._until_pause_s = self._next_pause_s()
+        self._next_factor: float | None = None
+
+    def at_least(self, mean_s: float) -> float:
+        """How long the next step takes that on the average takes `mean_s`, without pauses."""
+        if self._next_factor is None:
+            self._next_factor = self._factor()
+        return mean_s * self._next_factor
+
+    def draw(self, mean_s: float) -> float:
+        """How long a step takes that on the average takes `mean_s`."""
+        duration_s, self._next_factor = self.at_least(mean_s), None
+        self._until_pause_s -= duration_s
+        while self._until_pause_s <= 0:
+            duration_s += self._compute.pause_s
+            self._until_pause_s += self._next_pause_s()
+        return duration_s
+
+    def _factor(self) -> float:
+        compute = self._compute
+        if compute.distribution == "log-normal":
+            return math.exp(self._random.gauss(-(self._sigma**2) / 2, self._sigma))
+        if compute.distribution == "exponential":
+            return self._random.expovariate(1.0)
+        if compute.distribution == "trace":
+            self._step += 1
+            return compute.trace_s[(self._step - 1) % len(compute.trace_s)] / self._mean_trace_s
+        return 1.0
+
+    def _next_pause_s(self) -> float:
+        """Seconds of computing until the next one."""
+        rate = self._compute.pauses_per_hour / 3600
+        return self._random.expovariate(rate) if rate else math.inf
+
+
+@final
+class StepCost:
+    """What a training step costs on a worker's host before chance has its say.
+
+    Args:
+        num_sharing: workers of that host, which share its cores, or its devices.
+        num_hosts: hosts that have workers, which share the machine's cores where they are parts of one.
+    """
+
+    def __init__(self, cluster: Cluster, host: Hosts, *, num_sharing: int, num_hosts: int = 1) -> None:
+        self._compute = cluster.compute
+        share = min(1.0, host.devices / num_sharing) if host.devices else 1.0 / num_sharing
+        # As if all computed at the same time, which is nearly so where they wait for one another.
+        of_machine = 1.0 if cluster.shared_cores is None else min(1.0, cluster.shared_cores / num_hosts)
+        self._speed = host.speed * share * of_machine
+        self._flop_per_s = (host.gflop_per_s or 0.0) * _GIGA * (1 if host.devices else host.cores) * self._speed
+        self._reference_samples: int | None = None
+
+    def seconds(self, *, num_samples: int, forward_flop: float) -> float:
+        """Of a forward and a backward pass over `num_samples`.
+
+        Args:
+            forward_flop: floating-point operations of the forward pass, where they are counted; the backward pass
+                has so many that its share of the time is `backward_share`.
+        """
+        if self._reference_samples is None:
+            self._reference_samples = num_samples
+        compute = self._compute
+        if compute.sample_s is not None:
+            return compute.sample_s * num_samples / self._speed
+        if compute.reference_s is not None:
+            return compute.reference_s * num_samples / self._reference_samples / self._speed
+        return forward_flop / (1 - compute.backward_share) / self._flop_per_s
+
+
+def failure_s(compute: Compute, *, seed: int, host: int) -> float:
+    """When a host fails: seconds of virtual time, infinite where hosts do not."""
+    rate = compute.failures_per_hour / 3600
+    return random.Random(derive(seed, "failure", host)).expovariate(rate) if rate else math.inf

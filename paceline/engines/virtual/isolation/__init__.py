@@ -1,0 +1,1 @@
+"""What each virtual worker has for itself, although all share one process."""

@@ -1,0 +1,82 @@
+"""What scripts believe to have for themselves, although all workers live in one thread of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.engines.virtual.isolation.random_state import RandomState
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+Modes = tuple[Any, ...]
+"""What `with` blocks of torch set for a thread: whether gradients are wanted, and automatic mixed precision."""
+
+
+def modes() -> Modes:
+    """As they are now."""
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES]
+    return torch.is_grad_enabled(), *autocast
+
+
+def set_modes(modes: Modes) -> None:
+    wants_gradients, *autocast = modes
+    torch._C._set_grad_enabled(wants_gradients)
+    for device, (is_on, dtype) in zip(_AUTOCAST_DEVICES, autocast, strict=True):
+        torch.set_autocast_enabled(device, is_on)
+        torch.set_autocast_dtype(device, dtype)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """What scripts change of the process is as before afterwards: arguments, paths, directory, random generators."""
+    state = RandomState()
+    arguments, paths, directory = sys.argv, list(sys.path), os.getcwd()
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = arguments, paths
+        os.chdir(directory)
+        state.restore()
+
+
+@contextmanager
+def sleeping(sleep: Callable[[float], bool]) -> Iterator[None]:
+    """`time.sleep` takes virtual time where that is the caller's.
+
+    Args:
+        sleep: takes it, in seconds; false: the caller lives in real time.
+    """
+    real = time.sleep
+
+    def either(duration_s: float, /) -> None:
+        if not sleep(duration_s):
+            real(duration_s)
+
+    time.sleep = either  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        time.sleep = real
+
+
+@contextmanager
+def interrupts(note: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM are told to `note`, which may raise, instead of being raised wherever a script is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.signal(number, lambda *_: note()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,70 @@
+"""What scripts find around them while they are simulated: their own output, time and random state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import final
+
+from paceline.engines.virtual.computing.backward import BackwardEnds
+from paceline.engines.virtual.isolation import interpreter, labels
+from paceline.engines.virtual.isolation.output import OutputByLine
+from paceline.engines.virtual.process import Scheduler
+
+
+@final
+class Surroundings:
+    """Of all scripts of this process.
+
+    Args:
+        say: is given each line that a worker prints, and who that is.
+    """
+
+    def __init__(self, scheduler: Scheduler, backward: BackwardEnds, say: Callable[[str, str], None]) -> None:
+        self._scheduler, self._backward, self._say_line = scheduler, backward, say
+        self._is_saying = False
+        self._pid = os.getpid()
+        self._out, self._err = (OutputByLine(self._who, self._say, own) for own in (sys.stdout, sys.stderr))
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """All is as before at the end."""
+        with interpreter.kept(), interpreter.sleeping(self._sleep), self._backward.in_place():
+            with contextlib.redirect_stdout(self._out), contextlib.redirect_stderr(self._err), labels.only_where_seen():
+                yield
+            self.finish_lines()
+
+    def finish_lines(self, who: str | None = None) -> None:
+        """Hand on the lines that a worker has begun, or all have."""
+        self._out.finish(who)
+        self._err.finish(who)
+
+    @contextlib.contextmanager
+    def not_heard(self) -> Iterator[None]:
+        """What is printed in here is not what the worker prints that runs."""
+        before, self._is_saying = self._is_saying, True
+        try:
+            yield
+        finally:
+            self._is_saying = before
+
+    def _who(self) -> str | None:
+        """Processes that a script has forked, as loaders do, speak for themselves."""
+        running = self._scheduler.running
+        if running is None or self._is_saying or os.getpid() != self._pid:
+            return None
+        return running.name
+
+    def _say(self, who: str, line: str) -> None:
+        with self.not_heard():
+            self._say_line(who, line)
+
+    def _sleep(self, duration_s: float) -> bool:
+        """A script's sleep: a wait for nothing but its end."""
+        process = self._scheduler.running
+        if process is None or not process.is_running:
+            return False
+        process.advance(max(0.0, duration_s))
+        return True

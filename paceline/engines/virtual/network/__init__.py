@@ -1,0 +1,1 @@
+"""The simulated network, and the collective operations over it."""

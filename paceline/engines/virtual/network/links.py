@@ -1,0 +1,279 @@
+"""Messages through full-duplex links with bandwidth, latency and queues. Knows no tensors."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+from paceline.engines.virtual.events import EventQueue
+
+CHUNK_BYTES = 2**18
+"""Small enough for messages of 1 MiB, as parameter servers send them, to share a link."""
+WINDOW_BYTES = 2**18
+"""What an uneven connection has under way in the median: a part of a server's piece."""
+_UNEVEN_CHUNK_BYTES = 2**16
+_RESTART_S = 0.2
+"""After being idle for so long a connection begins anew, as TCP's do: RFC 5681, section 4.1; Linux's least timeout."""
+
+
+_Flow = tuple[int, bool]
+"""The host that messages are for, and whether they are answers, which have a connection of their own."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One direction of a cable, or a host's memory.
+
+    Senders' own links serve the messages for different hosts in turns, a chunk each, as connections share a network
+    card; all others take chunks in the order in which they arrive.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+    """From one end to the other."""
+    message_s: float = 0.0
+    """For which each message keeps it busy, besides its bytes."""
+    burst_s: float = 0.0
+    """So far it may be behind in its work before anything waits: a token bucket's size over its rate."""
+    free_s: float = 0.0
+    """When the work on all that was taken will be done."""
+    moved_bytes: float = 0.0
+    """Of all chunks taken so far."""
+    _flows: dict[_Flow, deque[_Message]] = field(default_factory=dict)
+    """Messages that wait at their sender, by the host that they are for."""
+    _turns: deque[_Flow] = field(default_factory=deque)
+
+    @property
+    def busy_s(self) -> float:
+        """For how long data has been passing."""
+        return self.moved_bytes / self.bytes_per_s
+
+
+@final
+class SameLink(Link):
+    """Another link, as messages pass it that keep it busy for less or for longer."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, whole: Link, *, bytes_per_s: float, message_s: float) -> None:
+        self._whole = whole
+        super().__init__(whole.name, bytes_per_s, whole.latency_s, message_s, whole.burst_s)
+
+    @property
+    def free_s(self) -> float:
+        return self._whole.free_s
+
+    @free_s.setter
+    def free_s(self, time_s: float) -> None:
+        self._whole.free_s = time_s
+
+
+class Paths(Protocol):
+    """Which links a message takes from one host to another, the sender's first; of a host to itself, its memory."""
+
+    def __call__(self, source: int, destination: int) -> Sequence[Link]: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    path: Sequence[Link]
+    left_bytes: float
+    action: Callable[..., object]
+    arguments: tuple[Any, ...]
+    connection: _Connection | None = None
+    """None where senders serve hosts in turns."""
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One way between two hosts, with a window: what arrives lets as much follow.
+
+    Its rate is its window over the time that a chunk is under way, so that connections which meet at a link share it in
+    proportion to their windows, and a sender idles while all its windows wait elsewhere.
+    """
+
+    random: random.Random
+    unevenness: float
+    free_bytes: float
+    """What a link on its way holds while it waits for nobody; comes on top of every window."""
+    window_bytes: float = 0.0
+    under_way_bytes: float = 0.0
+    num_under_way: int = 0
+    """Chunks. Sums of bytes do not come back to 0 exactly."""
+    idle_since_s: float = -math.inf
+    waiting: deque[_Message] = field(default_factory=deque)
+
+    def restart(self) -> None:
+        """Draw a window."""
+        factor = math.exp(self.random.gauss(0.0, self.unevenness))
+        self.window_bytes = max(2.0 * _UNEVEN_CHUNK_BYTES, WINDOW_BYTES * factor) + self.free_bytes
+
+
+@final
+class Network:
+    """Moves messages among hosts on a timeline.
+
+    A message is cut into chunks, so that messages on the same link pass it interleaved. Chunks cut through: the next
+    link begins to pass one on as soon as its head arrives, and cannot be done with it before its tail has. So a lone
+    message of M bytes takes its path's latency and M over the least bandwidth, exactly; n messages that meet at one
+    receiver take n M over its bandwidth; and a link's two directions do not disturb each other. Queues between links
+    are unbounded: unless connections have windows, a sender is not slowed by a receiver that others keep busy.
+
+    Args:
+        timeline: on which chunks move.
+        paths: the links between hosts.
+        chunk_bytes: of the largest chunk. With infinity messages pass whole, one after the other: less to simulate,
+            and links are busy for as long.
+        unevenness: of connections that share a link, the standard deviation of the logarithm of their windows. With 0
+            senders serve hosts in turns instead, and all get as much.
+        seed: of the windows.
+    """
+
+    def __init__(
+        self,
+        timeline: EventQueue,
+        paths: Paths,
+        *,
+        chunk_bytes: float = CHUNK_BYTES,
+        unevenness: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self._timeline, self._paths, self._chunk_bytes = timeline, paths, chunk_bytes
+        self._unevenness, self._seed = unevenness, seed
+        self._connections: dict[tuple[int, int, bool], _Connection] = {}
+
+    def send(
+        self,
+        source: int,
+        destination: int,
+        num_bytes: float,
+        action: Callable[..., object],
+        *arguments: Any,
+        is_answer: bool = False,
+    ) -> None:
+        """Start now; `action(*arguments)` is called when the last byte has arrived.
+
+        Messages between the same two hosts arrive in the order in which they were sent, but for answers, which keep to
+        their own.
+        """
+        path = self._paths(source, destination)
+        message = _Message(path, num_bytes, action, arguments)
+        if self._unevenness > 0 and source != destination:
+            self._send_unevenly(message, (source, destination, is_answer))
+            return
+        port = path[0]
+        is_idle = not port._turns
+        is_free = is_idle and port.free_s - port.burst_s <= self._timeline.now_s
+        if is_free and num_bytes <= self._chunk_bytes:
+            # It waits for nobody: 3.1 us instead of 4.0 us for a message of a ring, with all that it brings about.
+            self._depart(message, num_bytes, is_last=True)
+            return
+        flow = (destination, is_answer)
+        if flow in port._flows:
+            port._flows[flow].append(message)
+            return
+        port._flows[flow] = deque((message,))
+        port._turns.append(flow)
+        if is_free:
+            self._serve(port)
+        elif is_idle:
+            self._timeline.at(port.free_s - port.burst_s, self._serve, port)
+
+    def _serve(self, port: Link) -> None:
+        """The sender's link is free: pass one chunk of the flow whose turn it is."""
+        flow = port._turns.popleft()
+        waiting = port._flows[flow]
+        message = waiting[0]
+        chunk_bytes = min(message.left_bytes, self._chunk_bytes)
+        message.left_bytes -= chunk_bytes
+        is_last = message.left_bytes <= 0
+        if is_last:
+            waiting.popleft()
+        if waiting:
+            port._turns.append(flow)
+        else:
+            del port._flows[flow]
+        end_s = self._depart(message, chunk_bytes, is_last)
+        if port._turns:
+            self._timeline.at(end_s, self._serve, port)
+
+    def _depart(self, message: _Message, chunk_bytes: float, is_last: bool) -> float:
+        """A chunk passes its sender's link; when that is done."""
+        port, timeline = message.path[0], self._timeline
+        # It is later than now where messages of other paths pass this link, too.
+        start_s, end_s = _pass(port, timeline.now_s, chunk_bytes, is_last)
+        if len(message.path) > 1:
+            head_s, tail_s = start_s + port.latency_s, end_s + port.latency_s
+            timeline.at(head_s, self._enter, message, 1, chunk_bytes, tail_s, is_last)
+        elif is_last:
+            timeline.at(end_s + port.latency_s, message.action, *message.arguments)
+        return end_s
+
+    def _enter(self, message: _Message, hop: int, chunk_bytes: float, tail_s: float, is_last: bool) -> None:
+        """A chunk's head has come to the link after its first `hop`, and its tail will have at `tail_s`."""
+        link = message.path[hop]
+        timeline = self._timeline
+        start_s, end_s = _pass(link, timeline.now_s, chunk_bytes, is_last)
+        end_s = max(end_s, tail_s) + link.latency_s
+        if hop + 1 < len(message.path):
+            timeline.at(start_s + link.latency_s, self._enter, message, hop + 1, chunk_bytes, end_s, is_last)
+        elif message.connection is not None:
+            timeline.at(end_s, self._arrive, message, message.connection, chunk_bytes, is_last)
+        elif is_last:
+            timeline.at(end_s, message.action, *message.arguments)
+
+    # --- connections with windows --------------------------------------------------------------------------------
+
+    def _send_unevenly(self, message: _Message, name: tuple[int, int, bool]) -> None:
+        connection = self._connections.get(name)
+        if connection is None:
+            free_bytes = sum(link.latency_s for link in message.path) * min(link.bytes_per_s for link in message.path)
+            draws = random.Random(f"{self._seed} {name}")
+            connection = self._connections[name] = _Connection(draws, self._unevenness, free_bytes)
+        message.connection = connection
+        is_idle = not connection.waiting and not connection.num_under_way
+        if is_idle and self._timeline.now_s - connection.idle_since_s > _RESTART_S:
+            connection.restart()
+        connection.waiting.append(message)
+        self._fill(connection)
+
+    def _fill(self, connection: _Connection) -> None:
+        """Let go what the window has room for, but a chunk at least."""
+        while connection.waiting:
+            message = connection.waiting[0]
+            chunk_bytes = min(message.left_bytes, _UNEVEN_CHUNK_BYTES)
+            if connection.num_under_way and connection.under_way_bytes + chunk_bytes > connection.window_bytes:
+                return
+            message.left_bytes -= chunk_bytes
+            connection.under_way_bytes += chunk_bytes
+            connection.num_under_way += 1
+            is_last = message.left_bytes <= 0
+            if is_last:
+                connection.waiting.popleft()
+            self._enter(message, 0, chunk_bytes, self._timeline.now_s, is_last)
+
+    def _arrive(self, message: _Message, connection: _Connection, chunk_bytes: float, is_last: bool) -> None:
+        connection.under_way_bytes -= chunk_bytes
+        connection.num_under_way -= 1
+        self._fill(connection)
+        connection.idle_since_s = self._timeline.now_s
+        if is_last:
+            message.action(*message.arguments)
+
+
+def _pass(link: Link, now_s: float, chunk_bytes: float, is_last: bool) -> tuple[float, float]:
+    """Take a chunk that comes now; when its first byte passes, and its last."""
+    start_s = now_s if now_s > link.free_s else link.free_s
+    end_s = start_s + chunk_bytes / link.bytes_per_s
+    if is_last:
+        end_s += link.message_s
+    link.free_s = end_s
+    link.moved_bytes += chunk_bytes
+    if link.burst_s:
+        return max(now_s, start_s - link.burst_s), max(now_s, end_s - link.burst_s)
+    return start_s, end_s

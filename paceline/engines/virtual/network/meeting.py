@@ -1,0 +1,184 @@
+"""Where the ranks of a virtual world meet: collective operations and messages under way among them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor
+
+from paceline.comm.signature import Signature
+from paceline.engines.virtual.events import EventQueue
+from paceline.engines.virtual.network.exchange import Exchange
+from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.network.patterns import Pattern
+from paceline.engines.virtual.process import Signal
+from paceline.errors import PacelineError, TensorMismatch
+
+
+@dataclass(eq=False)
+class Call:
+    """One rank's part in a collective operation."""
+
+    signature: Signature
+    pattern: Callable[[Operation], Pattern]
+    """Who sends what to whom."""
+    payload: Any = None
+    num_bytes: Any = 0.0
+    """Of what it sends: one number, or one for each rank."""
+    complete: Callable[[Operation], None] | None = None
+    """Called once, when every rank has come."""
+    done: Signal = field(default_factory=Signal)
+
+
+@final
+class Operation:
+    """A collective operation, from when the first rank has come."""
+
+    def __init__(self, first: Call) -> None:
+        self.calls: dict[int, Call] = {}
+        self.num_bytes: dict[int, Any] = {}
+        """What each rank sends; of those that have come."""
+        self.error: PacelineError | None = None
+        self.last_s: float | None = None
+        """When the last rank came."""
+        self.exchange: Exchange | None = None
+        self.signature = first.signature
+        self.num_left = 0
+        """Ranks that have yet to take its result."""
+
+    def payloads(self) -> list[Any]:
+        """In rank order."""
+        return [self.calls[rank].payload for rank in sorted(self.calls)]
+
+
+@dataclass(eq=False)
+class Parcel:
+    """A message from one rank to another."""
+
+    flat: Tensor
+    sent_s: float = 0.0
+    done: Signal = field(default_factory=Signal)
+
+
+@dataclass(eq=False)
+class Awaited:
+    """A message that a rank is ready for."""
+
+    target: Tensor
+    sent_s: float | None = None
+    """When what came was sent."""
+    error: PacelineError | None = None
+    done: Signal = field(default_factory=Signal)
+
+
+@final
+class Meeting:
+    """Matches the ranks' calls and moves their messages. Everything here happens on the timeline.
+
+    Args:
+        host_of: each rank's host.
+        ranks_by_host: the ranks of each host that has some.
+        messages: moves those between two ranks, if another network does.
+    """
+
+    def __init__(
+        self,
+        timeline: EventQueue,
+        network: Network,
+        *,
+        host_of: Sequence[int],
+        ranks_by_host: Sequence[Sequence[int]],
+        messages: Network | None = None,
+    ) -> None:
+        self.size = len(host_of)
+        self.ranks_by_host = ranks_by_host
+        self._timeline, self._network, self._host_of = timeline, network, host_of
+        self._messages = messages or network
+        self._operations: dict[int, Operation] = {}
+        self._parcels: dict[tuple[int, int], deque[Parcel]] = {}
+        self._awaited: dict[tuple[int, int], deque[Awaited]] = {}
+
+    # --- collective operations ----------------------------------------------------------------------------------
+
+    def operation(self, number: int) -> Operation | None:
+        """The operation that has this number on every rank, if some rank has come to it and not all are through."""
+        return self._operations.get(number)
+
+    def join(self, number: int, rank: int, call: Call) -> None:
+        """A rank comes to its operation of this number."""
+        operation = self._operations.get(number)
+        if operation is None:
+            operation = self._operations[number] = Operation(call)
+            operation.num_left = self.size
+            operation.exchange = Exchange(
+                self._network, self._host_of, call.pattern(operation), lambda done: self._through(operation, done)
+            )
+        operation.calls[rank] = call
+        operation.num_bytes[rank] = call.num_bytes
+        if call.signature != operation.signature and operation.error is None:
+            first = next(iter(operation.calls))
+            operation.error = TensorMismatch(
+                f"ranks do not ask for the same: rank {first} for {operation.signature}, "
+                f"rank {rank} for {call.signature}"
+            )
+        if operation.error is not None:
+            for other in operation.calls.values():
+                if other.done.fired_s is None:
+                    other.done.fire(self._timeline)
+            return
+        if len(operation.calls) == self.size:
+            operation.last_s = self._timeline.now_s
+            if call.complete is not None:
+                call.complete(operation)
+        assert operation.exchange is not None
+        operation.exchange.join(rank)
+
+    def _through(self, operation: Operation, rank: int) -> None:
+        if operation.error is None:
+            operation.calls[rank].done.fire(self._timeline)
+
+    def forget(self, number: int) -> None:
+        """No rank needs the operation any more."""
+        self._operations.pop(number, None)
+
+    def missing(self, number: int) -> list[int]:
+        """The ranks that have not come to an operation."""
+        operation = self._operations.get(number)
+        came = operation.calls if operation is not None else ()
+        return [rank for rank in range(self.size) if rank not in came]
+
+    # --- messages between two ranks -----------------------------------------------------------------------------
+
+    def send(self, source: int, destination: int, parcel: Parcel) -> None:
+        parcel.sent_s = self._timeline.now_s
+        hosts = self._host_of
+        pair = source, destination
+        self._messages.send(hosts[source], hosts[destination], parcel.flat.nbytes, self._deliver, pair, parcel)
+
+    def receive(self, source: int, destination: int, awaited: Awaited) -> None:
+        pair = source, destination
+        self._awaited.setdefault(pair, deque()).append(awaited)
+        self._match(pair)
+
+    def _deliver(self, pair: tuple[int, int], parcel: Parcel) -> None:
+        parcel.done.fire(self._timeline)
+        self._parcels.setdefault(pair, deque()).append(parcel)
+        self._match(pair)
+
+    def _match(self, pair: tuple[int, int]) -> None:
+        parcels, awaited = self._parcels.get(pair), self._awaited.get(pair)
+        while parcels and awaited:
+            parcel, place = parcels.popleft(), awaited.popleft()
+            flat, target = parcel.flat, place.target
+            if flat.dtype == target.dtype and flat.numel() == target.numel():
+                target.copy_(flat)
+            else:
+                place.error = TensorMismatch(
+                    f"rank {pair[0]} sends {flat.numel()} elements of {flat.dtype}, and rank {pair[1]} receives "
+                    f"{target.numel()} of {target.dtype}"
+                )
+            place.sent_s = parcel.sent_s
+            place.done.fire(self._timeline)

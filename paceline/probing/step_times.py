@@ -1,0 +1,221 @@
+"""How long a script's own steps take on each host, while nothing is exchanged."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.engines.ray.nodes import own_address
+from paceline.engines.scripting import Script, run_program
+from paceline.engines.world import World, current
+from paceline.errors import BudgetReached, UsageError
+from paceline.records import EventRecord
+from paceline.server.admission import AdmissionRule
+from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.single import Single
+
+EVENT = "measured"
+"""Carries a worker's report."""
+MIN_STEPS = 3
+_NUM_WARMUP = 2
+"""Steps left out: the first ones find cold caches, and allocate."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Apart(Strategy):
+    """Every worker trains its own copy, as if it were alone: steps without an exchange, on all hosts at a time."""
+
+    summary: ClassVar[str] = "every worker on its own"
+
+    def validate(self) -> None:
+        pass
+
+    def check(self, *, num_workers: int) -> None:
+        pass
+
+    def is_lock_step(self) -> bool:
+        return False
+
+    def is_synchronous(self) -> bool:
+        return False
+
+    def num_servers(self) -> int:
+        return 0
+
+    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
+        return None
+
+    def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        return Single(nonfinite=self.nonfinite).bind(context, replica)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One worker's steps, those that warm up left out. Times are of one forward and backward pass with what belongs
+    to it: batch, optimizer step, the script's own Python."""
+
+    address: str
+    steps_s: tuple[float, ...]
+    backward_share: float
+    gradient_shares: tuple[float, ...]
+    """Of backward, what each parameter's gradient takes, in the order of the optimizer's parameters."""
+
+
+class _Enough(BudgetReached):
+    """The script has been looked at for long enough."""
+
+
+@final
+class StepWatch:
+    """Times the steps of a model, told apart by the optimizer's. The time that a script asks to sleep is not counted:
+    the virtual engine takes it anew.
+
+    Args:
+        num_steps: ends the script after so many, or
+        max_s: when this is over and there are enough of them.
+    """
+
+    def __init__(self, *, num_steps: int, max_s: float, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._num_steps, self._max_s, self._now_s = num_steps, max_s, now_s
+        self._slept_s = 0.0
+        self._began_s: float | None = None
+        self._step_began_s = 0.0
+        self._backward_began_s = 0.0
+        self._num_passes = 0
+        self._backward_s = 0.0
+        self._ready_s: dict[int, float] = {}
+        self._steps_s: list[float] = []
+        self._shares: list[float] = []
+        self._parts_s: list[list[float]] = []
+        self._num_parameters = 0
+
+    def watch(self, replica: Replica) -> None:
+        """As `Context.watch`."""
+        self._num_parameters = len(replica.parameters)
+        replica.model.register_forward_hook(self._end_forward)
+        for index, parameter in enumerate(replica.parameters):
+            parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
+        replica.optimizer.register_step_post_hook(self._end_step)
+
+    def slept(self, duration_s: float) -> None:
+        """The script has slept, and had asked for so long."""
+        self._slept_s += duration_s
+
+    def report(self, address: str) -> StepReport:
+        """
+        Raises:
+            UsageError: the script trained too little.
+        """
+        if len(self._steps_s) < MIN_STEPS:
+            raise UsageError(
+                f"the script took {len(self._steps_s)} training step(s), and probing needs at least {MIN_STEPS}; "
+                "have it train longer, and through paceline's worker.prepare"
+            )
+        first = min(_NUM_WARMUP, len(self._steps_s) - MIN_STEPS + 1)
+        # Medians: a step that something else held up says nothing of how it is divided.
+        parts_s = [statistics.median(part) for part in zip(*self._parts_s[first:], strict=True)]
+        whole_s = sum(parts_s)
+        return StepReport(
+            address,
+            tuple(self._steps_s[first:]),
+            statistics.median(self._shares[first:]),
+            tuple(part_s / whole_s for part_s in parts_s) if whole_s else (),
+        )
+
+    def _awake_s(self) -> float:
+        return self._now_s() - self._slept_s
+
+    def _end_forward(self, model: nn.Module, inputs: Sequence[Any], output: object) -> None:
+        if torch.is_grad_enabled():
+            self._num_passes += 1
+            self._backward_began_s = self._awake_s()
+            self._ready_s.clear()
+
+    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            now_s = self._awake_s()
+            self._backward_s += now_s - max(self._ready_s.values(), default=self._backward_began_s)
+            self._ready_s[index] = now_s
+
+        return on_gradient
+
+    def _end_step(self, *_: object) -> None:
+        now_s, real_s = self._awake_s(), self._now_s()
+        if self._began_s is None:
+            self._began_s = real_s
+        elif self._num_passes:
+            step_s = now_s - self._step_began_s
+            self._steps_s.append(step_s / self._num_passes)
+            self._shares.append(min(self._backward_s / step_s, 1.0) if step_s else 0.0)
+            self._parts_s.append(self._parts())
+        self._step_began_s, self._num_passes, self._backward_s = now_s, 0, 0.0
+        num_done = len(self._steps_s)
+        is_late = real_s - self._began_s >= self._max_s and num_done >= MIN_STEPS
+        if num_done >= self._num_steps or is_late:
+            raise _Enough("the steps have been measured")
+
+    def _parts(self) -> list[float]:
+        """Of the last backward pass, what each gradient took."""
+        parts_s = [0.0] * self._num_parameters
+        before_s = self._backward_began_s
+        for index, ready_s in sorted(self._ready_s.items(), key=lambda item: item[1]):
+            parts_s[index] = ready_s - before_s
+            before_s = ready_s
+        return parts_s
+
+
+@dataclass(frozen=True)
+class MeasuredScript:
+    """A program that runs a script for some steps and tells a `StepReport`."""
+
+    script: Script
+    num_steps: int
+    max_s: float
+
+    def __call__(self) -> None:
+        world = current()
+        assert world is not None
+        watch = StepWatch(num_steps=self.num_steps, max_s=self.max_s)
+        world.context = replace(world.context, watch=watch.watch)
+        with sleeps_told(watch.slept):
+            run_program(self.script)
+        world.at_end.clear()  # the model is nobody's: it is neither evaluated nor saved
+        tell(world, asdict(watch.report(own_address())))
+
+
+def tell(world: World, report: dict[str, Any]) -> None:
+    """Send what a worker has measured to the launcher."""
+    world.reporter.emit(EventRecord(EVENT, f"worker-{world.context.rank}", 0, 0.0, report))
+
+
+def read(report: Mapping[str, Any]) -> StepReport:
+    """A report as it comes from the records, in which tuples are lists."""
+    return StepReport(
+        report["address"], tuple(report["steps_s"]), report["backward_share"], tuple(report["gradient_shares"])
+    )
+
+
+@contextmanager
+def sleeps_told(tell: Callable[[float], None]) -> Iterator[None]:
+    """`tell` hears how long each `time.sleep` of this thread was to take; what it took beyond that is the machine's."""
+    real, owner = time.sleep, threading.get_ident()
+
+    def sleep(duration_s: float, /) -> None:
+        real(duration_s)
+        if threading.get_ident() == owner:
+            tell(duration_s)
+
+    time.sleep = sleep  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        time.sleep = real

@@ -1,0 +1,364 @@
+"""What passes between the hosts of a cluster, over the sockets that runs use, and what exchanges cost beside that."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms.pieces import exchange
+from paceline.comm.base import Collective
+from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message, WireError
+from paceline.engines.ray.nodes import own_address
+from paceline.engines.world import current
+from paceline.probing.caches import CacheEmptier
+from paceline.probing.echo import EPOCH, PING_BYTES, Echo
+from paceline.probing.exchanging import ExchangeCost, Exchanges
+from paceline.probing.sharing import NUM_TRIES, answered, connected, measure_unevenness, unevenness_of
+from paceline.probing.step_times import tell
+from paceline.probing.timing import mean_s, median_s
+from paceline.records import Reporter
+
+_NUM_PINGS = 40
+_FEW = 3
+"""Messages at a time, whose processor time is measured. Of one at a time, 1.1 to 1.6 ms on two hosts with a core each,
+a part is falling asleep and waking, which busy cores do less: in rings of eight hosts on two cores it was 1.0 ms."""
+_TEXT_BYTES = 256
+"""Of a text that two ranks give each other, which is shorter."""
+_STREAM_S = 0.8
+"""How long a measured stream lasts, at the rate of the first pieces."""
+_MIN_PIECES, _MAX_PIECES = 8, 128
+_FIRST_PIECES = 3
+_LEAST_INCAST = 3
+"""Hosts, for two of them to send to one at the same time."""
+_CONNECT_S = 10.0
+_ANSWER_S = 30.0
+_MEMORY_BYTES = 2**26
+_NUM_UPDATES = 5
+_NUM_SINGLE_PIECES = 5
+_SILENCE_S = 0.05
+"""For a token bucket to fill, but too short for TCP to forget its window."""
+
+
+@dataclass(frozen=True)
+class PairReport:
+    """One host's way to another."""
+
+    source: int
+    destination: int
+    latency_s: float
+    """One way, of 8 bytes over plain TCP."""
+    message_s: float
+    """Of 4 bytes that two ranks send each other at the same time, as in a round of an all-reduce."""
+    bytes_per_s: float
+    """Of a stream between two ranks."""
+    pushed_bytes_per_s: float
+    """Of pieces pushed to a server."""
+    piece_s: float
+    """That a request with a piece takes longer than an empty one, there and back, after a silence."""
+    message_core_s: float
+    """Processor time of one end, of a message sent and one received, of a few at a time; with caches that hold other
+    things."""
+    exchange: ExchangeCost
+    """With a parameter server there."""
+
+
+@dataclass(frozen=True)
+class NetworkReport:
+    """What one rank measured."""
+
+    address: str
+    rank: int
+    pairs: tuple[PairReport, ...]
+    """From this rank."""
+    packing_bytes_per_s: float
+    """Pushed, or taken in as a server does, in one second of processor time."""
+    operation_s: float
+    """Of a small all-reduce among all."""
+    shared_bytes_per_s: float
+    """Of a large all-reduce among all, by its tensor's size."""
+    memory_bytes_per_s: float
+    """At which an update reads and writes."""
+    unevenness: float | None = None
+    """Of connections to another host; none where this rank measured none."""
+    incast_unevenness: float | None = None
+    """Of connections from all other hosts to one; none where there are too few hosts."""
+
+
+@dataclass(frozen=True)
+class MeasuredNetwork:
+    """A program in which ranks, on a host each, measure the ways to one another and tell a `NetworkReport`.
+
+    Args:
+        keys: for the sockets of this probe.
+    """
+
+    keys: Keys
+
+    def __call__(self) -> None:
+        world = current()
+        assert world is not None
+        torch.set_num_threads(1)
+        report = _Measurement(world.context.collective, self.keys, world.reporter).run()
+        tell(world, asdict(report))
+
+
+def read(report: Mapping[str, Any]) -> NetworkReport:
+    """A report as it comes from the records."""
+    pairs = tuple(PairReport(**{**pair, "exchange": ExchangeCost(**pair["exchange"])}) for pair in report["pairs"])
+    return NetworkReport(**{**report, "pairs": pairs})
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Every pair of `count` players once, nobody twice in a round (the circle method of round-robin tournaments)."""
+    players = [*range(count)] + [-1] * (count % 2)
+    found = []
+    for _ in range(len(players) - 1):
+        pairs = zip(players[: len(players) // 2], reversed(players[len(players) // 2 :]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in pairs if min(a, b) >= 0])
+        players = [players[0], players[-1], *players[1:-1]]
+    return found
+
+
+@final
+class _Measurement:
+    """One rank's part. Pairs that share no host are measured at the same time."""
+
+    def __init__(self, collective: Collective, keys: Keys, reporter: Reporter) -> None:
+        self._collective, self._keys, self._reporter = collective, keys, reporter
+        self._address = own_address()
+
+    def run(self) -> NetworkReport:
+        collective = self._collective
+        echo = Echo(self._keys, host=self._address)
+        try:
+            places = collective.all_gather_object([self._address, echo.port, echo.endpoint])
+            machines = collective.all_gather_object(Path("/proc/sys/kernel/random/boot_id").read_text())
+            num_sharing = machines.count(machines[collective.rank])
+            found: list[PairReport] = []
+            for pairs in rounds(collective.size):
+                collective.barrier()
+                for first, second in pairs:
+                    if collective.rank in (first, second):
+                        swap = partial(self._swap_text, first if collective.rank == second else second)
+                        cost = Exchanges(swap, self._keys, self._address, self._reporter, num_sharing).measure()
+                    for source, destination in ((first, second), (second, first)):
+                        if collective.rank == source:
+                            found.append(self._measure(destination, *places[destination], cost=cost))
+                        elif collective.rank == destination:
+                            self._attend(source)
+            unevenness, incast_unevenness = self._unevenness(places), self._incast_unevenness(places)
+            packing_bytes_per_s = _packing_bytes_per_s(self._keys, echo.endpoint)
+        finally:
+            echo.close()
+        small, large = torch.zeros(1024), torch.zeros(_MEMORY_BYTES // 4)
+        return NetworkReport(
+            self._address,
+            collective.rank,
+            tuple(found),
+            packing_bytes_per_s,
+            mean_s(lambda: collective.all_reduce(small, op="mean").wait(), _NUM_PINGS),
+            large.nbytes / median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
+            if self._is_one_host(places)
+            else 0.0,
+            _memory_bytes_per_s(),
+            unevenness,
+            incast_unevenness,
+        )
+
+    def _unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:
+        """Of half the ranks to the other half, one way and then the other, unless all are on one host."""
+        collective = self._collective
+        found = None
+        for direction in (1, -1):
+            collective.barrier()
+            for source, destination in (pair[::direction] for pair in rounds(collective.size)[0]):
+                if collective.rank == source and not self._is_one_host(places):
+                    found = measure_unevenness(self._keys, places[destination][2], name=f"share-{source}")
+        collective.barrier()
+        return found
+
+    def _incast_unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:
+        """Of a connection from each other host to one, a few hosts in turn."""
+        collective = self._collective
+        if collective.size < _LEAST_INCAST or self._is_one_host(places):
+            return None
+        tries: list[list[int]] = []
+        for attempt in range(NUM_TRIES):
+            target = attempt % collective.size
+            names = [f"incast-{attempt}-{collective.rank}"] if collective.rank != target else []
+            with connected(self._keys, places[target][2], names) as callers:
+                collective.barrier()
+                counts = collective.all_gather_object(answered(callers))
+            tries.append([count for each in counts for count in each])
+        return unevenness_of(tries)
+
+    def _is_one_host(self, places: Sequence[Sequence[object]]) -> bool:
+        return len({place[0] for place in places}) == 1
+
+    # --- the side that measures, and the one that answers, in step ------------------------------------------------
+
+    def _measure(self, other: int, address: str, port: int, endpoint: str, *, cost: ExchangeCost) -> PairReport:
+        collective = self._collective
+        latency_s = _plain_latency_s(address, port)
+        swap, swap_few = partial(self._swap, other), partial(self._swap_few, other)
+        message_s = mean_s(swap, _NUM_PINGS)
+        emptier, began_s = CacheEmptier(), time.process_time()
+        for _ in range(_NUM_PINGS):
+            emptier()
+            swap_few()
+        message_core_s = (time.process_time() - began_s - emptier.processor_s) / _NUM_PINGS / _FEW
+        num_pieces = self._stream(other, _FIRST_PIECES)
+        bytes_per_s = self._stream_rate(other, num_pieces)
+        caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
+        try:
+            empty_s = median_s(lambda: _ask(caller, 1, b""), _NUM_PINGS)
+            pushed_bytes_per_s = _ask(caller, num_pieces, bytes(FRAME_BYTES))
+            piece_s = statistics.median(_single_piece_s(caller) for _ in range(_NUM_SINGLE_PIECES)) - empty_s
+        finally:
+            caller.close()
+        self._tell(other, 0)  # all has been pushed
+        return PairReport(
+            collective.rank,
+            other,
+            latency_s,
+            message_s,
+            bytes_per_s,
+            pushed_bytes_per_s,
+            piece_s,
+            message_core_s,
+            cost,
+        )
+
+    def _attend(self, other: int) -> None:
+        emptier = CacheEmptier()
+        for _ in range(_NUM_PINGS):
+            self._swap(other)
+        for _ in range(_NUM_PINGS):
+            emptier()
+            self._swap_few(other)
+        rate = self._take_stream(other, _FIRST_PIECES)
+        num_pieces = int(min(max(_MIN_PIECES, _STREAM_S * rate / FRAME_BYTES), _MAX_PIECES))
+        self._tell(other, num_pieces)
+        self._tell(other, self._take_stream(other, num_pieces))
+        self._hear(other)
+
+    def _swap(self, other: int) -> None:
+        exchange(self._collective, torch.zeros(1), destination=other, incoming=torch.zeros(1), source=other)
+
+    def _swap_few(self, other: int) -> None:
+        words = torch.zeros(2, _FEW)
+        works = [self._collective.recv(word, source=other) for word in words[0].split(1)]
+        works += [self._collective.send(word, destination=other) for word in words[1].split(1)]
+        for work in works:
+            work.wait()
+
+    def _stream(self, other: int, num_pieces: int) -> int:
+        """Send some pieces; returns how many the other wants to be sent next."""
+        self._send_pieces(other, num_pieces)
+        return int(self._hear(other))
+
+    def _stream_rate(self, other: int, num_pieces: int) -> float:
+        self._send_pieces(other, num_pieces)
+        return self._hear(other)
+
+    def _send_pieces(self, other: int, num_pieces: int) -> None:
+        piece = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        for work in [self._collective.send(piece, destination=other) for _ in range(num_pieces)]:
+            work.wait()
+
+    def _take_stream(self, other: int, num_pieces: int) -> float:
+        """Bytes per second from the end of the first piece, which what queues let pass at once has been spent on."""
+        pieces = [torch.zeros(FRAME_BYTES, dtype=torch.uint8) for _ in range(num_pieces)]
+        works = [self._collective.recv(piece, source=other) for piece in pieces]
+        works[0].wait()
+        began_s = time.perf_counter()
+        for work in works[1:]:
+            work.wait()
+        return (num_pieces - 1) * FRAME_BYTES / max(time.perf_counter() - began_s, 1e-9)
+
+    def _tell(self, other: int, number: float) -> None:
+        self._collective.send(torch.tensor([number], dtype=torch.float64), destination=other).wait()
+
+    def _hear(self, other: int) -> float:
+        number: Tensor = torch.zeros(1, dtype=torch.float64)
+        self._collective.recv(number, source=other).wait()
+        return float(number)
+
+    def _swap_text(self, other: int, text: str) -> str:
+        mine, theirs = torch.zeros(2, _TEXT_BYTES, dtype=torch.uint8)
+        raw = text.encode()
+        mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        exchange(self._collective, mine, destination=other, incoming=theirs, source=other)
+        return bytes(theirs.tolist()).rstrip(b"\0").decode()
+
+
+def _ask(caller: Caller, count: int, piece: bytes) -> float:
+    """Send so many requests, with a piece each unless it is empty; bytes per second from the first answer on.
+
+    Raises:
+        WireError: the answers do not come.
+    """
+    message = Message(Kind.EXCHANGE, EPOCH, payload=[piece] if piece else ())
+    for _ in range(count):
+        caller.send(message)
+    began_s = time.perf_counter()
+    for number in range(count):
+        if not caller.socket.poll(int(_ANSWER_S * 1000)):
+            raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
+        caller.socket.recv_multipart()
+        if number == 0:
+            began_s = time.perf_counter()
+    return (count - 1) * len(piece) / max(time.perf_counter() - began_s, 1e-9)
+
+
+def _single_piece_s(caller: Caller) -> float:
+    """Seconds until a piece that is pushed after a silence is answered."""
+    time.sleep(_SILENCE_S)
+    began_s = time.perf_counter()
+    _ask(caller, 1, bytes(FRAME_BYTES))
+    return time.perf_counter() - began_s
+
+
+def _plain_latency_s(address: str, port: int) -> float:
+    ping = bytes(PING_BYTES)
+    with socket.create_connection((address, port), timeout=_CONNECT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def there_and_back() -> None:
+            connection.sendall(ping)
+            connection.recv(PING_BYTES)
+
+        return median_s(there_and_back, _NUM_PINGS) / 2
+
+
+def _packing_bytes_per_s(keys: Keys, endpoint: str) -> float:
+    """From this process to itself, so that no link's rate matters: every piece is packed and taken in again."""
+    caller = Caller(keys, endpoint=endpoint, identity="packer")
+    try:
+        _ask(caller, _FIRST_PIECES, bytes(FRAME_BYTES))
+        began_s = time.process_time()
+        _ask(caller, _MAX_PIECES, bytes(FRAME_BYTES))
+        return 2 * _MAX_PIECES * FRAME_BYTES / max(time.process_time() - began_s, 1e-9)
+    finally:
+        caller.close()
+
+
+def _memory_bytes_per_s() -> float:
+    """Of updates in pieces as servers make them: what a piece of gradients is added to is read and written."""
+    parameters, gradients = torch.zeros(_MEMORY_BYTES // 4), torch.zeros(_MEMORY_BYTES // 4)
+    pieces = list(zip(parameters.split(FRAME_BYTES // 4), gradients.split(FRAME_BYTES // 4), strict=True))
+
+    def update() -> None:
+        for parameter, gradient in pieces:
+            parameter.add_(gradient, alpha=-0.1)
+
+    return 3 * parameters.nbytes / median_s(update, _NUM_UPDATES)

@@ -1,0 +1,1 @@
+"""A run as a whole: started, watched, and read from its directory."""

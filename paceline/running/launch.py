@@ -1,0 +1,296 @@
+"""Starting a run: from Python with `paceline.run`, and for the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rich.console import Console
+
+from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
+from paceline.checkpoint import Checkpoint
+from paceline.cluster import reading as cluster_file
+from paceline.cluster.description import Cluster
+from paceline.config import DeviceChoice, RunConfig, Target
+from paceline.engines.ray.interrupts import Interrupted
+from paceline.engines.ray.nodes import chosen_address, connected
+from paceline.engines.ray.supervisor import Job, Supervisor
+from paceline.engines.scripting import Program, Script
+from paceline.engines.standing import Progress, Watcher
+from paceline.engines.virtual.engine import VirtualRun
+from paceline.engines.virtual.job import VirtualJob
+from paceline.errors import UsageError, suggest, unknown
+from paceline.records import Record, truncate
+from paceline.running import machine_load, manifest, watching
+from paceline.running.result import Result
+from paceline.strategies import build, name_of
+from paceline.strategies.base import Strategy
+from paceline.training.evaluation import metrics_in
+
+EngineChoice = Literal["ray", "virtual"]
+
+
+class Quiet:
+    """Watches a run by printing what its scripts print."""
+
+    def on_progress(self, progress: Progress) -> None:
+        pass
+
+    def on_output(self, who: str, line: str) -> None:
+        print(f"[{who}] {line}", flush=True)
+
+    def on_records(self, records: Sequence[Record]) -> None:
+        pass
+
+
+def run(
+    program: str | Path | Program,
+    *,
+    strategy: str | Strategy = "all-reduce",
+    workers: int = 1,
+    options: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] = (),
+    engine: EngineChoice = "ray",
+    cluster: str | Path | Cluster | None = None,
+    processes: int = 1,
+    address: str | None = None,
+    max_steps: int | None = None,
+    max_time_s: float | None = None,
+    eval_every: int | None = None,
+    checkpoint_every: int | None = None,
+    target: str | Target | None = None,
+    seed: int = 0,
+    device: DeviceChoice = "auto",
+    deadline_s: float = 300.0,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    watcher: Watcher | None = None,
+) -> Result:
+    """Train a script, or a function without arguments, under a strategy.
+
+    Args:
+        program: the path of a script, a script that was read already, or a function that calls `paceline.init()`.
+        strategy: a name of `paceline strategies`, or a strategy such as `ParameterServer(servers=2)`.
+        workers: how many processes train.
+        options: of the strategy, where it is given by name.
+        arguments: the script's own; one that was read already has them.
+        engine: `ray`: real processes; `virtual`: real gradients on a simulated cluster, whose network and clock are
+            simulated too.
+        cluster: of the virtual engine: a TOML file, the name of one that comes with Paceline, or what either holds.
+        processes: of the virtual engine, that the workers' computing is spread over, as docs/virtual.md says.
+        address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
+        max_steps, max_time_s, target: what ends the run before the script does.
+        eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
+        out: the result directory, empty or new; none: one under `runs/`.
+        resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
+        watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
+            progress, elsewhere what scripts print alone.
+
+    Raises:
+        UsageError: something asked for does not exist or cannot be had. Nothing was started, unless only the script
+            could tell, as of a target's metric.
+        RunFailed: a worker or server died or failed; the message says who, at which step, and why.
+        Interrupted: by Ctrl-C (a KeyboardInterrupt); the message says how to go on.
+    """
+    plan = _strategy(strategy, options)
+    if workers < 1:
+        raise UsageError(f"workers must be at least 1, not {workers}")
+    plan.check(num_workers=workers)
+    check_engine(engine, cluster=cluster, address=address, processes=processes)
+    virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
+    config = RunConfig(
+        max_steps=max_steps,
+        max_time_s=max_time_s,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        target=Target.parse(target) if isinstance(target, str) else target,
+        seed=seed,
+        device=device,
+        deadline_s=deadline_s,
+    )
+    task = _program(program, arguments)
+    check_metric(task, config.target)
+    raw = checkpoint = None
+    if resume is not None:
+        raw, checkpoint = _read_checkpoint(Path(resume), num_workers=workers, seed=seed)
+    directory = _directory(out, resume, checkpoint, plan, workers)
+    path = task.path if isinstance(task, Script) else getattr(task, "__qualname__", repr(task))
+    given = task.arguments if isinstance(task, Script) else ()
+    described = manifest.describe_run(program=path, arguments=given, strategy=plan, num_workers=workers, config=config)
+    described |= {"resumed_from": str(resume) if resume is not None else None, "engine": engine}
+    if virtual is not None:
+        described |= {"cluster": asdict(virtual), "processes": min(processes, workers)}
+    else:  # a simulated clock does not mind who else computes
+        described["load"] = machine_load.describe()
+    is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
+    kept = checkpoint.iteration if checkpoint is not None and is_continued else None
+    watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
+    try:
+        if virtual is not None:
+            job = VirtualJob(task, plan, workers, virtual, config, raw, num_processes=processes)
+            with watched as watcher:
+                simulation = VirtualRun(job, directory, watcher)
+                _write_manifest(directory, described)
+                if kept is not None:
+                    truncate(directory, iteration=kept)
+                simulation.run()
+            return Result(directory)
+        _write_manifest(directory, described)
+        with watched as watcher, connected(address):
+            if kept is not None:
+                truncate(directory, iteration=kept)
+            environment = own_environment() if chosen_address(address) is not None else {}
+            Supervisor(Job(task, plan, workers, config, raw, environment), directory, watcher).run()
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted(directory) from None
+    return Result(directory)
+
+
+def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManager[Watcher]:
+    """A line of progress for whom it would reach; output that goes to a file stays as the scripts write it."""
+    console = Console(stderr=True)
+    if watching.is_seen(console):
+        return watching.ProgressLine(console, label, config, engine=engine)
+    return nullcontext(Quiet())
+
+
+def check_engine(engine: str, *, cluster: object | None, address: str | None, processes: int = 1) -> None:
+    """
+    Raises:
+        UsageError: there is no such engine, it lacks something, or something asked for has no effect with it.
+    """
+    if engine not in get_args(EngineChoice):
+        raise unknown("engine", engine, get_args(EngineChoice))
+    if engine == "ray":
+        if processes != 1:
+            raise UsageError(
+                "--processes has no effect on real workers, which have one each; it goes with --engine virtual"
+            )
+        if cluster is not None:
+            raise UsageError("a cluster's file has no effect on real machines; add --engine virtual to simulate them")
+        return
+    if processes < 1:
+        raise UsageError(f"--processes must be at least 1, not {processes}")
+    if address is not None:
+        raise UsageError("--address has no effect with --engine virtual, which runs on this machine")
+    if cluster is None:
+        known = ", ".join(cluster_file.shipped())
+        raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
+
+
+def _strategy(strategy: str | Strategy, options: Mapping[str, Any] | None) -> Strategy:
+    if isinstance(strategy, str):
+        return build(strategy, options)
+    if options:
+        raise UsageError("options go with a strategy's name; a strategy object has its own")
+    return strategy
+
+
+def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program:
+    if isinstance(program, str | Path):
+        return read_script(program, arguments)
+    if arguments:
+        raise UsageError("arguments go with a script's path; for a function, use functools.partial")
+    return program
+
+
+def read_script(script: str | Path, arguments: Sequence[str]) -> Script:
+    """A script as it lies there now.
+
+    Raises:
+        UsageError: it cannot be read, or is not Python.
+    """
+    path = Path(script)
+    try:
+        source = path.read_text(encoding="utf-8-sig")
+        compile(source, str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        near = suggest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
+        raise UsageError(f"cannot read the script {path}: {error.strerror}{near}") from None
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"the script {path} is not valid Python: {error}") from None
+    return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
+
+
+def check_metric(program: Program, target: Target | None) -> None:
+    """Raise UsageError for a target that the script's text shows it never returns."""
+    known = metrics_in(program.source) if isinstance(program, Script) and target is not None else None
+    if target is not None and known is not None and target.metric not in known:
+        raise unknown("target metric", target.metric, known)
+
+
+def own_environment() -> dict[str, str]:
+    """Where data sets lie, for workers of a cluster that was started without knowing."""
+    return {name: os.environ[name] for name in ("PACELINE_DATA",) if name in os.environ}
+
+
+def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[bytes, Checkpoint]:
+    """The checkpoint as it lies there, and what it says.
+
+    Raises:
+        UsageError: there is none, a damaged one, or one of a run with other workers or another seed.
+    """
+    path = directory / CHECKPOINT_FILE
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"cannot resume from {path}: {error.strerror}; give the result directory of a run that saved a checkpoint"
+        ) from None
+    checkpoint = Checkpoint.decode(raw, where=str(path))
+    if len(checkpoint.workers) != num_workers:
+        raise UsageError(f"{path} was saved with --workers {len(checkpoint.workers)}; resume with as many")
+    if checkpoint.seed != seed:
+        raise UsageError(f"{path} was saved with --seed {checkpoint.seed}; resume with the same")
+    return raw, checkpoint
+
+
+def new_directory(strategy: Strategy, *, workers: int) -> Path:
+    """The result directory of a run that was given none; it is not made here."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    return Path("runs") / f"{stamp}-{name_of(strategy)}-{workers}"
+
+
+def _directory(
+    out: str | Path | None,
+    resume: str | Path | None,
+    checkpoint: Checkpoint | None,
+    strategy: Strategy,
+    workers: int,
+) -> Path:
+    """Make the result directory, or take over the one to go on with.
+
+    Raises:
+        UsageError: it cannot be made, or holds another run's files.
+    """
+    if resume is not None and checkpoint is not None and (out is None or Path(out).resolve() == Path(resume).resolve()):
+        return Path(resume)
+    directory = Path(out) if out is not None else new_directory(strategy, workers=workers)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        occupied = any(directory.iterdir())
+    except OSError as error:
+        raise _unwritable(directory, error) from None
+    if occupied:
+        has_checkpoint = (directory / CHECKPOINT_FILE).exists()
+        remedy = f", or --resume {directory} to go on with it" if has_checkpoint else ""
+        raise UsageError(f"{directory} is not empty; give another --out{remedy}")
+    return directory
+
+
+def _write_manifest(directory: Path, described: dict[str, Any]) -> None:
+    try:
+        manifest.write(directory, described)
+    except OSError as error:
+        raise _unwritable(directory, error) from None
+
+
+def _unwritable(directory: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write results to {directory}: {error.strerror}; give another --out")

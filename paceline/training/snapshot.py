@@ -1,0 +1,117 @@
+"""A worker's state at one place of its script: taken for a checkpoint, and taken up again from one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint import Checkpoint, WorkerState
+from paceline.comm.base import Collective
+from paceline.errors import UsageError
+from paceline.seeding import random_state, set_random_state
+from paceline.strategies.base import Replica
+from paceline.strategies.replica import hyperparameters
+from paceline.training.sharding import ShardedLoader
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a script moves on between two steps, the model's parameters and the optimizer's state apart."""
+
+    worker: WorkerState
+    groups: list[dict[str, Any]]
+    """Hyperparameters of the optimizer's groups, which schedulers change."""
+    extra: dict[str, Any]
+
+
+def take(replica: Replica, loader: ShardedLoader, extra: Mapping[str, Any], *, steps: int, samples: int) -> Snapshot:
+    worker = WorkerState(
+        steps=steps,
+        samples=samples,
+        epoch=loader.epoch,
+        num_batches_done=loader.num_batches_done,
+        random_state=random_state(),
+        buffers={name: buffer.detach().cpu().clone() for name, buffer in replica.model.named_buffers()},
+    )
+    groups = [dict(group) for group in hyperparameters(replica.optimizer)]
+    return Snapshot(worker, groups, {name: thing.state_dict() for name, thing in extra.items()})
+
+
+def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerState]:
+    """Every worker's part, in rank order, on rank 0; elsewhere none. Collective call.
+
+    One takes 6 ms to read: on a simulated cluster of 200 workers, all of them on all took four minutes.
+    """
+    states = collective.gather_object(asdict(snapshot.worker))
+    return [WorkerState(**state) for state in states or ()]
+
+
+def at_the_end(workers: Sequence[WorkerState]) -> list[WorkerState]:
+    """All as far in their data as the first, whose end ends a synchronous run: with backup workers some are behind."""
+    epoch, num_batches_done = max((worker.epoch, worker.num_batches_done) for worker in workers)
+    return [replace(worker, epoch=epoch, num_batches_done=num_batches_done) for worker in workers]
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state as tensors of their own: parameters may be views of one buffer, tied weights share memory."""
+    state = model.state_dict()
+    return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def as_model_file(weights: Mapping[str, Tensor]) -> bytes:
+    """The weights as a safetensors file."""
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()})
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int, seed: int) -> None:
+    """Set the model to the checkpoint's.
+
+    Raises:
+        UsageError: the checkpoint is of another model, or of a run that this one cannot go on with.
+    """
+    if len(checkpoint.workers) != num_workers:
+        raise UsageError(
+            f"the checkpoint was taken with {len(checkpoint.workers)} workers, this run has {num_workers}; "
+            "resume with as many"
+        )
+    if checkpoint.seed != seed:
+        raise UsageError(f"the checkpoint was taken with --seed {checkpoint.seed}; resume with the same")
+    own = weights_of(model)
+    missing = sorted(own.keys() ^ checkpoint.model.keys())
+    if missing:
+        raise UsageError(f"the checkpoint is of another model: only one of the two has {missing[0]!r}")
+    try:
+        model.load_state_dict({**model.state_dict(), **checkpoint.model})
+    except RuntimeError as error:
+        raise UsageError(f"the checkpoint is of another model: {error}") from None
+
+
+def load_buffers(model: nn.Module, state: WorkerState) -> None:
+    """Set what this worker alone has, such as running statistics of its own batches."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in state.buffers:
+                buffer.copy_(state.buffers[name])
+
+
+def resume_script(checkpoint: Checkpoint, rank: int, replica: Replica, extra: Mapping[str, Any]) -> None:
+    """The script has come to where the snapshot was taken: what it has moved on since it began goes back there.
+
+    Raises:
+        UsageError: the checkpoint lacks the state of something given to `prepare`, or has other parameter groups.
+    """
+    groups = replica.optimizer.param_groups
+    if len(groups) != len(checkpoint.groups):
+        raise UsageError(f"the checkpoint has {len(checkpoint.groups)} parameter groups, the optimizer {len(groups)}")
+    for group, saved in zip(groups, checkpoint.groups, strict=True):
+        group.update(saved)
+    for name, thing in extra.items():
+        if name not in checkpoint.extra:
+            raise UsageError(f"the checkpoint has no state for prepare({name}=...)")
+        thing.load_state_dict(checkpoint.extra[name])
+    set_random_state(checkpoint.workers[rank].random_state)

@@ -1,0 +1,200 @@
+"""What a training script sees: `paceline.init()` and the worker it returns."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from paceline.comm.alone import AloneCollective
+from paceline.comm.base import ReduceOp
+from paceline.config import RunConfig
+from paceline.engines import torchrun
+from paceline.engines.world import World, current, enter
+from paceline.records import NullReporter, summarise
+from paceline.strategies.base import Context, Strategy
+from paceline.strategies.single import Single
+from paceline.training.evaluation import Evaluation
+from paceline.training.session import Session
+
+Model = TypeVar("Model", bound=nn.Module)
+Item = TypeVar("Item", covariant=True)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+def init(*, seed: int = 0) -> Worker:
+    """This process's worker: of the run that started it, of torchrun's world, or of a world of one.
+
+    Every random generator is seeded, so that all workers build the same model.
+
+    Args:
+        seed: for scripts run on their own; a run started by Paceline has its own.
+    """
+    world = current()
+    if world is None:
+        world = torchrun.join(seed=seed) if "TORCHELASTIC_RUN_ID" in os.environ else _alone(seed)
+        enter(world)
+        atexit.register(_finish_own_run, world)
+    if world.worker is None:
+        world.worker = Worker(world)
+    return cast(Worker, world.worker)
+
+
+@final
+class Worker:
+    """One of the processes that train together."""
+
+    def __init__(self, world: World) -> None:
+        context = world.context
+        self.rank: int = context.rank
+        """This worker's number, 0 to size - 1."""
+        self.size: int = context.size
+        """How many workers train together."""
+        self.local_rank: int = context.local_rank
+        """This worker's number among those on its host."""
+        self.device: torch.device = context.device
+        """Where this worker computes; `prepare` moves the model there."""
+        self.strategy: Strategy = world.strategy
+        """What the run trains under; `single` where nobody launched it."""
+        self._collective = context.collective
+        self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
+        world.at_end.append(self._session.finish)
+        world.progress = lambda: self._session.steps
+
+    @property
+    def iteration(self) -> int:
+        """Global iterations so far, as the literature counts them: updates, or gradients applied."""
+        return self._session.iteration
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the last evaluation returned, on every worker."""
+        return dict(self._session.last_metrics)
+
+    def prepare(
+        self, model: Model, optimizer: Optimizer, loader: DataLoader[Item], **stateful: Any
+    ) -> tuple[Model, Optimizer, DataLoader[Item]]:
+        """Join the model, the optimizer and the data to the run's strategy. Collective call, once a run.
+
+        The model and the optimizer are the same objects, moved to the worker's device; all workers start from rank 0's
+        parameters and buffers. The loader yields this worker's part of every global batch.
+
+        Args:
+            model: on any device.
+            optimizer: over parameters of that model.
+            loader: of a map-style data set.
+            stateful: what else a checkpoint is to hold, by name, such as `scheduler=scheduler`: things with
+                `state_dict` and `load_state_dict`.
+
+        Raises:
+            UsageError: the strategy cannot honour something asked for.
+            TensorMismatch: ranks have different models; the message names rank and tensor.
+        """
+        sharded = self._session.prepare(model, optimizer, loader, stateful)
+        # What the sharded loader does not do itself, the script's own loader does for it.
+        return model, optimizer, cast(DataLoader[Item], sharded)
+
+    def evaluation(self, function: Evaluation) -> Evaluation:
+        """Decorator: have `function(model) -> {metric: value}` called with the global model at the run's cadence.
+
+        It runs on rank 0, in evaluation mode and without gradients, while all workers pause; its time is not on the
+        training clock.
+        """
+        self._session.set_evaluation(function)
+        return function
+
+    def log(self, **metrics: float | Tensor) -> None:
+        """Record numbers of this step, such as `loss=loss`."""
+        self._session.log(metrics)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate gradients; the next one outside exchanges their sum."""
+        return self._session.no_sync()
+
+    def barrier(self) -> None:
+        """Return once every worker has called."""
+        self._session.require_same_step("barrier")
+        self._collective.barrier()
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Tensor:
+        """Reduce over all workers, in place; returns the tensor."""
+        self._session.require_same_step("all_reduce")
+        self._collective.all_reduce(tensor, op=op).wait()
+        return tensor
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0) -> Tensor:
+        """Overwrite with the root's, in place; returns the tensor."""
+        self._session.require_same_step("broadcast")
+        self._collective.broadcast(tensor, root=root)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every worker's tensor, in rank order; shapes may differ."""
+        self._session.require_same_step("all_gather")
+        return self._collective.all_gather(tensor)
+
+    def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
+        """Every worker's tensor, in rank order, on the root, None elsewhere; shapes may differ."""
+        self._session.require_same_step("gather")
+        return self._collective.gather(tensor, root=root)
+
+    def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
+        """What the root gives for this worker; the root gives one tensor for each, the others None."""
+        self._session.require_same_step("scatter")
+        return self._collective.scatter(tensors, root=root)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
+        """Reduce the i-th tensors of all workers for worker i; returns this worker's."""
+        self._session.require_same_step("reduce_scatter")
+        return self._collective.reduce_scatter(tensors, op=op)
+
+    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Send the i-th tensor to worker i; returns what every worker sent here."""
+        self._session.require_same_step("all_to_all")
+        return self._collective.all_to_all(tensors)
+
+    def send(self, tensor: Tensor, *, destination: int) -> None:
+        """Send to one worker, which must `recv` a tensor of the same shape and dtype."""
+        self._session.require_same_step("send")
+        self._collective.send(tensor, destination=destination).wait()
+
+    def recv(self, tensor: Tensor, *, source: int) -> Tensor:
+        """Overwrite with what the source sent; returns the tensor."""
+        self._session.require_same_step("recv")
+        self._collective.recv(tensor, source=source).wait()
+        return tensor
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every worker's value, in rank order: plain data and tensors."""
+        self._session.require_same_step("all_gather_object")
+        return self._collective.all_gather_object(value)
+
+    def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
+        """The root's value: plain data and tensors."""
+        self._session.require_same_step("broadcast_object")
+        return self._collective.broadcast_object(value, root=root)
+
+
+def _alone(seed: int) -> World:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    context = Context(rank=0, size=1, local_rank=0, local_size=1, device=device, collective=AloneCollective())
+    return World(context, Single(), RunConfig(seed=seed), NullReporter())
+
+
+def _finish_own_run(world: World) -> None:
+    """At the end of a script that nobody launched: meet, evaluate, and say what came out."""
+    worker = world.worker
+    if worker is None or hasattr(sys, "last_value"):
+        return  # nothing to finish, or the script ended with an exception
+    for finish in world.at_end:
+        finish()
+    if worker.rank == 0 and worker.metrics:
+        print(f"paceline: {summarise(worker.metrics)}", file=sys.stderr)
+    world.context.collective.close()

@@ -281,7 +281,7 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
-        if self._has_started and not self._has_finished and not self.strategy.is_lock_step():
+        if self._has_started and not self._has_finished and not self.strategy.traits.lock_step:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
                 "call it before the first batch"
@@ -297,7 +297,7 @@ class Session:
         """
         self.context.between_steps()
         collective = self.context.collective
-        if is_done and not self.strategy.is_lock_step():
+        if is_done and not self.strategy.traits.lock_step:
             collective.set_deadline(None)  # the others may have many steps to go
         reports = collective.all_gather_object(
             {
@@ -321,7 +321,7 @@ class Session:
         if evaluates or saves or all_done:
             time_s = sum(report["time_s"] for report in reports) / len(reports)
             own = (self._last or self._snapshot()) if saves else None
-            with self._global_model() as model:
+            with self._require_prepared().synchronizer.global_model() as model:
                 if evaluates:
                     self._evaluate(model, time_s, samples=sum(report["samples"] for report in reports))
                 if own is not None:
@@ -334,31 +334,11 @@ class Session:
         collective.set_deadline(self.config.deadline_s)
         return all_done
 
-    @contextmanager
-    def _global_model(self) -> Iterator[nn.Module]:
-        """Rank 0's model with the global parameters, and with the mean over workers of its floating-point buffers."""
-        prepared = self._require_prepared()
-        model = prepared.replica.model
-        if self.context.rank == 0:
-            prepared.synchronizer.refresh()
-        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        own = [buffer.detach().clone() for buffer in buffers]
-        if self.context.size > 1:
-            for buffer in buffers:
-                self.context.collective.all_reduce(buffer, op="mean").wait()
-        try:
-            yield model
-        finally:
-            with torch.no_grad():
-                for buffer, before in zip(buffers, own, strict=True):
-                    buffer.copy_(before)
-
     def _evaluate(self, model: nn.Module, time_s: float, *, samples: int) -> None:
         """Rank 0 calls the script's evaluation; all learn what came of it."""
         verdict = None
         if self.context.rank == 0:
             verdict = self._look_at(model, time_s, samples)
-            self._require_prepared().synchronizer.refresh()  # an evaluation may have swapped weights, as of an average
         verdict = self.context.collective.broadcast_object(verdict)
         if "error" in verdict:
             raise UsageError(verdict["error"])
@@ -389,7 +369,7 @@ class Session:
         """Write the checkpoint. Collective call."""
         workers = snapshot.gather_workers(self.context.collective, own)
         if self.context.rank == 0:
-            if is_through and self.strategy.is_synchronous():
+            if is_through and self.strategy.traits.is_synchronous:
                 workers = snapshot.at_the_end(workers)
             checkpoint = Checkpoint(
                 iteration=self.iteration,
@@ -414,7 +394,7 @@ class Session:
         self._cadence.evaluated_at = self._cadence.checkpointed_at = checkpoint.iteration
         self.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
-        prepared.synchronizer.restore(checkpoint.optimizer, iteration=checkpoint.iteration)
+        prepared.synchronizer.restore(checkpoint.optimizer, {}, iteration=checkpoint.iteration)
         prepared.loader.resume_at(mine.epoch, mine.num_batches_done)
 
     def _on_position(self) -> None:

@@ -18,6 +18,7 @@ from paceline.comm.base import ReduceOp
 from paceline.config import RunConfig
 from paceline.engines import torchrun
 from paceline.engines.world import World, current, enter
+from paceline.membership import Membership
 from paceline.records import NullReporter, summarise
 from paceline.strategies.base import Context, Strategy
 from paceline.strategies.single import Single
@@ -184,7 +185,14 @@ class Worker:
 
 def _alone(seed: int) -> World:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    context = Context(rank=0, size=1, local_rank=0, local_size=1, device=device, collective=AloneCollective())
+    context = Context(
+        rank=0,
+        membership=Membership.of_size(1),
+        local_rank=0,
+        local_size=1,
+        device=device,
+        collective=AloneCollective(),
+    )
     return World(context, Single(), RunConfig(seed=seed), NullReporter())
 
 

@@ -67,17 +67,17 @@ class Worker:
         self._collective = context.collective
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
         world.at_end.append(self._session.finish)
-        world.progress = lambda: self._session.steps
+        world.progress = lambda: self._session.run.steps
 
     @property
     def iteration(self) -> int:
         """Global iterations so far, as the literature counts them: updates, or gradients applied."""
-        return self._session.iteration
+        return self._session.run.iteration
 
     @property
     def metrics(self) -> dict[str, float]:
         """What the last evaluation returned, on every worker."""
-        return dict(self._session.last_metrics)
+        return dict(self._session.pauses.last_metrics)
 
     def prepare(
         self, model: Model, optimizer: Optimizer, loader: DataLoader[Item], **stateful: Any

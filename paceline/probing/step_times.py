@@ -18,7 +18,8 @@ from paceline.engines.scripting import Script, run_program
 from paceline.engines.world import World, current
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import EventRecord
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
 from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
 

@@ -10,20 +10,11 @@ from paceline.buckets import GradientBuckets
 from paceline.comm.base import Timing, Work
 from paceline.comm.process_group.collective import TorchCollective
 from paceline.errors import UsageError
-from paceline.strategies.base import (
-    Context,
-    Replica,
-    StepOutcome,
-    Strategy,
-    Synchronizer,
-    non_finite,
-    option,
-    require_choice,
-)
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.bucketing import laid_out
 from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.overlap import Overlap
-from paceline.strategies.replica import is_skipped_by_scaler, require_no_closure, require_same_parameters
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
 Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all"]

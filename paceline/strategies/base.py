@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.base import Collective, OptimizerSpec, Store, Timing
+from paceline.comm.base import Collective, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
-from paceline.layout import TensorSpec
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule
 from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
@@ -60,18 +60,6 @@ class Context:
     def size(self) -> int:
         """How many workers train together."""
         return self.membership.size
-
-
-@dataclass(frozen=True)
-class Replica:
-    """A worker's model and optimizer, and how their parameters are called."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    parameters: tuple[nn.Parameter, ...]
-    """Those that the optimizer updates and that require gradients, in the order of its groups."""
-    specs: tuple[TensorSpec, ...]
-    optimizer_spec: OptimizerSpec
 
 
 class StepOutcome(NamedTuple):

@@ -11,7 +11,8 @@ from torch import Tensor
 from paceline.comm.base import Work
 from paceline.layout import Layout, in_buckets
 from paceline.strategies import bucket_size
-from paceline.strategies.base import Context, Replica
+from paceline.strategies.base import Context
+from paceline.strategies.replica import Replica
 
 FIRST_BUCKET_BYTES = 1_000_000
 """At most, so that gradients begin to move early in backward."""

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, final, get_args
 
 from paceline.errors import UsageError
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer, option, require_choice
+from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.combining import Mode
-from paceline.strategies.replica import require_no_closure, require_plain_steps
+from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
 from paceline.strategies.serving import ServerSynchronizer
 from paceline.strategies.traits import Served, Traits
 

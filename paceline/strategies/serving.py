@@ -12,10 +12,11 @@ from paceline.buckets import GradientBuckets
 from paceline.comm.base import Push, Reply, Store, Timing
 from paceline.errors import UsageError
 from paceline.layout import by_group
-from paceline.strategies.base import Context, NonFinitePolicy, Replica, StepOutcome, Synchronizer, non_finite
+from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.replica import (
+    Replica,
     hyperparameters,
     is_skipped_by_scaler,
     require_no_hooks,

@@ -9,7 +9,8 @@ from typing import Any, final
 from paceline.config import RunConfig
 from paceline.errors import UsageError
 from paceline.records import EventRecord, Reporter
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
 from paceline.training.sharding import ShardedLoader

@@ -105,7 +105,7 @@ class _AllReduceSynchronizer(Synchronizer):
         self._iteration = 0
         prepare = _exchange_for(strategy.algorithm, context)
         layout, buffer, self.facts = _laid_out(strategy, context, replica, lambda flat: prepare(flat)())
-        self._overlap = Overlap(context.collective.timing, now_s=context.now_s)
+        self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._buckets = GradientBuckets(
             replica.parameters,
             layout,
@@ -225,7 +225,7 @@ def _laid_out(
     is_small = layout.num_bytes < bucket_size.MIN_BYTES or len(layout.segments) == 1
     if strategy.bucket_mb != "auto" or is_small or context.size == 1:
         return layout, buffer, {}
-    found = bucket_size.measured(context.collective, exchange, buffer, now_s=context.now_s)
+    found = bucket_size.measured(context.collective, exchange, buffer, now_s=context.pacing.now_s)
     layout = _in_buckets(replica, found.num_bytes)
     facts = {
         "bucket_mb": found.num_bytes / 1e6,

@@ -55,7 +55,7 @@ class Session:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self.context, self.strategy, self.config, self.reporter = context, strategy, config, reporter
-        self.clock = TrainingClock(time_s=context.now_s)
+        self.clock = TrainingClock(time_s=context.pacing.now_s)
         self.iteration = 0
         self.steps = 0
         self.samples = 0
@@ -71,7 +71,7 @@ class Session:
         self._unsettled: StepOutcome | None = None
         self._last: Snapshot | None = None
         self._is_through = False  # whether this worker reached the end of its data, rather than of a budget
-        self._checkpointed_s = self.context.now_s()
+        self._checkpointed_s = self.context.pacing.now_s()
         seed_everything(config.seed)
 
     # --- what a script asks for -------------------------------------------------------------------------------
@@ -101,13 +101,11 @@ class Session:
             size=self.context.size,
             seed=config.seed,
             on_return=self._settle,
-            before_batch=self._before_batch,
             on_batch=self._on_batch,
             on_position=self._on_position,
             should_stop=lambda: self.has_ended,
-            takes_ahead=self.context.takes_batches_ahead,
         )
-        self.context.watch(replica)
+        self.context.pacing.watch(replica)
         synchronizer = self.strategy.bind(self.context, replica)
         synchronizer.stop_vote = self._wants_stop
         if synchronizer.facts and self.context.rank == 0:
@@ -186,7 +184,6 @@ class Session:
         self._begin_step()
         returned: list[object] = []
         outcome = prepared.synchronizer.step(lambda: returned.append(update()), pause_at=self._cadence.next_pause())
-        self.context.after_step()
         samples, self._batch_samples = self._batch_samples, 0
         self.steps += 1
         self.samples += samples
@@ -231,7 +228,6 @@ class Session:
             if self.has_ended or outcome.admitted:
                 break
             pause_at = self._cadence.next_pause()
-            self.context.between_steps()
             outcome = self._require_prepared().synchronizer.wait_for_admission(pause_at=pause_at)
             self._take(outcome)
         if self.has_ended:
@@ -243,16 +239,8 @@ class Session:
         if self._last is None:
             self._last = copy.deepcopy(self._snapshot())
 
-    def _before_batch(self, batch: RankBatch, following: RankBatch | None = None) -> None:
-        if self._has_started:
-            may_pause = self.iteration + 1 >= self._cadence.next_pause()
-            next_samples = None if following is None or may_pause else len(following.indices)
-            self.context.before_batch(len(batch.indices), next_samples)
-
     def _on_batch(self, batch: RankBatch) -> None:
-        if not self._has_started:
-            self._ensure_started()
-            self._before_batch(batch)
+        self._ensure_started()
         self._batch_samples += len(batch.indices)
         self._require_prepared().synchronizer.set_weight(batch.weight)
 
@@ -295,7 +283,6 @@ class Session:
         Raises:
             UsageError: the evaluation does not return what it should.
         """
-        self.context.between_steps()
         collective = self.context.collective
         if is_done and not self.strategy.is_lock_step():
             collective.set_deadline(None)  # the others may have many steps to go
@@ -308,7 +295,7 @@ class Session:
                 "through": self._is_through,
                 "evaluates": self._evaluation is not None,
                 "stop": self.reporter.stop_requested(),
-                "is_late": self.context.now_s() - self._checkpointed_s > CHECKPOINT_INTERVAL_S,
+                "is_late": self.context.pacing.now_s() - self._checkpointed_s > CHECKPOINT_INTERVAL_S,
             }
         )
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
@@ -370,7 +357,7 @@ class Session:
         assert self._evaluation is not None
         target = self.config.target
         try:
-            found = evaluate(self._evaluation, model, target=target, now_s=self.context.now_s)
+            found = evaluate(self._evaluation, model, target=target, now_s=self.context.pacing.now_s)
         except UsageError as error:
             return {"error": str(error)}
         self.reporter.emit(EvaluationRecord(self.iteration, time_s, samples, found.metrics, found.duration_s))
@@ -404,7 +391,7 @@ class Session:
             self.reporter.save(FILE_NAME, checkpoint.encode())
             self.reporter.emit(EventRecord("checkpoint", "run", self.iteration, time_s, {"file": FILE_NAME}))
         self._cadence.checkpointed_at = self.iteration
-        self._checkpointed_s = self.context.now_s()
+        self._checkpointed_s = self.context.pacing.now_s()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Set the counters, the optimizer's state, this worker's buffers and the position in the data."""

@@ -89,7 +89,7 @@ class _AllReduceSynchronizer(Synchronizer):
             replica.parameters, layout, buffer, on_bucket=self._on_bucket, on_backward_end=self._finish_backward
         )
         self._exchange = Exchange(context.collective, self._buckets.buckets, algorithm=strategy.algorithm)
-        self._overlap = Overlap(context.collective.timing, now_s=context.now_s)
+        self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._works: list[Work] = []
         self._culprit: str | None = None
         self._is_nonfinite = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from paceline.server.admission import AdmissionRule
 from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.pacing import Pacing, RealTime
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -42,19 +42,8 @@ class Context:
     collective: Collective
     store: Store | None = None
     """Only for strategies that have servers."""
-    now_s: Callable[[], float] = time.perf_counter
+    pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
-    watch: Callable[[Replica], None] = staticmethod(lambda replica: None)
-    """Told of the model that the script prepares, before the strategy is; for engines that simulate computing."""
-    before_batch: Callable[[int, int | None], None] = staticmethod(lambda num_samples, next_samples: None)
-    """Told that the script asks for its next batch, of so many samples, to train on, and how many the one has that will
-    be asked for right after its step; none: an epoch ends with it, or there may be a pause."""
-    after_step: Callable[[], None] = staticmethod(lambda: None)
-    """Told that the optimizer has stepped."""
-    between_steps: Callable[[], None] = staticmethod(lambda: None)
-    """Told that what is exchanged until the next batch belongs to no step: workers meet, or wait to be admitted."""
-    takes_batches_ahead: bool = False
-    """A core is free for taking the next batch while the present one is trained on."""
 
     @property
     def size(self) -> int:

@@ -127,7 +127,7 @@ class Pauses:
         run, target = self._run, self._run.config.target
         assert self.evaluation is not None
         try:
-            found = evaluate(self.evaluation, model, target=target, now_s=run.context.now_s)
+            found = evaluate(self.evaluation, model, target=target, now_s=run.context.pacing.now_s)
         except UsageError as error:
             return {"error": str(error)}
         run.reporter.emit(EvaluationRecord(run.iteration, time_s, samples, found.metrics, found.duration_s))

@@ -17,9 +17,13 @@ LEFTOVERS_GRACE_S = 30.0
 # Helpers of multiprocessing that by design live as long as the process that started them.
 STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
-settings.register_profile("dev", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+# Small models gain nothing by more threads, which fight for the cores that other tests use.
+torch.set_num_threads(1)
+
+# With CI set, the same examples every time. `make test-slow` asks for the profile `thorough`.
+settings.register_profile("quick", deadline=None, derandomize="CI" in os.environ, max_examples=30)
+settings.register_profile("thorough", deadline=None, derandomize="CI" in os.environ, max_examples=300)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")
@@ -34,22 +38,11 @@ def data_directory() -> Path:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch computes with one: small models gain nothing by more, which fight for the cores that other tests use."""
-    yield from _threads(1)
-
-
-@pytest.fixture
 def two_threads() -> Iterator[None]:
     """Torch computes with two, on however many cores."""
-    yield from _threads(2)
-
-
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

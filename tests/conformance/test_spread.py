@@ -25,8 +25,6 @@ from tests.conformance.rows import Row, every_row, loader_of, network, prepared,
 from tests.conformance.test_virtual import train_with_noise
 from tests.conformance.virtual_cluster import SCRIPT, STEP_S, cluster_of, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUM_WORKERS, NUM_PROCESSES = 5, 2
 UNEVEN = cluster_of(gbit_per_s=0.01, latency_us=100.0, distribution="exponential", placement="with workers")
 TIED = cluster_of(gbit_per_s=1000.0)

@@ -25,8 +25,6 @@ from tests.conformance.test_spread import NUM_WORKERS, TIED, UNEVEN, AveragedFea
 from tests.conformance.test_virtual import train_with_noise
 from tests.conformance.virtual_cluster import STEP_S, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def exchange_in_forward_later(worker: Worker, out: Path) -> None:
     """By then others count on it that it does not."""

@@ -1,4 +1,4 @@
-"""What every test shares: hypothesis profiles, the data folder, and the check that nothing is left behind."""
+"""What every test shares: hypothesis profiles, the data folder, a Ray, and the check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
 from hypothesis import settings
 
@@ -57,6 +58,20 @@ def nothing_left_behind() -> Iterator[None]:
     names = _wait_until_empty(lambda: sorted(_unowned(set(_shared_memory_names()) - names_before)))
     if processes or names:
         pytest.fail(f"the tests left processes {processes} and shared memory {names}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def ray_ends_with_the_session() -> Iterator[None]:
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_here(ray_ends_with_the_session: None) -> None:
+    """This process is connected to a local Ray: the first module that asks starts it, and the others use it too."""
+    if not ray.is_initialized():
+        settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        ray.init(address="local", num_cpus=4, object_store_memory=80_000_000, **settings)
 
 
 def _wait_until_empty(look: Callable[[], list[str]]) -> list[str]:

@@ -19,7 +19,7 @@ from tests.conformance.scripts import launched as launched_reference
 from tests.conformance.test_asynchrony import SLOW_S, largest_lead, train_apart, up_to
 from tests.conformance.test_resume import assert_same, train_everything
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 SLOW = pytest.mark.slow
 ROW = {row.name: row for row in ROWS}
 

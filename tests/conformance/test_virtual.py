@@ -28,6 +28,7 @@ from paceline.running.result import Result
 from paceline.training.worker import Worker
 from tests.conformance.rows import keep, kept, loader_of, network, prepared, problem, step, train
 from tests.conformance.virtual_cluster import SCRIPT, STEP_S, cluster_of, run, tiny
+
 in_one_process_and_spread = pytest.mark.parametrize("num_processes", [1, 2])
 
 

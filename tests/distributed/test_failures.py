@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,9 @@ import paceline
 from paceline import Result, RunFailed, UsageError
 from paceline.checkpoint import Checkpoint
 from tests.distributed.harness import TRAIN, pids
-from tests.distributed.local import Listener, local_ray, run_text
+from tests.distributed.local import Listener, run_text
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_ray() -> Iterator[None]:
-    with local_ray():
-        yield
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 
 def train(tmp_path: Path, fault: str, *arguments: object, workers: int = 2, **options: Any) -> Result:

@@ -16,15 +16,9 @@ from paceline import ParameterServer, Result, RunFailed
 from paceline.checkpoint import Checkpoint
 from paceline.records import EvaluationRecord, EventRecord, StepRecord, UpdateRecord
 from tests.distributed.harness import TRAIN
-from tests.distributed.local import Listener, local_ray, run_text
+from tests.distributed.local import Listener, run_text
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_ray() -> Iterator[None]:
-    with local_ray():
-        yield
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 
 def test_result_directory_is_complete(tmp_path: Path) -> None:

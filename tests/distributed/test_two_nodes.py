@@ -32,6 +32,7 @@ MARK = "PACELINE_TEST_CLUSTER"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    ray.shutdown()  # the Ray of earlier modules: a process has one at a time
     os.environ[MARK] = uuid.uuid4().hex  # known to all processes of this cluster
     settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
     cluster = Cluster(initialize_head=True, head_node_args=settings)

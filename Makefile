@@ -18,7 +18,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
-# What `make test` leaves out, and properties with ten times as many examples.
+# What `make test` leaves out, and properties with many more examples.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow or hypothesis" --hypothesis-profile thorough
 

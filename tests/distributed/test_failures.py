@@ -144,7 +144,8 @@ worker.all_reduce(torch.zeros(3 + worker.rank))
         run_text(tmp_path, text, workers=2)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("all-reduce", marks=SLOW), "ps-asp"])
+@SLOW
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
 def test_nonfinite_gradient_is_reported_and_the_servers_stay_finite(tmp_path: Path, strategy: str) -> None:
     message = failure(tmp_path, "nan", "--rank", 1, "--step", 4, strategy=strategy, checkpoint_every=1)
     assert re.fullmatch(

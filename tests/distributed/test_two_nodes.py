@@ -57,7 +57,7 @@ def train_alone(optimizer: str) -> dict[str, torch.Tensor]:
         ("all-reduce", {}, 4, "momentum"),
         pytest.param("all-reduce", {}, 2, "adamw", marks=pytest.mark.slow),
         pytest.param("ps-bsp", {"servers": 3}, 2, "adam", marks=pytest.mark.slow),
-        ("ps-bsp", {"servers": 1}, 2, "adamw"),
+        pytest.param("ps-bsp", {"servers": 1}, 2, "adamw", marks=pytest.mark.slow),
     ],
 )
 def test_synchronous_strategies_equal_one_process(

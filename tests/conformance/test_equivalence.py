@@ -43,7 +43,7 @@ PARAMETER_SERVERS = [name for name in STRATEGIES if name.startswith("ps")]
 
 
 def every_script_under_every_strategy(engine: Any, quick: Collection[tuple[str, str]] | None = None) -> list[Any]:
-    """Of which those that are not `quick` are left to `make test-slow`."""
+    """If `quick` names some, the others are left to `make test-slow`."""
     return [
         pytest.param(
             engine, case, strategy, marks=[] if quick is None or (case, strategy) in quick else [pytest.mark.slow]

@@ -20,7 +20,7 @@ from tests.conformance.test_asynchrony import SLOW_S, largest_lead, train_apart,
 from tests.conformance.test_resume import assert_same, train_everything
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
-SLOW = pytest.mark.slow  # servers and workers of Ray take seconds to start
+SLOW = pytest.mark.slow
 ROW = {row.name: row for row in ROWS}
 
 

@@ -18,7 +18,6 @@ from tests.distributed.harness import TRAIN, pids
 from tests.distributed.local import Listener, run_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
-# Actors take seconds to start. The quick suite has a case of each way to fail; forked workers show the others, too.
 SLOW = pytest.mark.slow
 
 

@@ -103,8 +103,8 @@ def _facts(spec: StudySpec, trial: Trial, outcome: Outcome) -> dict[str, Any]:
         "reason": outcome.reason,
         "engine": spec.engine,
         "cluster": spec.cluster.name if spec.cluster is not None else "",
-        "synchronous": trial.variant.strategy.is_synchronous(),
-        "servers": trial.variant.strategy.num_servers(),
+        "synchronous": trial.variant.strategy.traits.is_synchronous,
+        "servers": trial.variant.strategy.traits.num_servers,
         "target": spec.target or "",
     }
 
@@ -152,7 +152,7 @@ def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, tr
         "iterations_to_target": reached.iteration,
         "samples_to_target": reached.samples,
         "worker_s_to_target": trial.workers * reached.time_s,
-        "server_s_to_target": trial.variant.strategy.num_servers() * reached.time_s,
+        "server_s_to_target": trial.variant.strategy.traits.num_servers * reached.time_s,
     }
 
 

@@ -9,7 +9,8 @@ import torch
 from paceline.layout import Layout, TensorSpec, in_buckets
 from paceline.planner.setting import Setting
 from paceline.strategies import bucket_size
-from paceline.strategies.all_reduce import FIRST_BUCKET_BYTES, WHOLE_BYTES, AllReduce
+from paceline.strategies.all_reduce import AllReduce
+from paceline.strategies.bucketing import FIRST_BUCKET_BYTES, WHOLE_BYTES
 
 
 @dataclass(frozen=True)

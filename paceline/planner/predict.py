@@ -112,7 +112,7 @@ def predict(
     if workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
     chosen.check(num_workers=workers)
-    setting = Setting.of(cluster, work, num_workers=workers, num_servers=chosen.num_servers())
+    setting = Setting.of(cluster, work, num_workers=workers, num_servers=chosen.traits.num_servers)
     if isinstance(chosen, ParameterServer):
         return _of_servers(chosen, setting)
     if isinstance(chosen, AllReduce):
@@ -277,9 +277,9 @@ def _summed_up(
     return Prediction(
         strategy=name_of(strategy),
         workers=setting.num_workers,
-        servers=strategy.num_servers(),
+        servers=strategy.traits.num_servers,
         step_s=step_s,
-        iteration_s=step_s if strategy.is_synchronous() else step_s / setting.num_workers,
+        iteration_s=step_s if strategy.traits.is_synchronous else step_s / setting.num_workers,
         samples_per_s=samples_per_s,
         efficiency=samples_per_s / (setting.num_workers * setting.alone_samples_per_s),
         compute_s=mean_s,

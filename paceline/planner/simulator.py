@@ -63,14 +63,14 @@ def simulate(
         raise UsageError(f"steps must be at least 2, not {steps}")
     chosen = build(strategy, options) if isinstance(strategy, str) else strategy
     chosen.check(num_workers=workers)
-    setting = Setting.of(cluster, work, num_workers=workers, num_servers=chosen.num_servers())
+    setting = Setting.of(cluster, work, num_workers=workers, num_servers=chosen.traits.num_servers)
     draws = Draws(setting, seed=seed)
     if isinstance(chosen, ParameterServer):
-        run = SynchronousRun if chosen.is_synchronous() else AsynchronousRun
+        run = SynchronousRun if chosen.traits.is_synchronous else AsynchronousRun
         iterations_s = run(chosen, setting, draws).run(steps)
-        counted = workers - chosen.backup_workers if chosen.is_synchronous() else 1
+        counted = workers - chosen.backup_workers if chosen.traits.is_synchronous else 1
         iteration_s = _mean_s(iterations_s)
-        step_s = iteration_s if chosen.is_synchronous() else iteration_s * workers
+        step_s = iteration_s if chosen.traits.is_synchronous else iteration_s * workers
         return Simulation(step_s, iteration_s, counted * work.samples / iteration_s)
     ends_s = _lock_step(_exchange_of(chosen, setting), setting, draws, steps)
     step_s = _mean_s(ends_s)

@@ -116,19 +116,16 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
 
 
 def name_of(strategy: Strategy) -> str:
-    """The command line's name for a strategy."""
-    for entry in _ENTRIES:
-        same_class = type(strategy) is entry.strategy
-        if same_class and all(getattr(strategy, key) == value for key, value in entry.fixed.items()):
-            if entry.alias_of is None and not (entry.name == "all-reduce" and _is_ring(strategy)):
-                return entry.name
-            if entry.name == "ring":
-                return entry.name
-    raise unknown("strategy", type(strategy).__name__, STRATEGIES)
-
-
-def _is_ring(strategy: Strategy) -> bool:
-    return isinstance(strategy, AllReduce) and strategy.algorithm == "ring"
+    """The command line's name for a strategy: of the entries that fit, the first that fixes most options."""
+    fitting = [
+        entry
+        for entry in STRATEGIES.values()
+        if type(strategy) is entry.strategy
+        and all(getattr(strategy, key) == value for key, value in entry.fixed.items())
+    ]
+    if not fitting:
+        raise unknown("strategy", type(strategy).__name__, STRATEGIES)
+    return max(fitting, key=lambda entry: len(entry.fixed)).name
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:

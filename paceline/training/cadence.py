@@ -22,6 +22,7 @@ class Cadence:
         """Whether the script has registered an evaluation."""
         self.evaluated_at = -1
         self.checkpointed_at = -1
+        self._agree_at = NEVER
 
     def is_over(self, iteration: int) -> bool:
         return iteration >= (self._config.max_steps or NEVER)
@@ -29,12 +30,16 @@ class Cadence:
     def next_pause(self) -> int:
         """The iteration at which all workers are to meet next."""
         config = self._config
-        due = [config.max_steps or NEVER]
+        due = [config.max_steps or NEVER, self._agree_at]
         if config.eval_every is not None and self.evaluates:
             due.append((max(0, self.evaluated_at) // config.eval_every + 1) * config.eval_every)
         if config.checkpoint_every is not None:
             due.append((max(0, self.checkpointed_at) // config.checkpoint_every + 1) * config.checkpoint_every)
         return min(due)
+
+    def agree_within_a_second(self, iteration: int, *, iterations_per_s: float) -> None:
+        """Name the next iteration at which all workers meet to agree on whether to stop."""
+        self._agree_at = iteration + max(1, int(iterations_per_s))
 
     def is_evaluation_due(self, iteration: int, *, at_end: bool) -> bool:
         every = self._config.eval_every

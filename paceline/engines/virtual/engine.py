@@ -56,7 +56,7 @@ class VirtualRun:
     def __init__(self, job: VirtualJob, directory: Path, watcher: Watcher) -> None:
         self._job, self._watcher = job, watcher
         cluster = job.cluster
-        self._places = place(cluster, num_workers=job.num_workers, num_servers=job.strategy.num_servers())
+        self._places = place(cluster, num_workers=job.num_workers, num_servers=job.strategy.traits.num_servers)
         self._hosts = cluster.each_host()
         self._host_names = cluster.names()
         self._timeline = EventQueue()
@@ -145,7 +145,7 @@ class VirtualRun:
             verdict = judge(
                 self._statements(),
                 is_training=self._reporter.progress.phase == "training",
-                is_synchronous=self._job.strategy.is_lock_step(),
+                is_synchronous=self._job.strategy.traits.lock_step,
             )
             raise RunFailed("\n".join([str(verdict), *self._deaths])) if self._deaths else verdict
         if stuck:

@@ -19,6 +19,7 @@ from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.process import Process
 from paceline.engines.world import World, enter_here
 from paceline.errors import UsageError
+from paceline.membership import Membership
 from paceline.records import Reporter
 from paceline.strategies.base import Context
 
@@ -74,7 +75,7 @@ class Worlds:
         )
         context = Context(
             rank=rank,
-            size=job.num_workers,
+            membership=Membership.of_size(job.num_workers),
             local_rank=local_ranks.index(rank),
             local_size=len(local_ranks),
             device=self._device,

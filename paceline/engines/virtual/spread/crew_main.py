@@ -100,7 +100,7 @@ class _Members:
     def __init__(self, channel: Channel, setup: Setup) -> None:
         job: VirtualJob = pickle.loads(setup.job)
         self._job, self._turns = job, Turns(channel)
-        places = place(job.cluster, num_workers=job.num_workers, num_servers=job.strategy.num_servers())
+        places = place(job.cluster, num_workers=job.num_workers, num_servers=job.strategy.traits.num_servers)
         self._worlds = Worlds(job, places)
         backward = BackwardEnds()
         self._scheduler = Scheduler(EventQueue(), require_waitable=backward.require_outside)
@@ -155,7 +155,7 @@ class _Members:
             seat.rank,
             seat.process,
             collective=collective,
-            store=RemoteStore(seat) if job.strategy.num_servers() else None,
+            store=RemoteStore(seat) if job.strategy.traits.num_servers else None,
             reporter=RemoteReporter(seat),
             before_step=seat.require_going,
             on_promise=seat.promise,

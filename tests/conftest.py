@@ -18,7 +18,8 @@ LEFTOVERS_GRACE_S = 30.0
 # Helpers of multiprocessing that by design live as long as the process that started them.
 STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
-# Small models gain nothing by more threads, which fight for the cores that other tests use.
+# Small models gain nothing by more threads, which fight for the cores that other tests use. Processes inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 # With CI set, the same examples every time. `make test-slow` asks for the profile `thorough`.

@@ -46,7 +46,10 @@ def train_and_look(worker: paceline.Worker, out: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["ps-bsp-3-servers", *(pytest.param(name, marks=SLOW) for name in ("all-reduce", "ps-bsp-backup", "ps-asp"))],
+    [
+        "ps-bsp",
+        *(pytest.param(name, marks=SLOW) for name in ("all-reduce", "ps-bsp-3-servers", "ps-bsp-backup", "ps-asp")),
+    ],
 )
 def test_run_keeps_its_promises(name: str, tmp_path: Path) -> None:
     """Budget, cadence, records and files together."""
@@ -84,7 +87,8 @@ def test_workers_equal_one_process(name: str, case: str, tmp_path: Path) -> None
     assert_close(result.model_state(), train_alone(script, 2), tolerance)
 
 
-def test_optimizer_defined_in_the_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ps-bsp", pytest.param("ps-bsp-3-servers", marks=SLOW)])
+def test_optimizer_defined_in_the_script(name: str, tmp_path: Path) -> None:
     """Servers get the class from the function itself, not from a module that they can import."""
 
     class SignSGD(torch.optim.Optimizer):
@@ -98,7 +102,7 @@ def test_optimizer_defined_in_the_script(tmp_path: Path) -> None:
                     parameter.sub_(parameter.grad.sign() * group["lr"])
 
     script = partial(train, optimizer=partial(SignSGD, lr=0.01))
-    result = run(ROW["ps-bsp"], partial(launched_reference, script), tmp_path / "run")
+    result = run(ROW[name], partial(launched_reference, script), tmp_path / "run")
     assert_close(result.model_state(), train_alone(script, 2), EXACT)
 
 

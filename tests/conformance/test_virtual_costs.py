@@ -22,9 +22,6 @@ from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of
 NUM_STEPS = 20
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def step_s(result: Result) -> float:
     """Of the steps after the first, in which scripts are looked at."""
     own = [step.time_s for step in result.steps if step.worker == 0]

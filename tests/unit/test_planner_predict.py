@@ -29,8 +29,6 @@ from paceline.planner.simulator import ring_ends_s, simulate
 from tests.conformance import virtual_cluster
 from tests.conformance.rows import loader_of, problem
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 B = 125e6
 STEP_S = 0.1
 WORK = StepWork(tensor_bytes=(1_000_000,) * 4, samples=32)

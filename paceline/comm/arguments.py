@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -73,3 +74,8 @@ def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tup
 def pieces(flat: Tensor, length: int) -> list[Tensor]:
     """Consecutive views of at most `length` elements; one empty view of an empty tensor."""
     return [flat[start : start + length] for start in range(0, flat.numel(), length)] or [flat]
+
+
+def timeout_of(deadline_s: float | None) -> timedelta:
+    """A deadline as torch.distributed takes it, which has no "for ever"."""
+    return timedelta(days=365) if deadline_s is None else timedelta(seconds=deadline_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import final
 
 import torch
@@ -128,9 +127,6 @@ class HierarchicalCollective(Collective):
             return self._reduce_in_slot(flat, op, copy_back)
         with self.failing():
             return _FlatWork(self, self._world.all_reduce(tensor, op=op))
-
-    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
-        return partial(self.all_reduce, tensor, op=op)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         with self._among_all() as world:

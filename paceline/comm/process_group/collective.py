@@ -6,7 +6,6 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, final
 
 import torch
@@ -14,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Store
 
-from paceline.comm.arguments import flatten, require_from_root, require_one_each, require_other, require_root
+from paceline.comm.arguments import (
+    flatten,
+    require_from_root,
+    require_one_each,
+    require_other,
+    require_root,
+    timeout_of,
+)
 from paceline.comm.base import Collective, ReduceOp, Timing, Work
 from paceline.comm.process_group.calls import TorchCalls
 from paceline.comm.process_group.gloo_messages import MessageWay
@@ -25,7 +31,6 @@ from paceline.comm.reduction import Reduction, require_reducible
 from paceline.comm.signature import FORM_NUMBERS, Signature, TensorForm, pack_forms, unpack_forms
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, TensorMismatch
 
-_FOR_EVER = timedelta(days=365)
 # A backend that times out closes its connections, and peers would blame whoever was first, not whoever is missing.
 _BACKEND_MARGIN_S = 10.0
 # What goes to a rank that is sent nothing.
@@ -79,6 +84,7 @@ class TorchCollective(Collective):
         self._group: Any = group
         self._is_closed = False
         self._is_nccl = group.name().lower() == "nccl"
+        self.can_receive_first = not self._is_nccl
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if self._is_nccl else torch.device("cpu")
         self._device = device
@@ -117,9 +123,6 @@ class TorchCollective(Collective):
             finish=finish,
             must_agree=True,
         )
-
-    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
-        return functools.partial(self.all_reduce, tensor, op=op)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         require_root(root, size=self.size)
@@ -197,7 +200,7 @@ class TorchCollective(Collective):
         self._calls.deadline_s = deadline_s
         if hasattr(self._group, "_set_default_timeout"):
             margin_s = None if deadline_s is None else deadline_s + _BACKEND_MARGIN_S
-            self._group._set_default_timeout(_timeout(margin_s))
+            self._group._set_default_timeout(timeout_of(margin_s))
 
     def abort(self, reason: str) -> None:
         self._calls.leave(Aborted(reason))
@@ -337,7 +340,7 @@ def connect_gloo(
     backend: Any = dist.ProcessGroupGloo
     options = backend._Options()
     options._devices = [backend.create_device(hostname=address)]
-    options._timeout = _timeout(deadline_s)
+    options._timeout = timeout_of(deadline_s)
     with _meeting(size, deadline_s):
         return TorchCollective(backend(store, rank, size, options), address=address, deadline_s=deadline_s)
 
@@ -358,7 +361,7 @@ def connect_nccl(
     """
     backend: Any = dist.ProcessGroupNCCL
     options = backend.Options()
-    options._timeout = _timeout(deadline_s)
+    options._timeout = timeout_of(deadline_s)
     torch.cuda.set_device(device)
     with nccl_interface(address), _meeting(size, deadline_s):
         group = backend(store, rank, size, options)
@@ -384,10 +387,6 @@ def _broadcast_options(root: int) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = root
     return options
-
-
-def _timeout(deadline_s: float | None) -> timedelta:
-    return _FOR_EVER if deadline_s is None else timedelta(seconds=deadline_s)
 
 
 @functools.lru_cache(maxsize=4096)

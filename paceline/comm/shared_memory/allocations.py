@@ -26,7 +26,7 @@ class _Allocation:
 
 
 @dataclass(frozen=True)
-class Place:
+class SharedTensor:
     """A 1-D tensor in allocated memory."""
 
     parts: Sequence[Tensor]
@@ -52,7 +52,7 @@ class Allocations:
     def holds(self, address: int) -> bool:
         return self._find(address) is not None
 
-    def place(self, address: int, num_elements: int, dtype: torch.dtype) -> Place | None:
+    def place(self, address: int, num_elements: int, dtype: torch.dtype) -> SharedTensor | None:
         """Of the tensor that begins at an address of this process; none if that is not in allocated memory."""
         allocation = self._find(address)
         if allocation is None:
@@ -60,7 +60,7 @@ class Allocations:
         start = address - allocation.start
         stop = start + num_elements * dtype.itemsize
         parts = [segment.tensor[start:stop].view(dtype) for segment in allocation.segments]
-        return Place(parts, allocation.offset_bytes + start)
+        return SharedTensor(parts, allocation.offset_bytes + start)
 
     def close(self) -> None:
         """Let go of all memory."""

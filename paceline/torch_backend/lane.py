@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import final
 
-from paceline.torch_backend.helper import Helper
+from paceline.comm.helper import Helper
 from paceline.torch_backend.works import GroupWork
 
 # An asynchronous all-reduce of 12 KB between two ranks takes 85 us so, and 124 us when the thread takes it at once;
@@ -35,7 +35,7 @@ class Lane:
         self._queue: deque[GroupWork] = deque()
         self._driving = threading.Lock()
         self._driver: int | None = None  # the thread that holds the lock
-        self._helper = Helper(name, self._serve)
+        self._helper = Helper(name)
 
     def submit(self, work: GroupWork, *, is_async: bool, never_blocks: bool) -> None:
         """Append an operation. `never_blocks`: its `start` returns at once, and what it returns can be polled."""
@@ -54,7 +54,7 @@ class Lane:
             finally:
                 self._end_driving()
         if not work.is_over:
-            self._helper.wake()
+            self._helper.call(self._serve)
 
     def help(self, work: GroupWork, timeout_s: float | None) -> None:
         """Return once `work` is over, or the time is."""
@@ -67,7 +67,7 @@ class Lane:
             finally:
                 self._end_driving()
         if not work.is_over:
-            self._helper.wake()
+            self._helper.call(self._serve)
             work.wait_until_over(timeout_s)
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.comm import base
 from paceline.comm.arguments import flatten
+from paceline.comm.helper import Helper
 from paceline.errors import DeadlineExceeded, TensorMismatch
-from paceline.torch_backend.helper import Helper
 from paceline.torch_backend.works import GroupWork
 
 # A waiting thread first offers its core (where there is one a rank), then sleeps longer and longer.
@@ -46,7 +46,7 @@ class Messages:
         self._wanted: list[_Wanted] = []
         self._failure: BaseException | None = None
         self._num_helpers = 0
-        self._helper = Helper(name, self._serve)
+        self._helper = Helper(name)
         self._is_closing = False
 
     def send(self, tensor: Tensor, *, destination: int, tag: int) -> GroupWork:
@@ -84,7 +84,7 @@ class Messages:
             post()
         self._advance()
         if not work.is_over:
-            self._helper.wake()
+            self._helper.call(self._serve)
         return work
 
     def _help(self, work: GroupWork, timeout_s: float | None) -> None:

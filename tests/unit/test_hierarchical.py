@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.comm.base import REDUCE_OPS, Collective, ReduceOp
 from paceline.comm.hierarchical.collective import HierarchicalCollective, connect_hierarchical
-from paceline.comm.world_ranks import in_world
+from paceline.comm.rank_errors import in_world
 from paceline.errors import UsageError
 from tests.unit.collective_harness import MEETING_S, World, caught, later, wait_for
 from tests.unit.many_works import run_many, sums_of_many

@@ -13,13 +13,14 @@ from torch.distributed import PrefixStore
 
 from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective, Finished, ReduceOp, Timing, Work
+from paceline.comm.hierarchical.host_shares import Division, HostShares
 from paceline.comm.hierarchical.stages import Passage, Stages
 from paceline.comm.process_group.collective import TorchCollective, connect_gloo
 from paceline.comm.process_group.reducing import to_wire
+from paceline.comm.rank_errors import FAILURES, in_world
 from paceline.comm.reduction import require_reducible
-from paceline.comm.shared_memory.shares import Division, Shares
-from paceline.comm.shared_memory.steps import SMALL_BYTES
-from paceline.comm.world_ranks import FAILURES, in_world
+from paceline.comm.shared_memory.plans import SMALL_BYTES
+from paceline.comm.works import GuardedWork, OwnedWork
 from paceline.errors import Aborted, PacelineError, UsageError
 
 _NUM_SLOTS = 64
@@ -74,7 +75,7 @@ class HierarchicalCollective(Collective):
         self._world = world
         self._across = across
         self._failure: PacelineError | None = None
-        self._shares = Shares(
+        self._shares = HostShares(
             rank=local_rank,
             ranks=self._host,
             gather=self._gather_on_host,
@@ -99,7 +100,7 @@ class HierarchicalCollective(Collective):
         if num_bytes <= 0:
             raise ValueError(f"an allocation needs at least one byte, not {num_bytes}")
         self.require_equal("the size of an allocation", num_bytes)
-        with self.failing():
+        with self._failing():
             try:
                 return self._shares.allocate(num_bytes)
             except OSError as error:
@@ -125,8 +126,8 @@ class HierarchicalCollective(Collective):
             return self._start(division, copy_back)
         if is_small:
             return self._reduce_in_slot(flat, op, copy_back)
-        with self.failing():
-            return _FlatWork(self, self._world.all_reduce(tensor, op=op))
+        with self._failing():
+            return GuardedWork(self._world.all_reduce(tensor, op=op), self._failing)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         with self._among_all() as world:
@@ -150,12 +151,12 @@ class HierarchicalCollective(Collective):
 
     def send(self, tensor: Tensor, *, destination: int) -> Work:
         """As `Collective.send`; over gloo on the same host too, since only gloo goes on sending while a rank waits."""
-        with self.failing():
-            return _FlatWork(self, self._world.send(tensor, destination=destination))
+        with self._failing():
+            return GuardedWork(self._world.send(tensor, destination=destination), self._failing)
 
     def recv(self, tensor: Tensor, *, source: int) -> Work:
-        with self.failing():
-            return _FlatWork(self, self._world.recv(tensor, source=source))
+        with self._failing():
+            return GuardedWork(self._world.recv(tensor, source=source), self._failing)
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         with self._among_all() as world:
@@ -180,25 +181,28 @@ class HierarchicalCollective(Collective):
         for group in self._groups():
             group.close()
 
-    def advance(self) -> None:
-        """Move what is under way on, without blocking."""
-        with self.failing():
-            self._stages.advance()
+    def poll(self, passage: Passage) -> bool:
+        """Move what is under way on, without blocking; whether `passage` is over."""
+        if not passage.is_over:
+            with self._failing():
+                self._stages.advance()
+        return passage.is_over
 
     def wait(self, passage: Passage) -> None:
-        """Block until one all-reduce is over."""
-        with self.failing():
-            self._stages.wait(passage)
+        """Block until `passage` is over."""
+        if not passage.is_over:
+            with self._failing():
+                self._stages.wait(passage)
 
     @contextmanager
     def _among_all(self) -> Iterator[TorchCollective]:
         """The flat group, for an operation that blocks: what is under way ends before, as nothing would move it on."""
-        with self.failing():
+        with self._failing():
             self._stages.finish()
             yield self._world
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
         """End the collective, here and for the other ranks of the host, with what fails inside."""
         self._check()
         try:
@@ -212,8 +216,8 @@ class HierarchicalCollective(Collective):
             self._sum_up()
 
     def _start(self, division: Division, finish: Callable[[], None] | None) -> Work:
-        with self.failing():
-            return _StagedWork(self, self._stages.submit(division, finish))
+        with self._failing():
+            return OwnedWork(self, self._stages.submit(division, finish))
 
     def _reduce_in_slot(self, flat: Tensor, op: ReduceOp, copy_back: Callable[[], None] | None) -> Work:
         """A small tensor that lies elsewhere, by way of memory that the host shares."""
@@ -258,42 +262,6 @@ class HierarchicalCollective(Collective):
         self._shares.leave(error)
         for group in self._groups():
             group.abort(str(error))
-
-
-@final
-class _StagedWork(Work):
-    def __init__(self, collective: HierarchicalCollective, passage: Passage) -> None:
-        self._collective = collective
-        self._passage = passage
-
-    def poll(self) -> bool:
-        if not self._passage.is_over:
-            self._collective.advance()
-        return self._passage.is_over
-
-    def wait(self) -> None:
-        if not self._passage.is_over:
-            self._collective.wait(self._passage)
-
-
-@final
-class _FlatWork(Work):
-    def __init__(self, collective: HierarchicalCollective, work: Work) -> None:
-        self._collective = collective
-        self._work: Work | None = work
-
-    def poll(self) -> bool:
-        if self._work is not None:
-            with self._collective.failing():
-                if self._work.poll():
-                    self._work = None
-        return self._work is None
-
-    def wait(self) -> None:
-        if self._work is not None:
-            with self._collective.failing():
-                self._work.wait()
-            self._work = None
 
 
 def connect_hierarchical(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, final
@@ -12,7 +12,8 @@ from typing import Any, NoReturn, final
 from paceline.comm.base import Timing, Work
 from paceline.comm.process_group.gloo_messages import WatchedMessage
 from paceline.comm.process_group.peer_watch import PeerWatch
-from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, TensorMismatch, UsageError
+from paceline.comm.rank_errors import disagreement, late
+from paceline.errors import PacelineError, PeerLost, UsageError
 
 LOOK_INTERVAL_S = 0.2
 # NCCL's waits return when the work is enqueued, so its works are asked in turn.
@@ -227,13 +228,7 @@ class TorchCalls:
                 theirs, mine = peer.calls[number], self._under_way.get(number)
                 if mine is not None and theirs != mine.operation:
                     self._tell(mine)
-                    first, second = sorted([(watch.rank, mine.operation), (rank, theirs)])
-                    self.fail(
-                        TensorMismatch(
-                            f"ranks disagree on an operation: rank {first[0]} asks for {first[1]}, rank {second[0]} "
-                            f"for {second[1]}; every rank must make the same calls in the same order"
-                        )
-                    )
+                    self.fail(disagreement({watch.rank: mine.operation, rank: theirs}))
                 if number <= num_completed:
                     del peer.calls[number]
 
@@ -264,12 +259,7 @@ class TorchCalls:
             self._watch.look()
             self._compare(self._watch)
             missing = self._watch.missing(work.number)
-        self.fail(
-            DeadlineExceeded(
-                f"{_they_have(missing)} not taken part in {work.operation} within {self.deadline_s} s; "
-                "see what keeps them, or give a longer deadline"
-            )
-        )
+        self.fail(late(missing, work.operation, self.deadline_s))
 
     @contextmanager
     def _translated(self, work: TorchWork) -> Iterator[None]:
@@ -324,9 +314,3 @@ class TorchWork(Work):
 
 def _nothing() -> None:
     pass
-
-
-def _they_have(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "a peer has"
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

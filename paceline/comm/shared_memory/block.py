@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, TensorMismatch
 
 
 @dataclass(frozen=True)
 class BlockAddress:
-    """Where another process of the same host finds a segment. Plain numbers, so that it travels anywhere."""
+    """Where another process of the same host finds a block. Plain numbers, so that it travels anywhere."""
 
     pid: int
-    """The process that made the segment."""
+    """The process that made the block."""
     fd: int
     """That process's descriptor of it."""
     num_bytes: int
+
+    def gathered(self, gather: Callable[[Tensor], list[Tensor]]) -> list[BlockAddress]:
+        """Every rank's address, in rank order; `gather` gathers a 1-D tensor from all. Collective call."""
+        rows = gather(torch.tensor([self.pid, self.fd, self.num_bytes]))
+        return [BlockAddress(*row.tolist()) for row in rows]
 
 
 @final
@@ -42,18 +48,18 @@ class SharedBlock:
         self.buffer = memoryview(memory)
         """The memory as bytes, `address.num_bytes` of them."""
         self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        """The memory as a uint8 tensor of shape (address.num_bytes,); it and its views outlive the segment."""
+        """The memory as a uint8 tensor of shape (address.num_bytes,); it and its views outlive the block."""
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedBlock:
-        """A new zeroed segment. Pages take up memory from when they are first touched.
+        """A new zeroed block. Pages take up memory from when they are first touched.
 
         Raises:
             ValueError: `num_bytes` is not positive.
             OSError: there is no descriptor or no address space left.
         """
         if num_bytes <= 0:
-            raise ValueError(f"a segment needs at least one byte, not {num_bytes}")
+            raise ValueError(f"a block needs at least one byte, not {num_bytes}")
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
@@ -64,7 +70,7 @@ class SharedBlock:
 
     @classmethod
     def open(cls, address: BlockAddress) -> SharedBlock:
-        """The segment that another process made and announced.
+        """The block that another process made and announced.
 
         Raises:
             PeerLost: that process is gone, closed its descriptor, or runs on another host or in another PID namespace.
@@ -85,7 +91,7 @@ class SharedBlock:
             os.close(fd)
 
     def close_descriptor(self) -> None:
-        """Let nobody else open the segment; call it once all peers have. A second call does nothing."""
+        """Let nobody else open the block; call it once all peers have. A second call does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -95,3 +101,31 @@ class SharedBlock:
         self.close_descriptor()
         self.buffer = memoryview(b"")
         self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def exchange_blocks(
+    mine: SharedBlock, gather: Callable[[Tensor], list[Tensor]], meet: Callable[[], None]
+) -> list[SharedBlock]:
+    """Every rank's block, in rank order, given this rank's. Collective call.
+
+    Args:
+        gather: returns the 1-D tensors that all ranks call it with, in rank order.
+        meet: returns once all ranks have called it.
+
+    Raises:
+        TensorMismatch: ranks made blocks of different sizes.
+        PeerLost: as `SharedBlock.open`.
+    """
+    try:
+        addresses = mine.address.gathered(gather)
+        for rank, theirs in enumerate(addresses):
+            if theirs.num_bytes != addresses[0].num_bytes:
+                raise TensorMismatch(
+                    f"ranks allocate different sizes: rank 0 {addresses[0].num_bytes} bytes, "
+                    f"rank {rank} {theirs.num_bytes} bytes"
+                )
+        blocks = [mine if theirs == mine.address else SharedBlock.open(theirs) for theirs in addresses]
+        meet()
+    finally:
+        mine.close_descriptor()
+    return blocks

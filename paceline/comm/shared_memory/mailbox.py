@@ -14,11 +14,12 @@ from paceline.comm.arguments import pieces
 from paceline.comm.base import Timing, Work
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.pipeline import MIXED_INTERVAL_S, Pipeline
-from paceline.comm.shared_memory.rendezvous import FIRST_NUMBER, LOOK_INTERVAL_S, Counter, Rendezvous
+from paceline.comm.shared_memory.rendezvous import FIRST_NUMBER, LOOK_INTERVAL_S, Counter, Obstacle, Rendezvous
 from paceline.comm.signature import SIGNATURE_BYTES, Signature
+from paceline.comm.works import OwnedWork
 from paceline.errors import TensorMismatch
 
-# A box in rank a's segment, meant for rank b, is written by a alone: two words, then a signature a slot, then slots.
+# A box in rank a's block, meant for rank b, is written by a alone: two words, then a signature a slot, then slots.
 _SENT, _RECEIVED = 0, 1
 _SIGNATURES_START = 64
 _SIGNATURE_STRIDE = 32
@@ -27,9 +28,6 @@ _NUM_SLOTS = 2
 PIECE_BYTES = 2**18
 BOX_BYTES = _HEADER_BYTES + _NUM_SLOTS * PIECE_BYTES
 
-_Obstacle = tuple[Counter, int]
-"""Which counter of another rank must come how far before a message can go on."""
-
 
 @dataclass(eq=False)
 class _Message:
@@ -37,24 +35,29 @@ class _Message:
 
     signature: Signature
     pieces: deque[Tensor]
+    awaited: Callable[[], tuple[Counter, int]]
+    """Which counter of the other rank must come how far before the message can go on."""
     finish: Callable[[], None] | None = None
     """What is to be done once when the last piece has moved."""
+
+    def obstacle(self) -> Obstacle:
+        return Obstacle(*self.awaited(), self.signature)
 
 
 @final
 class _Box:
     """One rank's side of a channel, as either of the two sees it."""
 
-    def __init__(self, segment: SharedBlock, start: int) -> None:
-        self.words = segment.buffer[start : start + _SIGNATURES_START].cast("I")
+    def __init__(self, block: SharedBlock, start: int) -> None:
+        self.words = block.buffer[start : start + _SIGNATURES_START].cast("I")
         self.signatures = [
-            segment.buffer[first : first + SIGNATURE_BYTES]
+            block.buffer[first : first + SIGNATURE_BYTES]
             for first in range(
                 start + _SIGNATURES_START, start + _SIGNATURES_START + _NUM_SLOTS * _SIGNATURE_STRIDE, _SIGNATURE_STRIDE
             )
         ]
         slots_start = start + _HEADER_BYTES
-        self.slots = pieces(segment.tensor[slots_start : start + BOX_BYTES], PIECE_BYTES)
+        self.slots = pieces(block.tensor[slots_start : start + BOX_BYTES], PIECE_BYTES)
 
 
 @final
@@ -73,11 +76,11 @@ class _Channel:
         self._mine = mine
         self._theirs = theirs
 
-    def room(self) -> _Obstacle:
+    def room(self) -> tuple[Counter, int]:
         """The piece that the other must have received before the next one finds a free slot."""
         return self.received, self.num_sent + 1 - _NUM_SLOTS
 
-    def mail(self) -> _Obstacle:
+    def mail(self) -> tuple[Counter, int]:
         """The piece that the other must have sent before the next one can be taken."""
         return self.sent, self.num_received + 1
 
@@ -110,47 +113,41 @@ class Mailbox:
     """One rank's channels to all others. Messages advance whenever this rank calls anything that waits."""
 
     def __init__(
-        self, rendezvous: Rendezvous, pipeline: Pipeline, segments: Sequence[SharedBlock], timing: Timing
+        self, rendezvous: Rendezvous, pipeline: Pipeline, blocks: Sequence[SharedBlock], timing: Timing
     ) -> None:
-        """`segments`: of all ranks, in rank order; in each, one box for every rank."""
+        """`blocks`: of all ranks, in rank order; in each, one box for every rank."""
         self._rendezvous = rendezvous
         self._pipeline = pipeline
         self._timing = timing
         rank = rendezvous.rank
         self._channels = {
-            other: _Channel(other, _Box(segments[rank], other * BOX_BYTES), _Box(segments[other], rank * BOX_BYTES))
-            for other in range(len(segments))
+            other: _Channel(other, _Box(blocks[rank], other * BOX_BYTES), _Box(blocks[other], rank * BOX_BYTES))
+            for other in range(len(blocks))
             if other != rank
         }
 
     @staticmethod
-    def prepare(segment: SharedBlock, size: int) -> None:
+    def prepare(block: SharedBlock, size: int) -> None:
         """Set the words of all boxes before anyone sees them."""
         for other in range(size):
-            words = _Box(segment, other * BOX_BYTES).words
+            words = _Box(block, other * BOX_BYTES).words
             Counter.prepare(_SENT, words)
             Counter.prepare(_RECEIVED, words)
 
     def send(self, raw: Tensor, destination: int, signature: Signature) -> Work:
         """Start to send the 1-D uint8 tensor; never blocks."""
-        self._rendezvous.check()
-        channel = self._channels[destination]
-        message = _Message(signature, deque(pieces(raw, PIECE_BYTES)))
-        channel.outgoing.append(message)
-        self.advance()
-        return _MessageWork(self, message, channel.room)
+        channel = self._channel(destination)
+        message = _Message(signature, deque(pieces(raw, PIECE_BYTES)), channel.room)
+        return self._start(message, channel.outgoing)
 
     def recv(self, raw: Tensor, source: int, signature: Signature, finish: Callable[[], None] | None) -> Work:
         """Start to fill the 1-D uint8 tensor, after those that wait for the same source; never blocks."""
-        self._rendezvous.check()
-        channel = self._channels[source]
-        message = _Message(signature, deque(pieces(raw, PIECE_BYTES)), finish)
-        channel.incoming.append(message)
-        self.advance()
-        return _MessageWork(self, message, channel.mail)
+        channel = self._channel(source)
+        message = _Message(signature, deque(pieces(raw, PIECE_BYTES)), channel.mail, finish)
+        return self._start(message, channel.incoming)
 
-    def wait(self, message: _Message, obstacle: Callable[[], _Obstacle]) -> None:
-        """Block until `message` is over; `obstacle` tells what it waits for."""
+    def wait(self, message: _Message) -> None:
+        """Block until `message` is over."""
         started_s = time.perf_counter()
         while message.pieces:
             self._rendezvous.check()
@@ -158,16 +155,16 @@ class Mailbox:
             if message.pieces:
                 interval_s = MIXED_INTERVAL_S if self._pipeline.advance() else LOOK_INTERVAL_S
                 self._rendezvous.wait_for_event(
-                    *obstacle(), message.signature, started_s, ready=self._can_advance, interval_s=interval_s
+                    message.obstacle(), started_s, ready=self._can_advance, interval_s=interval_s
                 )
 
-    def poll(self, message: _Message, obstacle: Callable[[], _Obstacle]) -> bool:
+    def poll(self, message: _Message) -> bool:
         """Advance without blocking; whether `message` is over."""
         if message.pieces:
             self._rendezvous.check()
             self.advance()
         if message.pieces:
-            self._rendezvous.look(*obstacle(), message.signature)
+            self._rendezvous.look(message.obstacle())
         return not message.pieces
 
     def advance(self) -> bool:
@@ -184,6 +181,15 @@ class Mailbox:
     def close(self) -> None:
         """Forget all messages and let go of the memory."""
         self._channels = {}
+
+    def _channel(self, rank: int) -> _Channel:
+        self._rendezvous.check()
+        return self._channels[rank]
+
+    def _start(self, message: _Message, messages: deque[_Message]) -> Work:
+        messages.append(message)
+        self.advance()
+        return OwnedWork(self, message)
 
     def _put(self, channel: _Channel) -> None:
         before_s = time.perf_counter()
@@ -226,17 +232,3 @@ class Mailbox:
 
     def _can_advance(self) -> bool:
         return any(channel.can_put() or channel.can_take() for channel in self._channels.values())
-
-
-@final
-class _MessageWork(Work):
-    def __init__(self, mailbox: Mailbox, message: _Message, obstacle: Callable[[], _Obstacle]) -> None:
-        self._mailbox = mailbox
-        self._message = message
-        self._obstacle = obstacle
-
-    def poll(self) -> bool:
-        return self._mailbox.poll(self._message, self._obstacle)
-
-    def wait(self) -> None:
-        self._mailbox.wait(self._message, self._obstacle)

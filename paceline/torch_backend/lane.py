@@ -8,6 +8,7 @@ import time
 from collections import deque
 from typing import final
 
+from paceline.comm.base import Work
 from paceline.comm.helper import Helper
 from paceline.torch_backend.works import GroupWork
 
@@ -20,13 +21,11 @@ INLINE_S = 2e-3
 class Lane:
     """Runs operations one after another, in the order of the calls.
 
-    An operation that the caller waits for runs in the caller's thread. One that was asked for asynchronously is tried
-    there for a moment, if it can be tried without blocking; then the lane's own thread takes it, so that groups which
-    are used in different orders by different ranks do not wait for one another. The thread starts when it is first
-    needed.
+    An operation that the caller waits for runs in the caller's thread. An asynchronous one that never blocks is tried
+    there for a moment; then the lane's own thread takes it, so that ranks may use several groups in different orders.
 
-    An operation that a future's callback asks for runs at once, before those that have been asked for meanwhile: the
-    order is then the same on every rank, whichever thread runs the callback.
+    An operation that a future's callback asks for runs before those asked for meanwhile: the order is then the same on
+    every rank, whichever thread runs the callback.
     """
 
     def __init__(self, name: str, *, inline_s: float) -> None:
@@ -50,7 +49,7 @@ class Lane:
         if never_blocks and self._begin_driving():
             try:
                 if self._queue and self._queue[0] is work:
-                    self._try_first()
+                    self._run_first(patience_s=self._inline_s)
             finally:
                 self._end_driving()
         if not work.is_over:
@@ -91,37 +90,22 @@ class Lane:
         while self._queue and not work.is_over:
             self._run_first()
 
-    def _run_first(self) -> None:
-        """Run the first operation to its end."""
+    def _run_first(self, *, patience_s: float | None = None) -> None:
+        """Run the first operation to its end; where that takes longer than the patience, it stays the first."""
         work = self._queue.popleft()
         try:
             if work.under_way is None:
                 work.under_way = work.start()
-            work.under_way.wait()
+            if patience_s is None:
+                work.under_way.wait()
+            elif not _is_over_within(patience_s, work.under_way):
+                self._queue.appendleft(work)
+                return
         except BaseException as error:
             work.fail(error)
             if not isinstance(error, Exception):
                 raise
         else:
-            work.succeed()
-
-    def _try_first(self) -> None:
-        """Start the first operation and drive it for a moment."""
-        work = self._queue[0]
-        until_s = time.perf_counter() + self._inline_s
-        try:
-            work.under_way = work.start()
-            while not work.under_way.poll():
-                if time.perf_counter() >= until_s:
-                    return
-                os.sched_yield()
-        except BaseException as error:
-            self._queue.popleft()
-            work.fail(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            self._queue.popleft()
             work.succeed()
 
     def _serve(self) -> None:
@@ -132,3 +116,12 @@ class Lane:
                     self._run_first()
             finally:
                 self._driver = None
+
+
+def _is_over_within(patience_s: float, work: Work) -> bool:
+    until_s = time.perf_counter() + patience_s
+    while not work.poll():
+        if time.perf_counter() >= until_s:
+            return False
+        os.sched_yield()
+    return True

@@ -65,30 +65,25 @@ class _Place:
 
 def edges(size: int) -> list[list[tuple[int, int]]]:
     """Parent and child, as ranks, of every edge; of each of the two trees."""
+    # In the second tree the ranks are numbered so that odd ones, the leaves of the first, have even positions.
+    second = (size - 1, -1) if size % 2 == 0 else (-1, 1)
     found = []
-    for offset, direction in ((0, 1), _second(size)):
+    for offset, direction in ((0, 1), second):  # rank r has position offset + direction * r (modulo size)
         ranks = [direction * (position - offset) % size for position in range(size)]
         parents = [_parent(position, size) for position in range(size)]
         found.append([(ranks[above], ranks[place]) for place, above in enumerate(parents) if above is not None])
     return found
 
 
-def _places(rank: int, size: int) -> tuple[_Place, _Place]:
-    return _place(rank, size, 0, 1), _place(rank, size, *_second(size))
-
-
-def _second(size: int) -> tuple[int, int]:
-    """In the second tree the ranks are numbered so that odd ones, the leaves of the first, have even positions."""
-    return (size - 1, -1) if size % 2 == 0 else (-1, 1)
-
-
-def _place(rank: int, size: int, offset: int, direction: int) -> _Place:
-    """Where a rank stands in the tree in which rank r has position offset + direction * r (modulo size)."""
-    ranks = {(offset + direction * other) % size: other for other in range(size)}
-    position = (offset + direction * rank) % size
-    parent = _parent(position, size)
-    children = tuple(ranks[other] for other in range(size) if _parent(other, size) == position)
-    return _Place(None if parent is None else ranks[parent], children)
+def _places(rank: int, size: int) -> tuple[_Place, ...]:
+    """The rank's place in each tree."""
+    return tuple(
+        _Place(
+            next((parent for parent, child in tree if child == rank), None),
+            tuple(child for parent, child in tree if parent == rank),
+        )
+        for tree in edges(size)
+    )
 
 
 def _parent(position: int, size: int) -> int | None:

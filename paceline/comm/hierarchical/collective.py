@@ -28,20 +28,20 @@ _NUM_SLOTS = 64
 
 @final
 class HierarchicalCollective(Collective):
-    """All-reduces meet three times: on the host, across hosts, and on the host again.
+    """All-reduces in three stages: the ranks of a host meet, then hosts, then the ranks of a host again.
 
-    With the same number of ranks on every host each rank reduces its share of the host's memory, all-reduces that share
-    with the ranks of its number on the other hosts, and hands it round its host: every byte crosses the network as
-    often as if a host were one rank, and all ranks' connections carry some (Cho et al., "BlueConnect: decomposing
-    all-reduce for deep learning on heterogeneous network hierarchy", MLSys 2019). With different numbers, and for small
-    tensors, where latency counts, the first rank of a host reduces and sends everything (Jia et al., "Highly scalable
-    deep learning training system with mixed-precision", 2018, the hierarchical all-reduce).
+    Where all hosts have as many ranks, each rank reduces its share of the host's memory, all-reduces that share with
+    the ranks of its number on the other hosts, and hands it round its host. So a byte crosses the network as often as
+    if a host were one rank, over all ranks' connections (Cho et al., "BlueConnect: decomposing all-reduce for deep
+    learning on heterogeneous network hierarchy", MLSys 2019). Elsewhere, and for small tensors, whose time is latency,
+    the first rank of a host reduces and sends everything (Jia et al., "Highly scalable deep learning training system
+    with mixed-precision", 2018, the hierarchical all-reduce).
 
     Tensors in memory from `allocate` are reduced where they lie, small ones from anywhere through staging slots. Large
     tensors that lie elsewhere, and all other operations, go through a flat gloo group of the whole world.
 
-    Errors speak of world ranks. Tensors of an all-reduce are compared between the ranks of a host, not between hosts.
-    One thread at a time may use a collective, except for `abort`.
+    Errors name world ranks. The ranks of a host compare what they all-reduce; hosts do not. One thread at a time may
+    use a collective, except for `abort`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class HierarchicalCollective(Collective):
             try:
                 return self._shares.allocate(num_bytes)
             except OSError as error:
-                self._end(Aborted(f"allocation failed: {error}"))  # the others need not find out by waiting
+                self._end(Aborted(f"allocation failed: {error}"))
                 raise
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
@@ -117,7 +117,7 @@ class HierarchicalCollective(Collective):
         self._check()
         require_reducible(op, tensor.dtype)
         flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
-        to_wire(flat[:0], op)  # what gloo cannot reduce is to fail before anyone has begun
+        to_wire(flat[:0], op)  # raises for what gloo cannot reduce, before anyone has begun
         if flat.numel() == 0:
             return Finished()
         is_small = flat.nbytes <= SMALL_BYTES
@@ -150,7 +150,7 @@ class HierarchicalCollective(Collective):
             return world.reduce_scatter(tensors, op=op)
 
     def send(self, tensor: Tensor, *, destination: int) -> Work:
-        """As `Collective.send`; over gloo on the same host too, since only gloo goes on sending while a rank waits."""
+        """As `Collective.send`; over gloo on the same host too, since gloo alone sends on while a rank waits."""
         with self._failing():
             return GuardedWork(self._world.send(tensor, destination=destination), self._failing)
 
@@ -196,7 +196,7 @@ class HierarchicalCollective(Collective):
 
     @contextmanager
     def _among_all(self) -> Iterator[TorchCollective]:
-        """The flat group, for an operation that blocks: what is under way ends before, as nothing would move it on."""
+        """The flat group, for an operation that blocks. All-reduces end first: nothing would move them on meanwhile."""
         with self._failing():
             self._stages.finish()
             yield self._world
@@ -208,7 +208,7 @@ class HierarchicalCollective(Collective):
         try:
             yield
         except FAILURES as error:
-            self._check()  # an abort comes as whatever it broke
+            self._check()  # an abort shows as the failure of whatever it broke
             named = type(error)(in_world(str(error), range(self.size)))
             self._end(named)
             raise named from None
@@ -220,7 +220,7 @@ class HierarchicalCollective(Collective):
             return OwnedWork(self, self._stages.submit(division, finish))
 
     def _reduce_in_slot(self, flat: Tensor, op: ReduceOp, copy_back: Callable[[], None] | None) -> Work:
-        """A small tensor that lies elsewhere, by way of memory that the host shares."""
+        """Reduce a small tensor that lies elsewhere in memory that the host shares."""
         number = self._num_staged % _NUM_SLOTS
         self._num_staged += 1
         self._slot_users[number].wait()
@@ -242,7 +242,7 @@ class HierarchicalCollective(Collective):
         return [everywhere[rank] for rank in self._host]
 
     def _sum_up(self) -> None:
-        """Bring the one reading that callers hold up to date with those of all parts."""
+        """Add up the parts' timings into the one that callers hold."""
         self.timing.communication_s = sum(timing.communication_s for timing in self._timings)
         self.timing.waiting_s = sum(timing.waiting_s for timing in self._timings)
         self.timing.moved_bytes = sum(timing.moved_bytes for timing in self._timings)

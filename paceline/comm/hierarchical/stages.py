@@ -1,4 +1,4 @@
-"""All-reduces on their way through a host and the network: reduced here, then across hosts, then handed round here."""
+"""Moves all-reduces from stage to stage: reduced on this host, then across hosts, then handed round this host."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Passage:
 
 @final
 class Stages:
-    """Moves all-reduces on, from each stage to the next in the order in which they were started.
+    """Moves all-reduces from each stage to the next in the order in which they were started.
 
-    Every rank of a stage therefore takes part in the same order, whoever is ready first.
+    So every rank of a stage takes part in the same order, whoever is ready first.
     """
 
     def __init__(self, shares: HostShares, across: Collective | None, *, partners: Sequence[int], size: int) -> None:
@@ -67,10 +67,7 @@ class Stages:
             self._end(self._handed_round.popleft())
 
     def wait(self, passage: Passage) -> None:
-        """Block until it is over.
-
-        Always on what started first: every rank can go on with that, whichever work it waits for itself.
-        """
+        """Block until it is over, always on what started first: every rank can go on with that."""
         self.advance()
         while not passage.is_over:
             oldest = next(stage[0] for stage in (self._handed_round, self._crossing, self._reducing) if stage)

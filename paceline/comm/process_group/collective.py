@@ -27,7 +27,7 @@ from paceline.comm.reduction import Reduction, require_reducible
 from paceline.comm.signature import Signature
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
 
-# A backend that times out closes its connections, and peers would blame whoever was first, not whoever is missing.
+# A backend that times out closes its connections, and then peers would blame the first to give up.
 _BACKEND_MARGIN_S = 10.0
 
 
@@ -38,31 +38,30 @@ class TorchCollective(ByteCollective):
     All blocked time counts as communication: the backends do not tell it from waiting. `wait` blocks this thread until
     the result is in place, with NCCL too, so that every wait has a deadline. After any error every later call raises.
 
-    Given an address, errors name the rank that is lost, missing or disagrees. Ranks that disagree on operation, root,
-    dtype or size find out the first time that a rank asks for that; between operations that were all agreed on before,
-    a disagreement in `all_reduce` still ends gloo's processes, as gloo does. To compare every time would cost a
-    12 KB all-reduce about as much again as it takes. Sizes and dtypes are compared in every call of the other
-    operations. A message of another dtype or size than its receiver awaits never arrives over gloo, and NCCL does with
-    it what it likes.
+    Errors name the rank that is lost, missing or disagrees. Ranks compare operation, root, dtype and
+    size the first time that one of them asks for such an all-reduce, and in every call of the other operations. If
+    ranks mix up all-reduces that were all agreed on before, gloo ends their processes: to compare every time would
+    double the time of a 12 KB all-reduce. A message of another dtype or size than its receiver awaits never arrives
+    over gloo; over NCCL what happens is undefined.
 
-    Over NCCL, messages between two ranks are passed in the order of the calls, both ways together: of two ranks that
-    exchange large tensors one must receive first.
+    NCCL passes the messages between two ranks in the order of the calls, both ways together: of two ranks that exchange
+    tensors one must send first and the other receive first.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Any,
         *,
-        device: torch.device | None = None,
-        address: str | None = None,
-        deadline_s: float | None = 300.0,
+        device: torch.device,
+        address: str,
+        deadline_s: float | None,
     ) -> None:
-        """Take over a process group. Collective call if there is an address.
+        """Take over a backend's group. Collective call. `connect_gloo` and `connect_nccl` make groups.
 
         Args:
             group: one of gloo or NCCL; `close` shuts it down.
-            device: where this rank's tensors are; None for the CPU with gloo and the current CUDA device with NCCL.
-            address: IP address of this host on which the other ranks reach it; on every rank or on none.
+            device: where this rank's tensors are.
+            address: IP address of this host on which the other ranks reach it.
             deadline_s: the longest that any one call may wait; None for ever. The group's own timeout is set
                 a little longer.
 
@@ -73,20 +72,14 @@ class TorchCollective(ByteCollective):
         self.rank = group.rank()
         self.size = group.size()
         self.timing = Timing()
-        # Any: a process group and a bare backend take the same calls, which their stubs tell of neither.
-        self._group: Any = group
+        self._group = group
         self._is_closed = False
         self._is_nccl = group.name().lower() == "nccl"
         self.can_receive_first = not self._is_nccl
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if self._is_nccl else torch.device("cpu")
         self.device = device
-        self._calls = TorchCalls(timing=self.timing, deadline_s=deadline_s, is_nccl=self._is_nccl)
         self._ways: dict[str, Helper] = {}
-        if address is not None:
-            self._calls.watch(
-                PeerWatch.meet(self._exchange_addresses, rank=self.rank, address=address, deadline_s=deadline_s)
-            )
+        watch = PeerWatch.meet(self._exchange_addresses, rank=self.rank, address=address, deadline_s=deadline_s)
+        self._calls = TorchCalls(watch, timing=self.timing, deadline_s=deadline_s, is_nccl=self._is_nccl)
         self.set_deadline(deadline_s)
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -227,7 +220,8 @@ class TorchCollective(ByteCollective):
 
     def _exchange_addresses(self, mine: bytes) -> list[bytes]:
         raw = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
-        gathered = self._gather_all(Signature("all_gather"), raw, [len(mine)] * self.size)
+        gathered = [torch.empty_like(raw) for _ in range(self.size)]
+        self._group.allgather([gathered], [raw], AllgatherOptions()).wait()
         return [theirs.cpu().numpy().tobytes() for theirs in gathered]
 
     def _gather_all(self, signature: Signature, raw: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -268,23 +262,14 @@ def connect_gloo(
     options._devices = [backend.create_device(hostname=address)]
     options._timeout = timeout_of(deadline_s)
     with _meeting(size, deadline_s):
-        return TorchCollective(backend(store, rank, size, options), address=address, deadline_s=deadline_s)
+        group = backend(store, rank, size, options)
+        return TorchCollective(group, device=torch.device("cpu"), address=address, deadline_s=deadline_s)
 
 
 def connect_nccl(
-    store: Store,
-    *,
-    rank: int,
-    size: int,
-    device: torch.device,
-    address: str | None = None,
-    deadline_s: float | None = 300.0,
+    store: Store, *, rank: int, size: int, device: torch.device, address: str, deadline_s: float | None = 300.0
 ) -> TorchCollective:
-    """Meet the other ranks over NCCL, each with its CUDA device. Otherwise as `connect_gloo`.
-
-    NCCL reads its interface from the environment, once in a process, when it first communicates. Without an address
-    NCCL chooses.
-    """
+    """Meet the other ranks over NCCL, each with its CUDA device. Otherwise as `connect_gloo`."""
     backend: Any = dist.ProcessGroupNCCL
     options = backend.Options()
     options._timeout = timeout_of(deadline_s)
@@ -315,5 +300,5 @@ def _all_reduce_of(op: ReduceOp, dtype: torch.dtype, num_elements: int) -> str:
 
 
 def _tag(tensor: Tensor) -> int:
-    """Of a message over gloo, which ends the process whose buffer is shorter than a message with its tag."""
+    """A tag that only tensors of one form share: gloo ends a process that gets more than it has room for."""
     return zlib.crc32(f"{tensor.dtype} {tensor.numel()}".encode()) & 0x7FFFFFFF

@@ -1,8 +1,8 @@
 """Direct connections between ranks of different hosts that tell who is gone, who is missing and who disagrees.
 
 The backends of torch.distributed say that an operation failed, not because of whom. So every pair of ranks keeps a
-TCP connection of its own, over which nothing goes while all is well: the kernel closes it when a process ends, however
-it ends, and a rank that has waited for a while says in which operation.
+TCP connection, silent while all is well. The kernel closes it when a process ends, however it ends, and a rank that has
+waited for a while says over it in which operation.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _OPERATIONS: dict[ReduceOp, Any] = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-# Of truth values as uint8, sum ("or") must not count and product is "and".
+# Truth values travel as uint8: their sum means "or" and their product "and".
 _BOOL_OPERATIONS = {**_OPERATIONS, "sum": dist.ReduceOp.MAX, "product": dist.ReduceOp.MIN}
 
 

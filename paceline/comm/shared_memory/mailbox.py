@@ -19,7 +19,7 @@ from paceline.comm.signature import SIGNATURE_BYTES, Signature
 from paceline.comm.works import OwnedWork
 from paceline.errors import TensorMismatch
 
-# A box in rank a's block, meant for rank b, is written by a alone: two words, then a signature a slot, then slots.
+# Rank a alone writes the box for rank b in its block: two words, then a signature a slot, then the slots.
 _SENT, _RECEIVED = 0, 1
 _SIGNATURES_START = 64
 _SIGNATURE_STRIDE = 32
@@ -217,7 +217,7 @@ class Mailbox:
             messages.popleft()
             if message.finish is not None:
                 message.finish()
-        # Last, so that nobody takes the message for over before it is.
+        # Last: without pieces the message counts as over.
         message.pieces.popleft()
 
     def _require_agreement(self, channel: _Channel, signature: Signature) -> None:

@@ -1,4 +1,4 @@
-"""The order of work between ranks that share memory: numbered steps, each loaded, exchanged and stored in turn."""
+"""The order of work among ranks that share memory: numbered steps, each loaded, exchanged and stored in turn."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Step:
 class Pipeline:
     """Takes steps through their phases, in order, whenever its rank calls: there is no helper thread.
 
-    A step's load may run ahead of earlier steps' exchanges, bounded by the staging slots and by the signatures that are
-    kept. That is what lets many operations be under way at once.
+    Many operations can be under way at once: a step loads before earlier ones have exchanged, as long as there are
+    staging slots and places for signatures.
     """
 
     def __init__(self, rendezvous: Rendezvous, timing: Timing) -> None:
@@ -134,7 +134,7 @@ class Pipeline:
         except PacelineError:
             raise
         except BaseException as error:
-            # A step that ended halfway cannot be taken up again; the others need not find out by waiting.
+            # A step that ended halfway cannot be taken up again: tell the others at once.
             self._rendezvous.leave(Aborted(f"rank {self._rendezvous.rank} failed with {error!r}"))
             raise
         if advanced:

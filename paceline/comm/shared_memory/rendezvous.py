@@ -32,11 +32,10 @@ PAGE_BYTES = 16384
 _MASK = 2**32 - 1
 # Counters start shortly before they wrap around, so that every run passes there.
 FIRST_NUMBER = 2**32 - 100
-# How long a waiting rank offers its core to others before it sleeps: waking a sleeper on another core can take longer
-# than the wait. Spinning without offering it was slower on cores that other processes use too.
+# A waiting rank first offers its core to others for so long: waking a sleeper can take longer than the wait.
 _YIELD_S = 1e-3
 LOOK_INTERVAL_S = 0.2
-_BLIND_SLEEP_S = 1e-3  # where a wake may be missed
+_BLIND_SLEEP_S = 1e-3  # the longest sleep where a wake may be missed
 
 
 @final
@@ -65,7 +64,7 @@ class Counter:
         if self._floor >= number:
             return True
         floor, word = self._floor, self._word
-        # A rank is never behind the floor and never 2**32 ahead of it, so the difference of the words is exact.
+        # No rank is behind the floor or 2**32 ahead of it, so the difference is exact.
         ahead = [(words[word] - floor) & _MASK for words in self._others.values()]
         futex.fence()
         self._floor = floor + min(ahead) if ahead else number
@@ -154,7 +153,7 @@ class Rendezvous:
         self._bell_address = control.tensor.data_ptr() + 4 * _BELL
         self._num_rings = 0
         self._always_wakes = not futex.may_skip_wakes()
-        # With more ranks than cores, others can use the core of a rank that waits: it sleeps at once.
+        # With more ranks than cores, a rank that waits sleeps at once: others need its core.
         self._yield_s = _YIELD_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
         self.deadline_s = deadline_s
         self._timing = timing
@@ -255,7 +254,7 @@ class Rendezvous:
             (peer.words, _EVENTS, peer.events_address) if ready is None else (self._words, _BELL, self._bell_address)
         )
         seen = words[index]
-        # Whatever happens from here on also changes that word and ends the sleep; what happened before is seen below.
+        # What happens from here on changes that word and ends the sleep; what happened before is seen below.
         futex.fence()
         if ready() if ready is not None else obstacle.counter.reached(obstacle.number):
             return
@@ -278,7 +277,7 @@ class Rendezvous:
 
     def ring(self, rank: int) -> None:
         """Wake a rank that may sleep on its bell."""
-        # Many ranks write the same word, and none writes a value that was there before: no ring is ever lost.
+        # Many ranks write this word, each only values that no other writes: every ring changes it.
         self._num_rings += 1
         self.peers[rank].words[_BELL] = (self._num_rings * self.size + self.rank) & _MASK
         futex.wake(self.peers[rank].bell_address)
@@ -298,7 +297,7 @@ class Rendezvous:
             self._control.buffer[_REASON.start : _REASON.start + len(reason)] = reason
             futex.fence()
             self._words[_DEPARTED] = 1
-            # The main thread may signal meanwhile: of two increments one can be lost, and a sleeper looks around late.
+            # If the main thread signals meanwhile, one increment can be lost: a sleeper then looks around late.
             self._words[_EVENTS] = (self._words[_EVENTS] + 1) & _MASK
             futex.wake(self._events_address)
             for peer in self.peers.values():
@@ -323,7 +322,7 @@ class Rendezvous:
             futex.wake(self._events_address)
 
     def _lose(self, obstacle: Obstacle, rank: int) -> None:
-        # The peer may have published its part just before it went: only a rank that is still missing is lost.
+        # The peer may have published its part just before it went.
         futex.fence()
         if rank not in obstacle.missing():
             return

@@ -50,14 +50,15 @@ def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tup
         TypeError: the tensor is not dense, or has no memory.
         ValueError: it is to be written to, but several of its elements lie at the same place.
     """
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+    here = tensor.device.type
+    if here == "meta" or tensor.layout != torch.strided:
         raise TypeError(f"only dense tensors can be moved, not a {tensor.layout} one on {tensor.device}")
     if tensor.requires_grad:
         tensor = tensor.detach()
-    is_here = tensor.device.type == device_type
+    is_here = here == device_type
     if is_here and tensor.is_contiguous():
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-        # With one element or none, any stride counts as contiguous, but not when the bytes are viewed.
+        # One element or none is contiguous whatever its stride, but viewing its bytes takes stride 1.
         return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))), None
     if is_target and any(
         stride == 0 < length - 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)

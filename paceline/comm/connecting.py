@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 from paceline.comm.alone import AloneCollective
 from paceline.comm.arguments import timeout_of
 from paceline.comm.base import Collective
-from paceline.comm.hierarchical.collective import connect_hierarchical
+from paceline.comm.hierarchical.collective import HierarchicalCollective
 from paceline.comm.hosts import host_identity, own_ip_address
 from paceline.comm.process_group.collective import connect_gloo, connect_nccl
 from paceline.comm.shared_memory.block import BlockAddress
@@ -81,7 +81,7 @@ def connect(
         return connect_nccl(store, rank=rank, size=size, device=device, address=address, deadline_s=deadline_s)
     if chosen == "gloo":
         return connect_gloo(store, rank=rank, size=size, address=address, deadline_s=deadline_s)
-    return connect_hierarchical(store, rank=rank, hosts=hosts, address=address, deadline_s=deadline_s)
+    return HierarchicalCollective(store, rank=rank, hosts=hosts, address=address, deadline_s=deadline_s)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ class Kind(IntEnum):
 
 @dataclass
 class Message:
-    """One message. The numbers mean what their names say, for the kinds that use them.
+    """One message; which of the numbers count depends on its kind.
 
-    Not frozen, which would take 2 microseconds more to make one; an exchange makes four.
+    Not frozen: making one would take 2 us more, and an exchange makes four.
     """
 
     kind: Kind
@@ -111,7 +111,8 @@ class Message:
             body = json.loads(bytes(text)) if len(text) else {}
             if magic != _MAGIC or not isinstance(body, dict):
                 raise ValueError("no Paceline message")
-            message = cls(Kind(kind), *numbers, body, frames[2:])
+            message = cls(Kind(kind), *numbers)
+            message.body, message.payload = body, frames[2:]
         except (IndexError, ValueError, RecursionError, struct.error) as error:
             raise WireError(f"refused a malformed message: {error}") from None
         if message.epoch != epoch:

@@ -12,8 +12,8 @@ from paceline.comm.base import Work
 from paceline.comm.helper import Helper
 from paceline.torch_backend.works import GroupWork
 
-# An asynchronous all-reduce of 12 KB between two ranks takes 85 us so, and 124 us when the thread takes it at once;
-# from 0.5 ms to 10 ms the bound made no difference to that.
+# An asynchronous all-reduce of 12 KB between two ranks takes 85 us so, and 124 us if the thread takes it at once.
+# Bounds from 0.5 ms to 10 ms make no difference.
 INLINE_S = 2e-3
 
 
@@ -59,7 +59,7 @@ class Lane:
         """Return once `work` is over, or the time is."""
         if self._is_driving():
             self._run_until(work)
-        # Who drives blocks for as long as the collective does, so only the lane's thread can keep a given timeout.
+        # Driving blocks as long as the collective does: a wait with a timeout leaves it to the lane's thread.
         elif timeout_s is None and self._begin_driving():
             try:
                 self._run_until(work)

@@ -46,45 +46,53 @@ class HierarchicalCollective(Collective):
 
     def __init__(
         self,
+        store: Store,
         *,
-        world: TorchCollective,
-        across: TorchCollective | None,
+        rank: int,
         hosts: Sequence[Sequence[int]],
+        address: str,
         deadline_s: float | None = 300.0,
     ) -> None:
-        """Meet the other ranks. Collective call; owns both groups from here on. `connect_hierarchical` makes them.
+        """Meet the other ranks. Collective call.
 
         Args:
-            world: all ranks.
-            across: the ranks with this one's number on their host, in the order of `hosts`; None unless this rank is
-                the first of its host or all hosts have as many.
+            store: where the ranks find one another; no other group may use its keys.
             hosts: the ranks of each host, every rank of the world once.
+            address: IP address of this host on the network to be used.
 
         Raises:
-            UsageError: the groups do not fit the hosts.
+            UsageError: the hosts do not hold every rank once, or no network interface of this host has the address.
             PeerLost, DeadlineExceeded: another rank is gone or did not come.
         """
-        self.rank = world.rank
-        self.size = world.size
-        self._host = _host_of(self.rank, hosts, size=self.size)
-        local_rank = self._host.index(self.rank)
+        self.rank = rank
+        self.size = sum(len(host) for host in hosts)
+        self._host = _host_of(rank, hosts, size=self.size)
+        local_rank = self._host.index(rank)
         self._is_even = len({len(host) for host in hosts}) == 1
-        if (across is not None) != (self._is_even or local_rank == 0):
-            raise UsageError(f"rank {self.rank} {'needs a' if across is None else 'takes no'} group across the hosts")
         self.timing = Timing()
-        self._world = world
-        self._across = across
         self._failure: PacelineError | None = None
+
+        def connect(name: str, ranks: Sequence[int]) -> TorchCollective:
+            return connect_gloo(
+                PrefixStore(name, store),
+                rank=ranks.index(rank),
+                size=len(ranks),
+                address=address,
+                deadline_s=deadline_s,
+            )
+
+        self._world = connect("world", range(self.size))
+        partners = [host[local_rank] for host in hosts] if self._is_even or local_rank == 0 else []
+        self._across = connect(f"across-{local_rank}", partners) if partners else None
         self._shares = HostShares(
             rank=local_rank,
             ranks=self._host,
             gather=self._gather_on_host,
-            meet=world.barrier,
+            meet=self._world.barrier,
             deadline_s=deadline_s,
         )
+        self._stages = Stages(self._shares, self._across, partners=partners, size=self.size)
         self._timings = [self._shares.timing, *(group.timing for group in self._groups())]
-        partners = () if across is None else tuple(host[local_rank] for host in hosts)
-        self._stages = Stages(self._shares, across, partners=partners, size=self.size)
         self._slots = self._shares.allocate(_NUM_SLOTS * SMALL_BYTES).view(_NUM_SLOTS, SMALL_BYTES)
         self._slot_users: list[Work] = [Finished()] * _NUM_SLOTS
         self._num_staged = 0
@@ -262,36 +270,6 @@ class HierarchicalCollective(Collective):
         self._shares.leave(error)
         for group in self._groups():
             group.abort(str(error))
-
-
-def connect_hierarchical(
-    store: Store, *, rank: int, hosts: Sequence[Sequence[int]], address: str, deadline_s: float | None = 300.0
-) -> HierarchicalCollective:
-    """Meet the other ranks. Collective call.
-
-    Args:
-        store: where the ranks find one another; no other group may use its keys.
-        hosts: the ranks of each host, every rank of the world once.
-        address: IP address of this host on the network to be used.
-
-    Raises:
-        UsageError: the hosts do not hold every rank once, or no network interface of this host has the address.
-        PeerLost, DeadlineExceeded: another rank is gone or did not come.
-    """
-    size = sum(len(host) for host in hosts)
-    host = _host_of(rank, hosts, size=size)
-    number = host.index(rank)
-    world = connect_gloo(PrefixStore("world", store), rank=rank, size=size, address=address, deadline_s=deadline_s)
-    across = None
-    if number == 0 or len({len(each) for each in hosts}) == 1:
-        across = connect_gloo(
-            PrefixStore(f"across-{number}", store),
-            rank=[tuple(each) for each in hosts].index(host),
-            size=len(hosts),
-            address=address,
-            deadline_s=deadline_s,
-        )
-    return HierarchicalCollective(world=world, across=across, hosts=hosts, deadline_s=deadline_s)
 
 
 def _host_of(rank: int, hosts: Sequence[Sequence[int]], *, size: int) -> tuple[int, ...]:

@@ -34,16 +34,14 @@ class BlockAddress:
 class SharedBlock:
     """Shared memory that exists for as long as some process maps it.
 
-    Made with memfd_create(2): it has no name under /dev/shm, so a killed process leaves nothing behind, and its size is
-    not bounded by the size of /dev/shm. Others open the creator's descriptor through /proc, which the kernel allows to
-    processes of the same user.
+    memfd_create(2) makes it: it has no name under /dev/shm, so a killed process leaves nothing behind, and the size of
+    /dev/shm is no limit. Processes of the same user open the creator's descriptor through /proc.
     """
 
     def __init__(self, fd: int, address: BlockAddress, *, keep_descriptor: bool) -> None:
         self.address = address
         self._fd: int | None = fd if keep_descriptor else None
-        # Never closed by hand: torch does not count as an export of the map, so closing it would pull the memory from
-        # under living tensors. The last tensor that goes unmaps it, and closes the descriptor that mmap keeps.
+        # Nobody closes the map, which would pull the memory from under living tensors: the last tensor to go does.
         memory = mmap.mmap(fd, address.num_bytes)
         self.buffer = memoryview(memory)
         """The memory as bytes, `address.num_bytes` of them."""
@@ -97,7 +95,7 @@ class SharedBlock:
             self._fd = None
 
     def close(self) -> None:
-        """Let go of the memory; it is unmapped when the last tensor on it goes. A second call does nothing."""
+        """Let go of the memory, which is unmapped when the last tensor on it goes. A second call does nothing."""
         self.close_descriptor()
         self.buffer = memoryview(b"")
         self.tensor = torch.empty(0, dtype=torch.uint8)

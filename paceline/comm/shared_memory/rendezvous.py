@@ -40,10 +40,10 @@ _BLIND_SLEEP_S = 1e-3  # the longest sleep where a wake may be missed
 
 @final
 class Counter:
-    """How far ranks have come: 32-bit words, each written by one rank alone, that only grow (modulo 2**32)."""
+    """How far ranks have come: 32-bit words that only grow (modulo 2**32), each written by one rank alone."""
 
     def __init__(self, word: int, mine: memoryview, others: Mapping[int, memoryview]) -> None:
-        """`others`: for every rank that is waited for, the words of which the one at index `word` counts."""
+        """`others`: the words of every rank that is waited for; the one at index `word` counts."""
         self._word = word
         self._mine = mine
         self._others = others
@@ -129,8 +129,8 @@ class _Peer:
 class Rendezvous:
     """One rank's view of all ranks' pages.
 
-    Ranks go through the same numbered steps. At each a rank publishes that it has arrived (its input can be read) and
-    later that it is done (it will read and write no more of this step). After any failure the rendezvous stays closed.
+    Ranks go through the same numbered steps. At each a rank publishes first that it has arrived (its input can be
+    read), later that it is done (it will read and write no more of this step). After a failure every call raises.
     """
 
     def __init__(

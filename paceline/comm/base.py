@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 from abc import ABC, abstractmethod
@@ -71,6 +72,8 @@ class Collective(ABC):
     rank: int
     size: int
     timing: Timing
+    can_receive_first: bool = True
+    """Whether two ranks that exchange messages may both receive before they send."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> Tensor:
@@ -87,12 +90,12 @@ class Collective(ABC):
         `mean` of an integer tensor truncates towards zero. float16 and bfloat16 are accumulated in float32.
         """
 
-    @abstractmethod
     def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
         """An all-reduce of this tensor that every call starts anew (MPI 4.0, section 6.13: persistent collectives).
 
-        What does not change between two of them is prepared here. One must be over before the next is started.
+        Implementations may prepare here what every start needs. One must be over before the next is started.
         """
+        return functools.partial(self.all_reduce, tensor, op=op)
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal, final, get_args
 
 from paceline.buckets import GradientBuckets
 from paceline.comm.base import Timing, Work
-from paceline.comm.process_group.collective import TorchCollective
 from paceline.errors import UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.bucketing import laid_out
@@ -62,12 +61,8 @@ class AllReduce(Strategy):
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         require_no_closure(replica.optimizer)
-        if (
-            self.algorithm != "auto"
-            and isinstance(context.collective, TorchCollective)
-            and context.device.type != "cpu"
-        ):
-            # NCCL runs the messages of a pair of ranks in the order of the calls: two that receive first would hang.
+        if self.algorithm != "auto" and not context.collective.can_receive_first:
+            # In every algorithm ranks receive from each other before they send: over NCCL they would hang.
             raise UsageError(f"algorithm={self.algorithm} is not for NCCL; use algorithm=auto, or --device cpu")
         return _AllReduceSynchronizer(self, context, replica)
 

@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"ring-gossip": {"every": 2}, "periodic": {
 every_strategy = pytest.mark.parametrize("name", [entry.name for entry in ENTRIES])
 every_engine = pytest.mark.parametrize("engine", ["virtual", pytest.param("ray", marks=pytest.mark.ray)])
 
-pytestmark = pytest.mark.usefixtures("one_thread", "registered")
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.comm.base import Collective, OptimizerSpec, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import TensorSpec
@@ -170,6 +171,10 @@ class Strategy(ABC):
     @abstractmethod
     def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
         """A fresh rule for one server; none where there are no servers."""
+
+    def aggregator(self) -> Aggregator:
+        """How servers join the contributions to one update."""
+        return MEAN
 
     @abstractmethod
     def bind(self, context: Context, replica: Replica) -> Synchronizer:

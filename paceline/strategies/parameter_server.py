@@ -14,6 +14,7 @@ from paceline.buckets import GradientBuckets
 from paceline.comm.base import Push, Reply, Store, Timing
 from paceline.errors import UsageError
 from paceline.layout import by_group
+from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.strategies.base import (
     Context,
@@ -107,13 +108,14 @@ class ParameterServer(Strategy):
         return self.servers
 
     def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
+        members = Membership.first(num_workers)
         if self.consistency == "bsp":
-            return BulkSynchronous(num_workers=num_workers, backup_workers=self.backup_workers)
+            return BulkSynchronous(members, backup_workers=self.backup_workers)
         if self.consistency == "asp":
             staleness = math.inf
         else:
             staleness = DEFAULT_STALENESS if self.staleness is None else self.staleness
-        return StaleSynchronous(num_workers=num_workers, staleness=staleness, torn_reads=self.torn_reads)
+        return StaleSynchronous(members, staleness=staleness, torn_reads=self.torn_reads)
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if context.store is None:
@@ -188,9 +190,7 @@ class _ParameterServerSynchronizer(Synchronizer):
         if self._combines and self._versions_seen is None:
             self._finish_backward()  # every backward pass of this step was under no_sync
         void = self._is_void()
-        if self._strategy.consistency == "bsp" and self._weight != 1.0 and not self._is_combined:
-            for flat in self._buckets.flats:
-                flat.mul_(self._weight)
+        weight = 1.0 if self._is_combined else self._weight
         self._versions_seen = None
         self._is_combined = False
         self._gradients.to_host()
@@ -198,7 +198,9 @@ class _ParameterServerSynchronizer(Synchronizer):
         changed = None if groups == self._groups else groups
         self._groups = groups
         return self._take(
-            self._store.exchange(Push(pause_at=pause_at, void=void, stop=self.stop_vote(), groups=changed))
+            self._store.exchange(
+                Push(pause_at=pause_at, void=void, stop=self.stop_vote(), groups=changed, weight=weight)
+            )
         )
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:

@@ -20,8 +20,8 @@ import torch
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, OptimizerSpec
-from paceline.comm.servers.group import ServerAddress, ServerGroup
-from paceline.comm.servers.service import ParameterService, ServerSpec
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.wire import Keys
@@ -33,6 +33,7 @@ from paceline.layout import Layout
 from paceline.records import Record, RecordWriter, Reporter
 from paceline.running.result import Result
 from paceline.server.ranges import KeyRange
+from paceline.server.spec import ServerSpec
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
 from tests.conformance.settings import config_of
@@ -138,7 +139,7 @@ def _watch(
                 for service, pieces in zip(services, ranges, strict=True):
                     rule = plan.admission_rule(num_workers=len(processes))
                     assert rule is not None
-                    service.configure(ServerSpec(layout, pieces, spec, rule, config.max_steps))
+                    service.configure(ServerSpec(layout, pieces, spec, rule, config.max_steps, plan.aggregator()))
                 process.connection.send("configured")
                 continue
             del running[connection]  # type: ignore[arg-type]
@@ -232,7 +233,7 @@ def _work(
         ends.append(collective)
         store = None
         if servers:
-            store = ServerGroup(
+            store = connect_servers(
                 keys,
                 servers=servers,
                 collective=collective,

@@ -20,9 +20,9 @@ from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, OptimizerSpec
 from paceline.comm.hierarchical.collective import connect_hierarchical
 from paceline.comm.process_group.collective import connect_gloo, connect_nccl
-from paceline.comm.servers.group import ServerAddress, ServerGroup
 from paceline.comm.servers.line import BellAddress
-from paceline.comm.servers.service import ParameterService, ServerSpec
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.config import RunConfig
@@ -36,6 +36,7 @@ from paceline.engines.world import World, enter
 from paceline.layout import Layout
 from paceline.memory import keep_freed_memory
 from paceline.server.ranges import KeyRange
+from paceline.server.spec import ServerSpec
 from paceline.strategies.base import Context, Strategy
 
 
@@ -185,7 +186,7 @@ class WorkerActor:
         ends.append(collective)
         store = None
         if spec.servers:
-            store = ServerGroup(
+            store = connect_servers(
                 launcher.keys,
                 servers=[ServerAddress(s.endpoint, s.bell if s.node_id == me.node_id else None) for s in spec.servers],
                 collective=collective,
@@ -284,7 +285,8 @@ def _configure(
     for server, pieces in zip(servers, ranges, strict=True):
         rule = spec.strategy.admission_rule(num_workers=spec.size)
         assert rule is not None
-        requests.append(server.configure.remote(ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps)))
+        own = ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps, spec.strategy.aggregator())
+        requests.append(server.configure.remote(own))
     ray.get(requests)
 
 

@@ -11,10 +11,12 @@ from typing import final
 
 from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective
+from paceline.comm.base import Collective, OptimizerSpec, Store
+from paceline.comm.servers.group import ServerGroup
 from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import Outcome, outcome_of
 from paceline.engines.standing import Progress, Watcher
+from paceline.engines.virtual.carrier import VirtualCarrier
 from paceline.engines.virtual.computing.backward import BackwardEnds
 from paceline.engines.virtual.computing.durations import failure_s
 from paceline.engines.virtual.events import EventQueue
@@ -27,15 +29,16 @@ from paceline.engines.virtual.network.meeting import Meeting
 from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process, Scheduler
 from paceline.engines.virtual.reporter import DirectoryReporter
-from paceline.engines.virtual.server import VirtualServer
+from paceline.engines.virtual.server import EPOCH, VirtualServer
 from paceline.engines.virtual.spread.crew import Crew, crews_of
 from paceline.engines.virtual.spread.deputy import Deputy
 from paceline.engines.virtual.spread.order import RecordsInOrder
-from paceline.engines.virtual.store import VirtualStore
 from paceline.engines.virtual.worlds import Worlds, run_in
 from paceline.errors import Aborted, RunFailed, UsageError
+from paceline.layout import Layout
 from paceline.records import Record
-from paceline.server.admission import AdmissionRule
+from paceline.server.ranges import KeyRange
+from paceline.server.spec import ServerSpec
 
 
 @final
@@ -174,7 +177,7 @@ class VirtualRun:
         self._outcomes[rank] = outcome
         self._is_ending = self._is_ending or outcome.error is not None
 
-    def _act(self, rank: int, process: Process, collective: Collective, store: VirtualStore | None) -> Outcome:
+    def _act(self, rank: int, process: Process, collective: Collective, store: Store | None) -> Outcome:
         """For a worker that computes in another process."""
         crew = self._crews[rank % len(self._crews)]
         deputy = Deputy(
@@ -214,23 +217,22 @@ class VirtualRun:
             message_s=costs.message_us * 1e-6,
         )
 
-    def _store(self, process: Process, host: int, collective: Collective) -> VirtualStore:
-        return VirtualStore(
+    def _store(self, process: Process, host: int, collective: Collective) -> Store:
+        carrier = VirtualCarrier(
             self._servers,
             self._server_network,
-            request_s=self._job.cluster.communication.request_us * 1e-6,
-            collective=collective,
             process=process,
             host=host,
-            is_local=len({*self._places.workers, *self._places.servers}) == 1,
-            new_rule=self._new_rule,
-            max_updates=self._job.config.max_steps,
+            request_s=self._job.cluster.communication.request_us * 1e-6,
         )
+        return ServerGroup(carrier, collective=collective, configure=self._configure, epoch=EPOCH)
 
-    def _new_rule(self) -> AdmissionRule:
-        rule = self._job.strategy.admission_rule(num_workers=self._job.num_workers)
-        assert rule is not None
-        return rule
+    def _configure(self, layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
+        strategy, max_updates = self._job.strategy, self._job.config.max_steps
+        for server, pieces in zip(self._servers, ranges, strict=True):
+            rule = strategy.admission_rule(num_workers=self._job.num_workers)
+            assert rule is not None
+            server.core.configure(ServerSpec(layout, pieces, optimizer, rule, max_updates, strategy.aggregator()))
 
     def _server(self, index: int, host: int) -> VirtualServer:
         return VirtualServer(
@@ -271,9 +273,8 @@ class VirtualRun:
             for rank, process in enumerate(self._scheduler.processes)
         ]
         for server in self._servers:
-            name = f"server-{server.index}"
-            num_updates = server.parts[-1].shard.iteration if server.parts else 0
-            members.append(Statement(name, None, num_updates, is_dead=name in self._dead))
+            name = f"server-{server.core.index}"
+            members.append(Statement(name, None, server.core.iteration, is_dead=name in self._dead))
         return members
 
     def _on_interrupt(self) -> None:

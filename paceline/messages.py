@@ -125,13 +125,11 @@ class Message:
         try:
             header, text = raw_bytes(frames[0]), raw_bytes(frames[1])
             numbers = _HEADER.unpack(header)
-            magic, kind, flags, theirs, sender, shard, clock, iteration, pause_at, staleness, num_bytes, waiting_s = (
-                numbers
-            )
+            magic, kind, flags, theirs, sender, shard, clock, iteration, pause_at, staleness, size, waiting_s = numbers
             body = json.loads(bytes(text)) if len(text) else {}
             if magic != _MAGIC or not isinstance(body, dict):
                 raise ValueError("no Paceline message")
-            *counts, waiting_s = numbers[6:]
+            counts = (clock, iteration, pause_at, staleness, size)
             message = cls(Kind(kind), theirs, sender, flags, shard, *counts, waiting_s, body, frames[2:])
         except (IndexError, ValueError, RecursionError, struct.error) as error:
             raise WireError(f"refused a malformed message: {error}") from None

@@ -49,6 +49,7 @@ class _Server:
     """This worker's, for each of the server's shards."""
     gradients: list[list[Tensor]] = field(default_factory=list)
     shard_bytes: list[int] = field(default_factory=list)
+    range_bytes: int = 0
     follows: bool = False
     """It has to be told what the first server decided."""
     is_in_turn: bool = False
@@ -78,6 +79,7 @@ class ClientCore:
         self._servers = [_Server(is_beside) for is_beside in beside]
         self._layout: Layout | None = None
         self._clock = 0
+        self._num_due = 0
         self._pushed: tuple[Push, Request] | None = None
         self._error: WireError | None = None
 
@@ -92,7 +94,7 @@ class ClientCore:
         parameters: Tensor,
         gradients: Tensor,
         bodies: Sequence[Mapping[str, Any]],
-    ) -> Iterator[Send]:
+    ) -> list[Send]:
         """
         Args:
             whole: each server holds its range in one shard.
@@ -106,15 +108,16 @@ class ClientCore:
             server.parameters = [[piece.view(layout, parameters) for piece in shard] for shard in shards]
             server.gradients = [[piece.view(layout, gradients) for piece in shard] for shard in shards]
             server.shard_bytes = [sum(piece.num_bytes(layout) for piece in shard) for shard in shards]
+            server.range_bytes = sum(server.shard_bytes)
         flags = 0 if any(server.is_beside for server in self._servers) else APART
         return self._ask("attach", [[self._message(Kind.ATTACH, flags=flags, body=body)] for body in bodies])
 
-    def initialise(self, *, iteration: int) -> Iterator[Send]:
+    def initialise(self, *, iteration: int) -> list[Send]:
         """Give the servers this worker's parameters."""
         request = partial(self._message, Kind.INITIALISE, iteration=iteration)
         return self._ask("initial parameters", [self._with_tensors(request, s, s.parameters) for s in self._servers])
 
-    def exchange(self, push: Push) -> Iterator[Send]:
+    def exchange(self, push: Push) -> list[Send]:
         body: dict[str, Any] = {}
         if push.groups is not None:
             body["groups"] = [dict(group) for group in push.groups]
@@ -137,23 +140,23 @@ class ClientCore:
         self._pushed = push, request
         return self._ask(f"exchange of clock {self._clock}", requests)
 
-    def wait(self, *, pause_at: int) -> Iterator[Send]:
+    def wait(self, *, pause_at: int) -> list[Send]:
         """Ask for admission without a contribution."""
         return self._ask_all("admission", Kind.WAIT, pause_at=pause_at)
 
-    def pull(self) -> Iterator[Send]:
+    def pull(self) -> list[Send]:
         return self._ask_all("pull", Kind.PULL)
 
-    def join(self) -> Iterator[Send]:
+    def join(self) -> list[Send]:
         return self._ask_all("join", Kind.JOIN)
 
-    def leave(self) -> Iterator[Send]:
+    def leave(self) -> list[Send]:
         return self._ask_all("leave", Kind.LEAVE)
 
-    def get_state(self) -> Iterator[Send]:
+    def get_state(self) -> list[Send]:
         return self._ask_all("optimizer state", Kind.GET_STATE)
 
-    def set_state(self, state: Mapping[str, Tensor]) -> Iterator[Send]:
+    def set_state(self, state: Mapping[str, Tensor]) -> list[Send]:
         requests = []
         for part in split(self._require_layout(), [server.pieces for server in self._servers], state):
             body, payload = pack(part)
@@ -176,6 +179,7 @@ class ClientCore:
             self._error = WireError(f"{self.what} was refused by {answer.body.get('error')}")
             return
         server.num_due -= 1
+        self._num_due -= 1
         server.answers.append(answer)
         if answer.flags & IN_TURN:
             yield self._sent(index, self._message(Kind.RECEIVED))
@@ -189,7 +193,7 @@ class ClientCore:
     @property
     def is_done(self) -> bool:
         """Whether all that is due has come, or a server refused."""
-        return self._error is not None or not any(server.num_due for server in self._servers)
+        return self._error is not None or not self._num_due
 
     @property
     def due(self) -> list[int]:
@@ -253,29 +257,31 @@ class ClientCore:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _ask_all(self, what: str, kind: Kind, **fields: Any) -> Iterator[Send]:
+    def _ask_all(self, what: str, kind: Kind, **fields: Any) -> list[Send]:
         return self._ask(what, [[self._message(kind, **fields)] for _ in self._servers])
 
-    def _ask(self, what: str, requests: Sequence[Sequence[Message]]) -> Iterator[Send]:
+    def _ask(self, what: str, requests: Sequence[Sequence[Message]]) -> list[Send]:
         """Each server is to answer: to a request for tensors, once a shard, unless it is beside.
 
         Of pushed pieces only a few go out before the first is answered, where updates need every worker's.
         """
-        self.what, self.moved_bytes, self._error = what, 0, None
-        for server, messages in zip(self._servers, requests, strict=True):
+        self.what, self.moved_bytes, self._num_due, self._error = what, 0, 0, None
+        sends: list[Send] = []
+        for index, (server, messages) in enumerate(zip(self._servers, requests, strict=True)):
             is_cut = bool(messages) and messages[0].kind in _TENSORS and not server.is_beside
             server.num_due = len(server.parameters) if is_cut else 1
+            self._num_due += server.num_due
             server.answers = []
             limit_bytes = PIECES_UNDER_WAY * FRAME_BYTES if is_cut and server.is_in_turn else math.inf
             server.window = SendWindow(limit_bytes=limit_bytes)
             for message in messages:
                 server.window.put(message, message.tensor_bytes)
-        for index in range(len(self._servers)):
-            yield from self._next(index)
+            sends += self._next(index)
+        return sends
 
-    def _next(self, index: int) -> Iterator[Send]:
+    def _next(self, index: int) -> list[Send]:
         """What may go to a server now."""
-        return (self._sent(index, message) for message in self._servers[index].window.take())
+        return [self._sent(index, message) for message in self._servers[index].window.take()]
 
     def _sent(self, index: int, message: Message) -> Send:
         self.moved_bytes += message.num_bytes
@@ -288,8 +294,7 @@ class ClientCore:
         for index, server in enumerate(self._servers):
             if server.follows and server.is_beside:
                 push, request = self._require_pushed()
-                num_bytes = 0 if push.void else sum(server.shard_bytes)
-                message = request(tensor_bytes=num_bytes)
+                message = request(tensor_bytes=0 if push.void else server.range_bytes)
                 message.body = {**message.body, **decision}
                 yield self._sent(index, message)
             elif server.follows:
@@ -301,7 +306,7 @@ class ClientCore:
         For a server beside, one message, which stands for them.
         """
         if server.is_beside:
-            return [request(tensor_bytes=sum(server.shard_bytes))]
+            return [request(tensor_bytes=server.range_bytes)]
         return [
             request(shard=index, tensor_bytes=num_bytes, payload=to_frames(some) if self._carries_bytes else ())
             for index, (some, num_bytes) in enumerate(zip(tensors, server.shard_bytes, strict=True))

@@ -36,6 +36,7 @@ from paceline.server.state import export_state, import_state, pack, unpack
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 
 _ERROR_LENGTH = 4000
+_ABOUT = frozenset({"sender", "weight", "kind"})
 
 
 class Send(NamedTuple):
@@ -96,6 +97,7 @@ class ServerCore:
         self._spec: ServerSpec | None = None
         self._clients: dict[int, _Client] = {}
         self._all_parts: list[tuple[int, Part]] = []
+        self._range_bytes = 0
         self._window: AnswerWindow[Message] = AnswerWindow(least_bytes=LEAST_ANSWERS * FRAME_BYTES)
         self._some_read_for_themselves = False
         self._some_are_apart = self._has_neighbour = False
@@ -134,6 +136,7 @@ class ServerCore:
             rules[-1] = spec.rule
         self.parts = [build_part(spec, pieces, rule, memory) for pieces, rule in zip(ranges, rules, strict=True)]
         self._all_parts = list(enumerate(self.parts))
+        self._range_bytes = sum(part.tensor_bytes for part in self.parts)
         self.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in self.parts)
         self._some_read_for_themselves = memory is not None
         self._spec = spec
@@ -211,7 +214,7 @@ class ServerCore:
     def _exchange(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         client.arrived_s = now_s
         is_void, body = bool(message.flags & VOID), message.body
-        about = {name: body[name] for name in ("sender", "weight", "kind") if name in body} if body else {}
+        about = {name: body[name] for name in _ABOUT.intersection(body)}
         groups = body.get("groups")
         for index, part in self._parts_of(message):
             if client.parameters is None and not is_void:
@@ -251,14 +254,12 @@ class ServerCore:
         return self._next_in_turn(now_s)
 
     def _pull(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
-        parts = self._parts_of(message)
-        for index, part in parts:
+        for index, part in self._all_parts:
             payload = self._give(client, message.sender, index, part)
             if not client.is_beside:
                 yield Send(message.sender, self._with_tensors(self.message(Kind.ANSWER), index, part, payload))
         if client.is_beside:
-            num_bytes = sum(part.tensor_bytes for _, part in parts)
-            yield Send(message.sender, self.message(Kind.ANSWER, tensor_bytes=num_bytes))
+            yield Send(message.sender, self.message(Kind.ANSWER, tensor_bytes=self._range_bytes))
 
     def _join(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         clocks = [part.shard.join(message.sender) for part in self.parts]
@@ -342,7 +343,7 @@ class ServerCore:
         answers = [client.answers.pop(index) for index in range(len(self.parts))]
         is_admitted = all(answer.admitted for answer in answers)
         message = self._about(answers[-1], admitted=is_admitted, waiting_s=_waited_s(client, now_s))
-        message.tensor_bytes = sum(part.tensor_bytes for part in self.parts)
+        message.tensor_bytes = self._range_bytes
         return message
 
     def _give(self, client: _Client, worker: int, index: int, part: Part) -> Sequence[Raw]:

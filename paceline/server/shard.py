@@ -22,7 +22,7 @@ from paceline.server.admission import AdmissionRule, Following, ProtocolError
 Groups = Sequence[Mapping[str, Any]]
 """Hyperparameters of an optimizer's groups, without their parameters."""
 
-_KINDS = get_args(ContributionKind)
+_KINDS, _NUMBERS = get_args(ContributionKind), (float, int)
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _IMPLEMENTATION = frozenset({"foreach", "fused"})  # settings of a group that choose a kernel, not a result
 
@@ -226,7 +226,7 @@ class Shard:
             expected = [tuple(shape) for shape in self._shapes]
             raise ValueError(f"worker {worker} pushed gradients of shapes {shapes}; this server owns {expected}")
         weight, kind = contribution.weight, contribution.kind
-        if type(weight) not in (int, float) or not 0 < weight < math.inf or kind not in _KINDS:
+        if kind not in _KINDS or type(weight) not in _NUMBERS or not 0 < weight < math.inf:
             raise ValueError(f"worker {worker} pushed a {kind!r} of weight {weight!r}")
 
     def _update(self, senders: Sequence[int]) -> None:
@@ -262,16 +262,25 @@ class Shard:
     def _answers(self) -> Iterator[Answer]:
         for worker, (pause_at, given) in list(self._waiting.items()):
             admitted = self._rule.is_admitted(worker)
-            held = given is not None and self._rule.is_held(given.sender)
+            # What is no longer here has become an update, or been dropped.
+            held = given is not None and given.sender in self._given and self._rule.is_held(given.sender)
             # Without a held contribution, a worker need not be admitted to take part in a pause, nor to end.
             if not admitted and (held or not (self._stop or self.iteration >= pause_at)):
                 continue
             del self._waiting[worker]
+            staleness = -1
             if given is not None:
+                staleness = given.staleness
                 self._keep(given) if held else self._given.pop(given.sender, None)
-            staleness = given.staleness if given is not None else -1
-            clock, contributors = self._rule.clock_of(worker), self._rule.contributors
-            yield Answer(worker, self.iteration, clock, staleness, self._stop, admitted, contributors)
+            yield Answer(
+                worker,
+                self.iteration,
+                self._rule.clock_of(worker),
+                staleness,
+                self._stop,
+                admitted,
+                self._rule.contributors,
+            )
 
     @staticmethod
     def _keep(given: _Given) -> None:

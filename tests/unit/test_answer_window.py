@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.server.windows import UNDER_WAY_S, AnswerWindow
 
 LEAST = 4.0

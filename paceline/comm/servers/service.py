@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -184,6 +185,7 @@ def _address(numbers: Any, *, least_bytes: int = 0) -> BlockAddress:
     return BlockAddress(*numbers)
 
 
+@functools.lru_cache
 def identity_of(worker: int) -> bytes:
     """A worker's name on a server's socket."""
     return f"worker-{worker}".encode()

@@ -33,7 +33,7 @@ def join(*, seed: int) -> World:
     )
     context = Context(
         rank=rank,
-        membership=Membership.of_size(size),
+        membership=Membership.first(size),
         local_rank=local_rank,
         local_size=local_size,
         device=device,

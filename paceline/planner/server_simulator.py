@@ -8,6 +8,7 @@ from typing import final
 
 import numpy as np
 
+from paceline.membership import Membership
 from paceline.planner.draws import Draws
 from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
@@ -25,7 +26,7 @@ class SynchronousRun:
 
     def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
         size = setting.num_workers
-        self._rule: AdmissionRule = BulkSynchronous(num_workers=size, backup_workers=traffic.backup_workers)
+        self._rule: AdmissionRule = BulkSynchronous(Membership.first(size), backup_workers=traffic.backup_workers)
         self._exchange = server_exchange(setting, num_gradients=size - traffic.backup_workers)
         self._draws, self._every = draws, traffic.every
         self._besides_s = traffic.every * setting.work.overhead_s + self._exchange.ask_s
@@ -84,7 +85,7 @@ class AsynchronousRun:
     def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
         assert traffic.staleness is not None
         num_workers = setting.num_workers
-        self._rule = StaleSynchronous(num_workers=num_workers, staleness=traffic.staleness)
+        self._rule = StaleSynchronous(Membership.first(num_workers), staleness=traffic.staleness)
         exchange = server_exchange(setting, num_gradients=1)
         self._draws, self._every = draws, traffic.every
         self._besides_s = traffic.every * setting.work.overhead_s + exchange.ask_s

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.comm.base import Collective, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.membership import Membership
@@ -159,6 +160,10 @@ class Strategy(ABC):
     def traits(self) -> Traits:
         """What holds for every run under this strategy."""
 
+    def aggregator(self) -> Aggregator:
+        """How servers join the contributions to one update."""
+        return MEAN
+
     @abstractmethod
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         """This worker's live half. Collective call.
@@ -173,7 +178,7 @@ class Strategy(ABC):
     def check(self, *, num_workers: int) -> None:  # noqa: B027
         """Raise UsageError where the strategy cannot run with so many workers."""
 
-    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
+    def admission_rule(self, members: Membership) -> AdmissionRule | None:
         """A fresh rule for one server; none where there are no servers."""
         return None
 

@@ -18,9 +18,9 @@ from torch.distributed import TCPStore
 from paceline.checkpoint import Checkpoint
 from paceline.comm.base import OptimizerSpec
 from paceline.comm.connecting import connect
-from paceline.comm.servers.group import ServerAddress, ServerGroup
 from paceline.comm.servers.line import BellAddress
-from paceline.comm.servers.service import ParameterService, ServerSpec
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.config import RunConfig
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
@@ -33,6 +33,7 @@ from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.server.ranges import KeyRange
+from paceline.server.spec import ServerSpec
 from paceline.strategies.base import Context, Strategy
 
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -72,6 +73,10 @@ class WorldSpec:
     config: RunConfig
     uses_cuda: bool
     is_resumed: bool
+
+    @property
+    def membership(self) -> Membership:
+        return Membership(self.epoch, tuple(range(self.size)))
 
     @property
     def size(self) -> int:
@@ -180,7 +185,7 @@ class WorkerActor:
         ends.append(collective)
         store = None
         if spec.servers:
-            store = ServerGroup(
+            store = connect_servers(
                 launcher.keys,
                 servers=[ServerAddress(s.endpoint, s.bell if s.node_id == me.node_id else None) for s in spec.servers],
                 collective=collective,
@@ -191,7 +196,7 @@ class WorkerActor:
             ends.append(store)
         context = Context(
             rank=rank,
-            membership=Membership(spec.epoch, tuple(range(spec.size))),
+            membership=spec.membership,
             local_rank=local_ranks.index(rank),
             local_size=len(local_ranks),
             device=device,
@@ -256,9 +261,10 @@ def _configure(
     """Have every server build its shard. Set-up goes through Ray, which can carry a script's own optimizer class."""
     requests = []
     for server, pieces in zip(servers, ranges, strict=True):
-        rule = spec.strategy.admission_rule(num_workers=spec.size)
+        rule = spec.strategy.admission_rule(spec.membership)
         assert rule is not None
-        requests.append(server.configure.remote(ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps)))
+        own = ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps, spec.strategy.aggregator())
+        requests.append(server.configure.remote(own))
     ray.get(requests)
 
 

@@ -21,6 +21,7 @@ from paceline.records import (
     summarise,
 )
 from paceline.running import manifest
+from paceline.strategies.traits import Unit
 from paceline.training.clock import VIRTUAL, unit
 from paceline.training.session import MODEL_FILE
 
@@ -60,6 +61,12 @@ class Result:
     @property
     def engine(self) -> str:
         return str(self.manifest.get("engine", "ray"))
+
+    @property
+    def unit(self) -> Unit:
+        """What an iteration is; an update where an older result does not say."""
+        unit: Unit = self.manifest.get("unit", "update")
+        return unit
 
     @property
     def is_virtual(self) -> bool:

@@ -42,7 +42,7 @@ def test_a_trial_worked_out_by_hand(tmp_path: Path) -> None:
     expected = {
         "study": "made", "script": "train.py", "strategy": "ps-asp servers=2", "workers": 2, "seed": 7,
         "trial": "ps-asp_servers=2-n2-s7", "status": "finished", "reason": "", "engine": "ray", "cluster": "",
-        "synchronous": False,
+        "unit": "gradient",
         "servers": 2, "iterations": 4, "training_time_s": 10.0, "samples": 256, "samples_per_s": 25.6,
         "iterations_per_s": 0.4, "target": "accuracy=0.5", "reached": True, "time_to_target_s": 7.5,
         "resolution_s": 2.5,

@@ -116,9 +116,13 @@ class Subject:
     def time_title(self) -> str:
         return self.seconds("Training time")
 
-    def is_synchronous(self, strategy: str) -> bool:
+    def unit_of(self, strategy: str) -> str:
+        """What an iteration is."""
         trials = self.frames.trials
-        return bool(trials.loc[trials["strategy"] == strategy, "synchronous"].all())
+        return str(trials.loc[trials["strategy"] == strategy, "unit"].iloc[0])
+
+    def is_synchronous(self, strategy: str) -> bool:
+        return self.unit_of(strategy) != "gradient"
 
     def counts_of(self, strategy: str) -> list[int]:
         """Worker counts at which the strategy has a finished trial."""

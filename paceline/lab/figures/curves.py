@@ -226,7 +226,7 @@ def _named(subject: Subject) -> dict[str, Style]:
 
 
 def _iterations_title(subject: Subject, strategy: str) -> str:
-    return "Iterations (global updates)" if subject.is_synchronous(strategy) else "Iterations (gradients applied)"
+    return f"Iterations ({words.ITERATIONS[subject.unit_of(strategy)]})"
 
 
 def _metric_title(subject: Subject) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from paceline.cli import common_options, exit_codes
 from paceline.cluster.description import Cluster
-from paceline.probing import probe as probing
+from paceline.probing import measuring
 
 
 def probe(
@@ -37,12 +37,12 @@ def probe(
     Example: paceline probe train.py --address FIRST:6379 --out ours.toml -- --lr 0.1
     """
     console = Console(stderr=True)
-    plan = probing.plan_for(script, arguments or (), num_steps=steps, max_s=max_time)
-    probing.require_writable(out, force=force)
+    config = measuring.config_for(script, arguments or (), num_steps=steps, max_s=max_time)
+    measuring.require_writable(out, force=force)
     try:
         with _Stages(console) as stages:
-            cluster = probing.probe(plan, address=address, audience=stages)
-        probing.write(cluster, out)
+            cluster = measuring.probe(config, address=address, audience=stages)
+        measuring.write(cluster, out)
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written", markup=False, highlight=False)
         raise typer.Exit(exit_codes.INTERRUPTED) from None

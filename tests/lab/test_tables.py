@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.lab import step_totals
 from paceline.lab.frames import COLUMNS, Frames, table
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.study import Study
 from paceline.records import (
     EvaluationRecord,
@@ -184,7 +184,7 @@ def test_a_study_without_its_trials_is_read_from_its_tables(tmp_path: Path) -> N
 def test_an_outcome_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trial.json").write_text("{}")
     with pytest.raises(UsageError, match="does not say how the trial ended"):
-        Outcome.read(tmp_path)
+        TrialOutcome.read(tmp_path)
 
 
 def test_empty_tables_have_their_types() -> None:

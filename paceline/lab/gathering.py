@@ -11,7 +11,7 @@ from paceline.config import Target, rises
 from paceline.errors import UsageError
 from paceline.lab import analysis, runner, step_totals
 from paceline.lab.frames import FINISHED, MISSING, Frames, table
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.reaching import first_reaching
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.step_totals import StepTotals
@@ -32,7 +32,7 @@ def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
     rows: _Rows = {name: [] for name in _READ}
     outcomes = runner.outcomes(directory, spec.trials)
     for trial in spec.trials:
-        outcome = outcomes.get(trial, Outcome(MISSING, "", 0.0))
+        outcome = outcomes.get(trial, TrialOutcome(MISSING, "", 0.0))
         key = _key(spec, trial, name)
         if outcome.status != FINISHED:
             rows["trials"].append({**key, **_facts(spec, trial, outcome)})
@@ -44,7 +44,7 @@ def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
 
 
 def _read(
-    rows: _Rows, spec: StudySpec, trial: Trial, outcome: Outcome, key: Mapping[str, Any], directory: Path
+    rows: _Rows, spec: StudySpec, trial: Trial, outcome: TrialOutcome, key: Mapping[str, Any], directory: Path
 ) -> None:
     """Add a finished trial's rows to every table."""
     totals = step_totals.read(directory)
@@ -81,7 +81,7 @@ def _key(spec: StudySpec, trial: Trial, name: str) -> dict[str, Any]:
     }
 
 
-def _facts(spec: StudySpec, trial: Trial, outcome: Outcome) -> dict[str, Any]:
+def _facts(spec: StudySpec, trial: Trial, outcome: TrialOutcome) -> dict[str, Any]:
     return {
         "status": outcome.status,
         "reason": outcome.reason,

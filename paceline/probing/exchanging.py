@@ -19,9 +19,8 @@ from paceline.comm.servers.group import ServerAddress, ServerGroup
 from paceline.comm.servers.service import ParameterService, ServerSpec
 from paceline.comm.wire import FRAME_BYTES, Keys
 from paceline.layout import Layout, TensorSpec, by_group
-from paceline.probing.caches import CacheEmptier
 from paceline.probing.echo import EPOCH
-from paceline.probing.timing import mean_s
+from paceline.probing.timing import CacheEmptier, mean_s
 from paceline.records import Reporter
 from paceline.server.admission import BulkSynchronous
 from paceline.server.ranges import cut

@@ -128,9 +128,6 @@ def _cluster(address: str | None) -> Iterator[Finding]:
     yield Finding(where, True, f"{len(hosts)} host(s)")
     for host in hosts:
         versions = f"Python {host.python}, torch {host.torch}, paceline {host.paceline}"
-        facts = [
-            f"{host.num_cpus:g} CPU, {host.num_gpus:g} GPU, {versions}, interface {host.interface}",
-            *host.problems,
-        ]
+        said = f"{host.num_cpus:g} CPU, {host.num_gpus:g} GPU, {versions}, interface {host.interface}"
         remedy = "give every host the same Python, torch and paceline, and open TCP ports between hosts"
         yield Finding(f"host {host.address}", not host.problems, "; ".join([said, *host.problems]), remedy)

@@ -45,13 +45,7 @@ class HierarchicalCollective(Collective):
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        hosts: Sequence[Sequence[int]],
-        address: str,
-        deadline_s: float | None = 300.0,
+        self, store: Store, *, rank: int, hosts: Sequence[Sequence[int]], address: str, deadline_s: float | None = 300.0
     ) -> None:
         """Meet the other ranks. Collective call.
 
@@ -197,7 +191,6 @@ class HierarchicalCollective(Collective):
         return passage.is_over
 
     def wait(self, passage: Passage) -> None:
-        """Block until `passage` is over."""
         if not passage.is_over:
             with self._failing():
                 self._stages.wait(passage)

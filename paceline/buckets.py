@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
 from paceline.layout import Layout
 
-NONFINITE, STOP = 0, 1  # positions in a bucket's tail; one element a tensor follows, above zero where it has a gradient
+NONFINITE, STOP = (
+    0,
+    1,
+)  # places among a bucket's flags; one a tensor follows, above zero where it has a gradient
 _FLAGS = 2
+
+
+class Bucket(NamedTuple):
+    """Values, and the flags that travel with them; the two lie one behind the other in `flat`."""
+
+    flat: Tensor
+    values: Tensor
+    flags: Tensor
 
 
 @final
@@ -40,20 +53,20 @@ class GradientBuckets:
         self.layout = layout
         self.parameters = list(parameters)
         self.views = layout.views(buffer)
-        self.flats = [segment.view(buffer) for segment in layout.segments]
+        flats = [segment.view(buffer) for segment in layout.segments]
+        ends = [flat.numel() - segment.tail for flat, segment in zip(flats, layout.segments, strict=True)]
+        self.buckets = [Bucket(flat, flat[:end], flat[end:]) for flat, end in zip(flats, ends, strict=True)]
         self.is_synchronizing = True
         self._on_bucket = on_bucket
         self._on_backward_end = on_backward_end
-        self._tails = [flat[flat.numel() - s.tail :] for flat, s in zip(self.flats, layout.segments, strict=True)]
-        self._flags: list[list[float]] = [[] for _ in self._tails]  # what each tail holds
-        self.bodies = [flat[: flat.numel() - s.tail] for flat, s in zip(self.flats, layout.segments, strict=True)]
+        self._flags: list[list[float]] = [[] for _ in flats]  # what each bucket's hold
         self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
         self._indices = [[slot.index for slot in segment.slots] for segment in layout.segments]
         self._missing = [len(indices) for indices in self._indices]
         self._next_bucket = 0
         self._in_backward = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            when_gradient_is_ready(parameter, self._on_gradient, index)
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -78,20 +91,20 @@ class GradientBuckets:
         parameter.grad = view
         return True
 
-    def fill_tail(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
+    def fill_flags(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
         """Adopt the bucket's gradients and write its flags."""
         flags = [float(nonfinite), float(stop), *(float(self.adopt(index)) for index in self._indices[bucket])]
         # What the last exchange left is most often what this one is to say: 20 us less a bucket.
         if flags != self._flags[bucket]:
-            self._tails[bucket].copy_(torch.tensor(flags))
+            self.buckets[bucket].flags.copy_(torch.tensor(flags))
             self._flags[bucket] = flags
 
-    def read_tail(self, bucket: int) -> tuple[bool, bool]:
+    def read_flags(self, bucket: int) -> tuple[bool, bool]:
         """Whether any rank's gradients were not finite, and whether any rank asks to stop.
 
         Also gives every parameter that some rank has a gradient for its view, and the others none.
         """
-        flags = self._flags[bucket] = self._tails[bucket].tolist()
+        flags = self._flags[bucket] = self.buckets[bucket].flags.tolist()
         for index, used in zip(self._indices[bucket], flags[_FLAGS:], strict=True):
             parameter = self.parameters[index]
             if (parameter.grad is not None) != (used > 0):
@@ -100,10 +113,15 @@ class GradientBuckets:
 
     def find_nonfinite(self, bucket: int) -> str | None:
         """The name of a parameter in the bucket whose gradient holds NaN or infinity."""
-        if _is_finite(self.bodies[bucket]):
+        if _is_finite(self.buckets[bucket].values):
             return None
         culprits = (self._name(index) for index in self._indices[bucket] if not _is_finite(self.views[index]))
         return next(culprits, None)
+
+    def find_any_nonfinite(self) -> str | None:
+        """The name of a parameter whose gradient holds NaN or infinity."""
+        found = (self.find_nonfinite(bucket) for bucket in range(len(self.buckets)))
+        return next((name for name in found if name is not None), None)
 
     def flush(self) -> None:
         """Announce the buckets that this backward pass has not filled, and be ready for the next."""
@@ -113,28 +131,23 @@ class GradientBuckets:
         self._missing = [len(indices) for indices in self._indices]
         self._in_backward = False
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
+    def _on_gradient(self, index: int) -> None:
+        self.adopt(index)
+        if not self.is_synchronizing or (self._on_bucket is None and self._on_backward_end is None):
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            # The engine runs queued callbacks when the whole backward pass is done, before it returns.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         bucket = self._bucket_of[index]
-        announces = self._on_bucket is not None or self._on_backward_end is not None
-
-        def on_gradient(_: Tensor) -> None:
-            self.adopt(index)
-            if not self.is_synchronizing or not announces:
-                return
-            if not self._in_backward:
-                self._in_backward = True
-                # The engine runs queued callbacks when the whole backward pass is done, before it returns.
-                torch.autograd.Variable._execution_engine.queue_callback(self._end)
-            self._missing[bucket] -= 1
-            if self._missing[bucket] < 0:
-                name = self._name(index)
-                raise UsageError(
-                    f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed"
-                )
-            while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
-                self._announce()
-
-        return on_gradient
+        self._missing[bucket] -= 1
+        if self._missing[bucket] < 0:
+            name = self._name(index)
+            raise UsageError(
+                f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed"
+            )
+        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
+            self._announce()
 
     def _announce(self) -> None:
         if self._on_bucket is not None:
@@ -148,6 +161,23 @@ class GradientBuckets:
 
     def _name(self, index: int) -> str:
         return self.layout.specs[index].name
+
+
+def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:
+    """Call `method(index)` whenever backward has computed the parameter's gradient, while the method's object lives.
+
+    The hook refers to that object weakly: torch would never free an object that a parameter's hook refers to and that
+    refers to the parameter.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def hook(_: Tensor) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(index)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    return handle
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from paceline.comm.connecting import connect
 from paceline.config import RunConfig
 from paceline.engines.threads import share_cores
 from paceline.engines.world import World
+from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.records import NullReporter
 from paceline.strategies.all_reduce import AllReduce
@@ -31,6 +32,11 @@ def join(*, seed: int) -> World:
         PrefixStore("paceline", store), rank=rank, size=size, device=device, deadline_s=config.deadline_s
     )
     context = Context(
-        rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device, collective=collective
+        rank=rank,
+        membership=Membership.of_size(size),
+        local_rank=local_rank,
+        local_size=local_size,
+        device=device,
+        collective=collective,
     )
     return World(context, AllReduce(), config, NullReporter())

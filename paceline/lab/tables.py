@@ -103,8 +103,8 @@ def _facts(spec: StudySpec, trial: Trial, outcome: Outcome) -> dict[str, Any]:
         "reason": outcome.reason,
         "engine": spec.engine,
         "cluster": spec.cluster.name if spec.cluster is not None else "",
-        "synchronous": trial.variant.strategy.is_synchronous(),
-        "servers": trial.variant.strategy.num_servers(),
+        "synchronous": trial.variant.strategy.traits.is_synchronous,
+        "servers": trial.variant.strategy.traits.num_servers,
         "target": spec.target or "",
     }
 
@@ -152,7 +152,7 @@ def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, tr
         "iterations_to_target": reached.iteration,
         "samples_to_target": reached.samples,
         "worker_s_to_target": trial.workers * reached.time_s,
-        "server_s_to_target": trial.variant.strategy.num_servers() * reached.time_s,
+        "server_s_to_target": trial.variant.strategy.traits.num_servers * reached.time_s,
     }
 
 
@@ -190,7 +190,4 @@ def _used_by_others(directory: Path) -> float:
 def _staleness_facts(totals: StepTotals) -> dict[str, Any]:
     num = totals.staleness.total()
     weighted = sum(staleness * count for staleness, count in totals.staleness.items())
-    return {
-        "mean_staleness": weighted / num if num else math.nan,
-        "max_staleness": max(totals.staleness, default=0),
-    }
+    return {"mean_staleness": weighted / num if num else math.nan, "max_staleness": max(totals.staleness, default=0)}

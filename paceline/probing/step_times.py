@@ -18,9 +18,11 @@ from paceline.engines.scripting import Script, run_program
 from paceline.engines.world import World, current
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import EventRecord
-from paceline.server.admission import AdmissionRule
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.pacing import Pacing
+from paceline.strategies.replica import Replica
 from paceline.strategies.single import Single
+from paceline.strategies.traits import Traits
 
 EVENT = "measured"
 """Carries a worker's report."""
@@ -36,23 +38,9 @@ class Apart(Strategy):
 
     summary: ClassVar[str] = "every worker on its own"
 
-    def validate(self) -> None:
-        pass
-
-    def check(self, *, num_workers: int) -> None:
-        pass
-
-    def is_lock_step(self) -> bool:
-        return False
-
-    def is_synchronous(self) -> bool:
-        return False
-
-    def num_servers(self) -> int:
-        return 0
-
-    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
-        return None
+    @property
+    def traits(self) -> Traits:
+        return Traits(lock_step=False, unit="gradient", tells_stop=True, traffic=())
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         return Single(nonfinite=self.nonfinite).bind(context, replica)
@@ -75,7 +63,7 @@ class _Enough(BudgetReached):
 
 
 @final
-class StepWatch:
+class StepWatch(Pacing):
     """Times the steps of a model, told apart by the optimizer's. The time that a script asks to sleep is not counted:
     the virtual engine takes it anew.
 
@@ -98,8 +86,10 @@ class StepWatch:
         self._parts_s: list[list[float]] = []
         self._num_parameters = 0
 
+    def now_s(self) -> float:
+        return self._now_s()
+
     def watch(self, replica: Replica) -> None:
-        """As `Context.watch`."""
         self._num_parameters = len(replica.parameters)
         replica.model.register_forward_hook(self._end_forward)
         for index, parameter in enumerate(replica.parameters):
@@ -185,7 +175,7 @@ class MeasuredScript:
         world = current()
         assert world is not None
         watch = StepWatch(num_steps=self.num_steps, max_s=self.max_s)
-        world.context = replace(world.context, watch=watch.watch)
+        world.context = replace(world.context, pacing=watch)
         with sleeps_told(watch.slept):
             run_program(self.script)
         world.at_end.clear()  # the model is nobody's: it is neither evaluated nor saved

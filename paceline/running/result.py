@@ -22,7 +22,7 @@ from paceline.records import (
 )
 from paceline.running import manifest
 from paceline.training.clock import VIRTUAL, unit
-from paceline.training.session import MODEL_FILE
+from paceline.training.pauses import MODEL_FILE
 
 
 @dataclass(frozen=True)

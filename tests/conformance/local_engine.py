@@ -30,6 +30,7 @@ from paceline.engines.scripting import run_program
 from paceline.engines.world import World, enter
 from paceline.errors import RunFailed
 from paceline.layout import Layout
+from paceline.membership import Membership
 from paceline.records import Record, RecordWriter, Reporter
 from paceline.running.result import Result
 from paceline.server.ranges import KeyRange
@@ -104,7 +105,7 @@ def _servers(plan: Strategy) -> Iterator[tuple[Keys, list[ParameterService], lis
     keys, records = Keys.generate(), list[Record]()
     services = [
         ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=_ListReporter(records, Path()))
-        for index in range(plan.num_servers())
+        for index in range(plan.traits.num_servers)
     ]
     threads = [threading.Thread(target=service.serve) for service in services]
     for thread in threads:
@@ -241,7 +242,7 @@ def _work(
                 deadline_s=config.deadline_s,
             )
             ends.append(store)
-        context = Context(rank, size, rank, size, torch.device("cpu"), collective, store)
+        context = Context(rank, Membership.of_size(size), rank, size, torch.device("cpu"), collective, store)
         restored = Checkpoint.decode(checkpoint, where="the checkpoint") if checkpoint is not None else None
         world = World(context, plan, config, _ListReporter(records, out), restored)
         enter(world)

@@ -51,7 +51,7 @@ def train_adam(worker: Any) -> None:
         step(worker, model, optimizer, x, y)
 
 
-@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize("num_servers", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "case",
     [

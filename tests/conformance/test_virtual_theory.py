@@ -26,9 +26,6 @@ from tests.conformance.rows import loader_of, problem
 from tests.conformance.scripts import EXACT, SCRIPTS, NormalisedSGD, assert_close
 from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of, run, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- theory ----------------------------------------------------------------------------------------------------------
 
 

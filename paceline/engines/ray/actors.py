@@ -30,6 +30,7 @@ from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.threads import share_of
 from paceline.engines.world import World, enter
 from paceline.layout import Layout
+from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.server.ranges import KeyRange
 from paceline.strategies.base import Context, Strategy
@@ -180,7 +181,7 @@ class WorkerActor:
             ends.append(store)
         context = Context(
             rank=rank,
-            size=spec.size,
+            membership=Membership(spec.epoch, tuple(range(spec.size))),
             local_rank=local_ranks.index(rank),
             local_size=len(local_ranks),
             device=device,

@@ -145,10 +145,7 @@ class VirtualStore(Store):
                         self.host, server.host, NOTICE_BYTES, server.follow, rank, answer.clock, answer.contributors
                     )
 
-        reply = self._receive(f"exchange of clock {clock}", self._of_each_shard(request), tell_others, is_push=True)
-        if reply.goes_on(pause_at=push.pause_at):
-            self._process.after_exchange()
-        return reply
+        return self._receive(f"exchange of clock {clock}", self._of_each_shard(request), tell_others, is_push=True)
 
     def wait_for_admission(self, *, pause_at: int) -> Reply:
         rank = self._collective.rank
@@ -253,7 +250,6 @@ class VirtualStore(Store):
         """
         if self._abort_reason is not None:
             raise Aborted(f"{what} on rank {self._collective.rank} was ended: {self._abort_reason}")
-        self._process.before_exchange()
         self._asked_s = self._process.now_s
         self._deliveries, self._num_due, self._all_here = [], len(requests), Signal()
         self._on_delivery = on_delivery or (lambda delivery: None)

@@ -66,10 +66,7 @@ def interface_with(address: str) -> str:
 def nccl_interface(address: str) -> Iterator[None]:
     """Have NCCL use the interface of the address, unless the environment names one.
 
-    NCCL reads that from the environment, once in a process, when it first communicates.
-
-    Raises:
-        UsageError: as `interface_with`.
+    NCCL reads that from the environment, once in a process, when it first communicates. Raises as `interface_with`.
     """
     if _NCCL_INTERFACE in os.environ:
         yield

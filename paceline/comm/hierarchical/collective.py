@@ -92,13 +92,7 @@ class HierarchicalCollective(Collective):
         self._num_staged = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """A zeroed uint8 tensor of shape (num_bytes,) that every rank of the host maps until `close`.
-
-        Raises:
-            TensorMismatch: ranks ask for different sizes.
-            ValueError: `num_bytes` is not positive.
-            OSError: there is no descriptor or no address space left, here.
-        """
+        """As `SharedMemoryCollective.allocate`; every rank of the host maps the tensor."""
         if num_bytes <= 0:
             raise ValueError(f"an allocation needs at least one byte, not {num_bytes}")
         self.require_equal("the size of an allocation", num_bytes)

@@ -89,10 +89,6 @@ class HostShares:
             ranks: the world ranks of this host's ranks, for errors.
             gather: returns the 1-D tensors that all ranks of this host call it with, in their order.
             meet: returns once all ranks of this host have called it.
-
-        Raises:
-            PeerLost: another rank's process is gone, or its memory cannot be opened.
-            OSError: there is no descriptor or no address space left.
         """
         self.timing = Timing()
         self._rank = rank

@@ -38,8 +38,8 @@ class TorchCollective(ByteCollective):
     All blocked time counts as communication: the backends do not tell it from waiting. `wait` blocks this thread until
     the result is in place, with NCCL too, so that every wait has a deadline. After any error every later call raises.
 
-    Errors name the rank that is lost, missing or disagrees. Ranks compare operation, root, dtype and
-    size the first time that one of them asks for such an all-reduce, and in every call of the other operations. If
+    Errors name the rank that is lost, missing or disagrees. Ranks compare operation, root, dtype and size the first
+    time that one of them asks for that, and dtypes and sizes in every call of operations other than all-reduce. If
     ranks mix up all-reduces that were all agreed on before, gloo ends their processes: to compare every time would
     double the time of a 12 KB all-reduce. A message of another dtype or size than its receiver awaits never arrives
     over gloo; over NCCL what happens is undefined.
@@ -49,19 +49,7 @@ class TorchCollective(ByteCollective):
     """
 
     def __init__(self, group: Any, *, device: torch.device, address: str, deadline_s: float | None) -> None:
-        """Take over a backend's group. Collective call. `connect_gloo` and `connect_nccl` make groups.
-
-        Args:
-            group: one of gloo or NCCL; `close` shuts it down.
-            device: where this rank's tensors are.
-            address: IP address of this host on which the other ranks reach it.
-            deadline_s: the longest that any one call may wait; None for ever. The group's own timeout is set
-                a little longer.
-
-        Raises:
-            DeadlineExceeded, PeerLost: another rank did not come.
-            OSError: another rank's address cannot be reached.
-        """
+        """Take over the group of a backend from `connect_gloo` or `connect_nccl`. Collective call."""
         self.rank = group.rank()
         self.size = group.size()
         self.timing = Timing()

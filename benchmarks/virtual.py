@@ -1,7 +1,6 @@
 """What simulating costs: virtual workers of the conv net against the pure computing of their gradients.
 
     python benchmarks/virtual.py --workers 20 --strategies all-reduce,ps-bsp,ps-asp
-    python benchmarks/virtual.py --workers 20 --threads 2 --processes 2
 
 Both sides compute forward and backward passes of batches of 100, of as many images as CIFAR-10 has. Pure are three:
 
@@ -9,8 +8,7 @@ Both sides compute forward and backward passes of batches of 100, of as many ima
     own      the workers' own: each has its model, and its next batch lies ready in memory
     batches  as "again", of batches that a DataLoader shuffles and takes
 
-The virtual run takes batches, updates, exchanges and writes records. With `--processes 2` its computing is spread over
-two, each with its share of torch's threads; the pure sides stay in one, with all of them. The sides take turns. The
+The virtual run takes batches, updates, exchanges and writes records. The sides take turns. The
 least of all turns is printed, as what else the machine does only adds; and of the turns' ratios the median, with
 quartiles.
 """
@@ -54,7 +52,7 @@ def images(count: int) -> Split:
 
 
 def script(model_name: str, split: Split, directory: Path) -> None:
-    """Notes its gradients, when its first step began, and the last one ended, by a clock that all processes share."""
+    """Notes its gradients, when its first step began, and the last one ended."""
     worker = paceline.init()
     num_gradients, began_s, ended_s = 0, math.inf, -math.inf
     model = build(model_name)
@@ -110,7 +108,6 @@ def virtual_s(
     cluster: str,
     *,
     num_gradients: int,
-    processes: int,
 ) -> float:
     """Seconds a gradient, from the first step to the last of a virtual run of so many gradients.
 
@@ -127,7 +124,6 @@ def virtual_s(
             workers=workers,
             engine="virtual",
             cluster=cluster,
-            processes=processes,
             max_steps=max_steps,
             device="cpu",
             out=directory / "run",
@@ -144,7 +140,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=20)
     parser.add_argument("--strategies", default="all-reduce,ps-bsp,ps-asp")
     parser.add_argument("--cluster", default="commodity-10gbe")
-    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument(
         "--threads", default=f"1,{torch.get_num_threads()}", help="of torch's, for all sides (default %(default)s)"
     )
@@ -152,7 +147,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     given = parser.parse_args()
     split = images(NUM_IMAGES)
-    print(f"{given.model}, {given.workers} virtual workers, {given.processes} process(es): least ms a gradient")
+    print(f"{given.model}, {given.workers} virtual workers: least ms a gradient")
     print("Ratios: of the least, then the median of the turns' own (lower and upper quartile)")
     times, ratios = (f"{side:>7}" for side in (*SIDES, "virtual")), [f"{f'of {side}':<25}" for side in SIDES]
     print(f"{'threads':>7} {'strategy':<12}", *times, *ratios)
@@ -180,7 +175,6 @@ def _turn(given: argparse.Namespace, split: Split, strategy: str) -> tuple[float
             workers,
             given.cluster,
             num_gradients=num_gradients,
-            processes=given.processes,
         ),
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
 from paceline.layout import Layout
@@ -64,7 +66,7 @@ class GradientBuckets:
         self._next_bucket = 0
         self._in_backward = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            when_gradient_is_ready(parameter, self._on_gradient, index)
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -129,28 +131,23 @@ class GradientBuckets:
         self._missing = [len(indices) for indices in self._indices]
         self._in_backward = False
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
+    def _on_gradient(self, index: int) -> None:
+        self.adopt(index)
+        if not self.is_synchronizing or (self._on_bucket is None and self._on_backward_end is None):
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            # The engine runs queued callbacks when the whole backward pass is done, before it returns.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         bucket = self._bucket_of[index]
-        announces = self._on_bucket is not None or self._on_backward_end is not None
-
-        def on_gradient(_: Tensor) -> None:
-            self.adopt(index)
-            if not self.is_synchronizing or not announces:
-                return
-            if not self._in_backward:
-                self._in_backward = True
-                # The engine runs queued callbacks when the whole backward pass is done, before it returns.
-                torch.autograd.Variable._execution_engine.queue_callback(self._end)
-            self._missing[bucket] -= 1
-            if self._missing[bucket] < 0:
-                name = self._name(index)
-                raise UsageError(
-                    f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed"
-                )
-            while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
-                self._announce()
-
-        return on_gradient
+        self._missing[bucket] -= 1
+        if self._missing[bucket] < 0:
+            name = self._name(index)
+            raise UsageError(
+                f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed"
+            )
+        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
+            self._announce()
 
     def _announce(self) -> None:
         if self._on_bucket is not None:
@@ -164,6 +161,23 @@ class GradientBuckets:
 
     def _name(self, index: int) -> str:
         return self.layout.specs[index].name
+
+
+def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:
+    """Call `method(index)` whenever backward has computed the parameter's gradient, while the method's object lives.
+
+    The hook refers to that object weakly: torch would never free an object that a parameter's hook refers to and that
+    refers to the parameter.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def hook(_: Tensor) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(index)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    return handle
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -16,9 +16,6 @@ SimulatedCluster = Annotated[
     str | None,
     typer.Option(help="What --engine virtual simulates: a TOML file or a shipped name.", metavar="FILE|NAME"),
 ]
-Processes = Annotated[
-    int, typer.Option(help="With --engine virtual: local processes that the workers' computing is spread over.")
-]
 EvalEvery = Annotated[int | None, typer.Option(help="Iterations between evaluations.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that any wait for a peer may take.")]

@@ -31,7 +31,6 @@ def compare(
     seeds: Annotated[str, typer.Option(help="How many, as 3, or which, as 0,1,2.", metavar="N")] = "3",
     engine: common_options.Engine = "ray",
     cluster: common_options.SimulatedCluster = None,
-    processes: common_options.Processes = 1,
     max_steps: Annotated[int | None, typer.Option(help="End each run after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End each run after so many seconds of training.")] = None,
     eval_every: common_options.EvalEvery = None,
@@ -75,7 +74,6 @@ def compare(
         deadline_s=deadline,
         engine=engine,
         cluster=cluster,
-        processes=processes,
         address=address,
     )
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))

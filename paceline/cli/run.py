@@ -34,7 +34,6 @@ def run(
     ] = None,
     engine: common_options.Engine = "ray",
     cluster: common_options.SimulatedCluster = None,
-    processes: common_options.Processes = 1,
     address: Annotated[
         str | None,
         typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here for the run)."),
@@ -100,7 +99,6 @@ def run(
                 arguments=arguments or (),
                 engine=cast(launch.EngineChoice, engine),
                 cluster=cluster,
-                processes=processes,
                 address=address,
                 max_steps=max_steps,
                 max_time_s=max_time,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.training.ahead import pure
 
 Batch = tuple[Tensor, Tensor]
 """Normalised images, float32 [B, C, H, W], and labels, int64 [B]."""
@@ -20,7 +19,6 @@ class DatasetError(PacelineError):
     """A data set's files are missing, cannot be fetched, or are not what they claim to be."""
 
 
-@pure
 @dataclass(frozen=True, eq=False)
 class Split(torch.utils.data.Dataset[Batch]):
     """A map-style data set that keeps its images compact and normalises what is asked for.
@@ -68,7 +66,6 @@ class Split(torch.utils.data.Dataset[Batch]):
 T = TypeVar("T")
 
 
-@pure
 def collate(batch: T) -> T:
     """The batch itself: `Split.__getitems__` hands the DataLoader whole tensors, with nothing left to stack."""
     return batch

@@ -194,7 +194,6 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         workers=trial.workers,
         engine=cast(launch.EngineChoice, spec.engine),
         cluster=spec.cluster.content if spec.cluster is not None else None,
-        processes=spec.processes,
         address=spec.address,
         max_steps=spec.max_steps,
         max_time_s=spec.max_time_s,

@@ -21,9 +21,9 @@ from paceline.running import launch
 from paceline.strategies.base import Strategy
 
 _EXTENSIBLE = ("strategies", "workers", "seeds")
-_INCIDENTAL = ("script", "address", "deadline_s", "processes")
-"""May change while a study goes on: where the same text lies, where the cluster is to be found today, how long a trial
-may hang, which no trial that has finished did, and over how many processes simulated workers are spread."""
+_INCIDENTAL = ("script", "address", "deadline_s")
+"""May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
+trial may hang, which no trial that has finished did."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,6 @@ class StudySpec:
     engine: str = "ray"
     cluster: VirtualCluster | None = None
     """What the virtual engine simulates."""
-    processes: int = 1
-    """Of the virtual engine, that the workers' computing is spread over; a study may go on with another number."""
     deadline_s: float = RunConfig.deadline_s
     """How long any wait for a peer may take."""
     address: str | None = None
@@ -93,7 +91,7 @@ class StudySpec:
                     raise UsageError(f"{name}: {value} is given twice")
         if min(self.workers) < 1:
             raise UsageError(f"workers must be at least 1, not {min(self.workers)}")
-        launch.check_engine(self.engine, cluster=self.cluster, address=self.address, processes=self.processes)
+        launch.check_engine(self.engine, cluster=self.cluster, address=self.address)
         for seed in self.seeds:
             self.config(seed)
         if not self.trials:
@@ -224,7 +222,6 @@ class StudySpec:
             "--deadline": None if self.deadline_s == RunConfig.deadline_s else f"{self.deadline_s:g}",
             "--engine": None if self.engine == "ray" else self.engine,
             "--cluster": self.cluster.source if self.cluster is not None else None,
-            "--processes": None if self.processes == 1 else self.processes,
             "--address": self.address,
             "--out": out,
         }

@@ -77,7 +77,6 @@ class Study:
         deadline_s: float = 300.0,
         engine: str = "ray",
         cluster: str | Path | None = None,
-        processes: int = 1,
         address: str | None = None,
         arguments: Sequence[str] = (),
         retry_failed: bool = False,
@@ -93,8 +92,7 @@ class Study:
             strategies: names, with options as in `ps-bsp:servers=2`, or objects such as `ParameterServer(servers=2)`.
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
-            target, max_steps, max_time_s, eval_every, device, deadline_s, processes, address, arguments: as for
-                `paceline.run`.
+            target, max_steps, max_time_s, eval_every, device, deadline_s, address, arguments: as for `paceline.run`.
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
             retry_failed: run those trials again that failed.
@@ -121,7 +119,6 @@ class Study:
             deadline_s=deadline_s,
             engine=engine,
             cluster=cluster,
-            processes=processes,
             address=address,
         )
         return cls.conduct(spec, Path(out), watcher=watcher, retry_failed=retry_failed)

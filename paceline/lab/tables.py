@@ -190,7 +190,4 @@ def _used_by_others(directory: Path) -> float:
 def _staleness_facts(totals: StepTotals) -> dict[str, Any]:
     num = totals.staleness.total()
     weighted = sum(staleness * count for staleness, count in totals.staleness.items())
-    return {
-        "mean_staleness": weighted / num if num else math.nan,
-        "max_staleness": max(totals.staleness, default=0),
-    }
+    return {"mean_staleness": weighted / num if num else math.nan, "max_staleness": max(totals.staleness, default=0)}

@@ -65,6 +65,10 @@ def workers(count: int) -> str:
     return f"{count} worker{'' if count == 1 else 's'}"
 
 
+def servers(count: int) -> str:
+    return f"{count} server{'' if count == 1 else 's'}"
+
+
 def combination(strategy: str, count: int) -> str:
     """
     >>> combination("ps-bsp servers=2", 4)

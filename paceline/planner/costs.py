@@ -87,27 +87,6 @@ def all_to_all_s(
     return 2 * (burst_s((num_ranks - 1) * pieces, each_s=each_s, message_s=message_s) + latency_s)
 
 
-def separate_servers_way_s(
-    num_workers: int, num_servers: int, num_bytes: float, *, bytes_per_s: float, server_bytes_per_s: float | None = None
-) -> float:
-    """One way, to k servers on hosts of their own or from them: max(M / B, n M / (k B)), a worker's card or a server's.
-
-    Follows from Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4:
-    every worker sends every server its key range.
-    """
-    server_bytes_per_s = server_bytes_per_s or bytes_per_s
-    return max(num_bytes / bytes_per_s, num_workers * num_bytes / (num_servers * server_bytes_per_s))
-
-
-def co_located_servers_s(num_workers: int, num_servers: int, num_bytes: float, *, bytes_per_s: float) -> float:
-    """Both ways, with k <= n servers on workers' hosts: (n + k - 2) M / (k B), which for k = n is a ring's.
-
-    Jiang et al., "A unified architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters"
-    (BytePS), OSDI 2020, section 2.2. A host that has both sends k - 1 key ranges as a worker and n - 1 as a server.
-    """
-    return (num_workers + num_servers - 2) * num_bytes / (num_servers * bytes_per_s)
-
-
 def pipeline_s(stages_s: Sequence[float], num_pieces: float) -> float:
     """When the last of alike pieces has passed all stages, each of which takes one piece at a time: the first piece
     through all, then one every slowest stage (the makespan of a permutation flow shop with equal jobs).

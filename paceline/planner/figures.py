@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from paceline.lab.figures.chart import Chart, canvas, line
 from paceline.lab.figures.style import FAINT, Style, plain, strategy_styles
-from paceline.planner.predict import Prediction
+from paceline.lab.variant import Variant
 from paceline.planner.search import Plan, Point
 
 _HEIGHT_PX = 480
@@ -21,60 +21,38 @@ _MAX_CURVES = 8
 def charts(plan: Plan) -> list[Chart]:
     """Time of a step, samples per second, the busiest link, and time to target where it is known."""
     curves = _curves(plan)
+    busy = {label: points for label, points in curves.items() if any(p.prediction.busiest.busy_s for p in points)}
+    titles = {
+        "step": ("Time of a step", "Time of a step (ms)"),
+        "rate": ("Samples per second", "Samples (per s)"),
+        "busiest": ("How full the busiest link is", "Busy (% of a step)"),
+        "target": ("How much sooner at the target", "Sooner than one worker (times)"),
+    }
+    values: dict[str, Callable[[Point], float]] = {
+        "step": lambda point: point.prediction.step_s * 1e3,
+        "rate": lambda point: point.prediction.samples_per_s,
+        "busiest": lambda point: point.prediction.utilisation * 100,
+        **({"target": lambda point: point.merit} if plan.noise is not None else {}),
+    }
     styles = strategy_styles(list(curves))
-    step = _drawn(
-        plan,
-        curves,
-        styles,
-        "step",
-        "Time of a step",
-        "Time of a step (ms)",
-        lambda point: point.prediction.step_s * 1e3,
-    )
-    rate = _drawn(
-        plan,
-        curves,
-        styles,
-        "rate",
-        "Samples per second",
-        "Samples (per s)",
-        lambda point: point.prediction.samples_per_s,
-    )
-    _ideal(rate.plot, plan)
-    busy = _drawn(
-        plan,
-        {label: points for label, points in curves.items() if any(p.prediction.busiest.busy_s for p in points)},
-        styles,
-        "busiest",
-        "How full the busiest link is",
-        "Busy (% of a step)",
-        lambda point: point.prediction.utilisation * 100,
-        is_logarithmic=False,
-    )
-    found = [step, rate, busy]
-    if plan.noise is not None:
-        found.append(
-            _drawn(
-                plan,
-                curves,
-                styles,
-                "target",
-                "How much sooner at the target",
-                "Sooner than one worker (times)",
-                lambda point: point.merit,
-                is_logarithmic=False,
-            )
-        )
+    found = [
+        _drawn(plan, busy if key == "busiest" else curves, styles, key, *titles[key], value_of)
+        for key, value_of in values.items()
+    ]
     return [chart for chart in found if len(chart.table)]
 
 
 def _curves(plan: Plan) -> dict[str, list[Point]]:
-    """The strategies without servers, and of each with servers one server and what is best."""
+    """The strategies that move something: without options, and with those that are best."""
     by_label: dict[str, list[Point]] = {}
     for point in plan.points:
         by_label.setdefault(point.label, []).append(point)
     best = {point.label for point in plan.best_of_each}
-    wanted = [label for label in by_label if label != "single" and (":" not in label or label in best)]
+    wanted = [
+        label
+        for label in by_label
+        if (":" not in label or label in best) and Variant.parse(label).strategy.traits.traffic
+    ]
     return {label: by_label[label] for label in wanted[:_MAX_CURVES]}
 
 
@@ -86,8 +64,6 @@ def _drawn(
     title: str,
     y_title: str,
     value_of: Callable[[Point], float],
-    *,
-    is_logarithmic: bool = True,
 ) -> Chart:
     """A curve for each strategy against workers, its knee marked by a large open mark."""
     plot = canvas(x_title="Workers (number)", y_title=y_title, height_px=_HEIGHT_PX)
@@ -114,10 +90,12 @@ def _drawn(
             plot.add_trace(_knee(label, style, knee, _between(counts, values, knee)))
             notes.append(f"{label}: {knee}")
     plot.update_xaxes(type="log", tickmode="array", tickvals=_ticks(curves), ticktext=[str(n) for n in _ticks(curves)])
-    if is_logarithmic:
+    if key in ("step", "rate"):
         plot.update_yaxes(type="log", exponentformat="none", **_ticks_of([value for _, _, value in rows]))
     else:
         plot.update_yaxes(rangemode="tozero")
+    if key == "rate":
+        _ideal(plot, plan)
     table = pd.DataFrame(rows, columns=["strategy", "workers", y_title])
     shown = f"Knees, as large open marks: {'; '.join(notes)} workers." if notes else "No curve has a knee."
     return Chart(
@@ -138,12 +116,12 @@ def _knee(label: str, style: Style, workers: int, value: float) -> go.Scatter:
 
 
 def _ideal(plot: go.Figure, plan: Plan) -> None:
-    single: Prediction = next(point.prediction for point in plan.points if point.label == "single")
+    alone = plan.best.prediction.samples_per_s / plan.best.speedup
     most = max(point.prediction.workers for point in plan.points)
     plot.add_trace(
         go.Scatter(
             x=[1, most],
-            y=[single.samples_per_s, most * single.samples_per_s],
+            y=[alone, most * alone],
             mode="lines",
             name="ideal",
             line={"color": FAINT, "width": 1, "dash": "4px 4px"},

@@ -22,7 +22,8 @@ from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.planner.demand import StepWork
 from paceline.planner.noise import NoiseScale, NoiseSums
 from paceline.records import Record, StepRecord
-from paceline.strategies.base import Context, Replica, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
 from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
 

@@ -1,4 +1,4 @@
-"""Workers and one server that stands for all of them, event by event, with the strategy's own admission rule."""
+"""Workers and one server that stands for all of them, event by event, with the servers' own admission rule."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import final
 
 import numpy as np
 
+from paceline.membership import Membership
 from paceline.planner.draws import Draws
 from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
-from paceline.server.admission import AdmissionRule
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.strategies.traits import Served
 
 _MOST_PASSING = 1 / 4
 """Fitted to the virtual engine's messages, where gradients are a few chunks each."""
@@ -23,14 +24,16 @@ _TINY = 1e-12
 class SynchronousRun:
     """Who completes a clock has it answered for all whose gradients counted, in turns."""
 
-    def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
-        self._rule = _rule_of(strategy, setting)
-        self._exchange = server_exchange(setting, num_gradients=setting.num_workers - strategy.backup_workers)
-        self._besides_s, self._draws = setting.work.overhead_s + self._exchange.ask_s, draws
+    def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
+        size = setting.num_workers
+        self._rule: AdmissionRule = BulkSynchronous(Membership.first(size), backup_workers=traffic.backup_workers)
+        self._exchange = server_exchange(setting, num_gradients=size - traffic.backup_workers)
+        self._draws, self._every = draws, traffic.every
+        self._besides_s = traffic.every * setting.work.overhead_s + self._exchange.ask_s
         self._own_push_s, self._own_pull_s = self._exchange.own_push_s.tolist(), self._exchange.own_pull_s.tolist()
         self._way_s: list[float] = (self._exchange.latency_s / 2).tolist()
         self._starts_s: list[float] = []  # of the pushes since the last clock
-        self._clocks = [0] * setting.num_workers
+        self._clocks = [0] * size
         self._begun: list[tuple[float, int, int]] = []  # pushes: when, in which order, by whom
         self._num_begun = 0
 
@@ -48,7 +51,7 @@ class SynchronousRun:
 
     def _compute(self, worker: int, now_s: float) -> None:
         self._num_begun += 1
-        end_s = now_s + self._besides_s + self._draws.next_s(worker)
+        end_s = now_s + self._besides_s + self._draws.next_s(worker, num_steps=self._every)
         heapq.heappush(self._begun, (end_s, self._num_begun, worker))
 
     def _push(self, worker: int, begin_s: float) -> float | None:
@@ -79,11 +82,13 @@ class AsynchronousRun:
     Links that both ways pass take gradients as they come, and answers get what those leave, or a little.
     """
 
-    def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
-        self._rule = _rule_of(strategy, setting)
-        exchange = server_exchange(setting, num_gradients=1)
-        self._draws, self._besides_s = draws, setting.work.overhead_s + exchange.ask_s
+    def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
+        assert traffic.staleness is not None
         num_workers = setting.num_workers
+        self._rule = StaleSynchronous(Membership.first(num_workers), staleness=traffic.staleness)
+        exchange = server_exchange(setting, num_gradients=1)
+        self._draws, self._every = draws, traffic.every
+        self._besides_s = traffic.every * setting.work.overhead_s + exchange.ask_s
         self._piece = 1 / exchange.num_pieces
         self._part = self._piece if len(setting.places.servers) == 1 else _late(exchange, self._piece)
         self._own_s = exchange.own_push_s.tolist()
@@ -154,7 +159,7 @@ class AsynchronousRun:
 
     def _compute(self, worker: int, now_s: float) -> None:
         self._num_due += 1
-        end_s = now_s + self._besides_s + self._draws.next_s(worker)
+        end_s = now_s + self._besides_s + self._draws.next_s(worker, num_steps=self._every)
         heapq.heappush(self._due, (end_s, self._num_due, worker))
 
     def _pushed(self, worker: int, now_s: float, ends_s: list[float]) -> None:
@@ -231,9 +236,3 @@ def _late(exchange: ServerExchange, piece: float) -> float:
     worker still packs. What all share at a single server says the same."""
     back = exchange.own_beside * exchange.own_pull_s / np.maximum(exchange.own_push_s, _TINY)
     return float(np.clip(1 - (1 - piece) * back, piece, 1.0).mean())
-
-
-def _rule_of(strategy: ParameterServer, setting: Setting) -> AdmissionRule:
-    rule = strategy.admission_rule(num_workers=setting.num_workers)
-    assert rule is not None
-    return rule

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 from paceline.comm.wire import FRAME_BYTES
 from paceline.engines.virtual.network.links import CHUNK_BYTES
 from paceline.engines.virtual.server import update_bytes
 from paceline.planner import costs
 from paceline.planner.fabric import Floats, Loads
 from paceline.planner.setting import Setting
+from paceline.server.windows import PIECES_UNDER_WAY
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from paceline.engines.scripting import Script, run_program
 from paceline.engines.world import World, current
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import EventRecord
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.pacing import Pacing
+from paceline.strategies.replica import Replica
 from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
 
@@ -61,7 +63,7 @@ class _Enough(BudgetReached):
 
 
 @final
-class StepWatch:
+class StepWatch(Pacing):
     """Times the steps of a model, told apart by the optimizer's. The time that a script asks to sleep is not counted:
     the virtual engine takes it anew.
 
@@ -84,8 +86,10 @@ class StepWatch:
         self._parts_s: list[list[float]] = []
         self._num_parameters = 0
 
+    def now_s(self) -> float:
+        return self._now_s()
+
     def watch(self, replica: Replica) -> None:
-        """As `Context.watch`."""
         self._num_parameters = len(replica.parameters)
         replica.model.register_forward_hook(self._end_forward)
         for index, parameter in enumerate(replica.parameters):
@@ -171,7 +175,7 @@ class MeasuredScript:
         world = current()
         assert world is not None
         watch = StepWatch(num_steps=self.num_steps, max_s=self.max_s)
-        world.context = replace(world.context, watch=watch.watch)
+        world.context = replace(world.context, pacing=watch)
         with sleeps_told(watch.slept):
             run_program(self.script)
         world.at_end.clear()  # the model is nobody's: it is neither evaluated nor saved

@@ -227,15 +227,7 @@ class _Measurement:
             caller.close()
         self._tell(other, 0)  # all has been pushed
         return PairReport(
-            collective.rank,
-            other,
-            latency_s,
-            message_s,
-            bytes_per_s,
-            pushed_bytes_per_s,
-            piece_s,
-            message_core_s,
-            cost,
+            collective.rank, other, latency_s, message_s, bytes_per_s, pushed_bytes_per_s, piece_s, message_core_s, cost
         )
 
     def _attend(self, other: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -57,7 +58,6 @@ def run(
     arguments: Sequence[str] = (),
     engine: EngineChoice = "ray",
     cluster: str | Path | Cluster | None = None,
-    processes: int = 1,
     address: str | None = None,
     max_steps: int | None = None,
     max_time_s: float | None = None,
@@ -82,7 +82,6 @@ def run(
         engine: `ray`: real processes; `virtual`: real gradients on a simulated cluster, whose network and clock are
             simulated too.
         cluster: of the virtual engine: a TOML file, the name of one that comes with Paceline, or what either holds.
-        processes: of the virtual engine, that the workers' computing is spread over, as docs/virtual.md says.
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         max_steps, max_time_s, target: what ends the run before the script does.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
@@ -101,7 +100,7 @@ def run(
     if workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
     plan.check(num_workers=workers)
-    check_engine(engine, cluster=cluster, address=address, processes=processes)
+    check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
     config = RunConfig(
         max_steps=max_steps,
@@ -124,7 +123,7 @@ def run(
     described = manifest.describe_run(program=path, arguments=given, strategy=plan, num_workers=workers, config=config)
     described |= {"resumed_from": str(resume) if resume is not None else None, "engine": engine}
     if virtual is not None:
-        described |= {"cluster": asdict(virtual), "processes": min(processes, workers)}
+        described["cluster"] = asdict(virtual)
     else:  # a simulated clock does not mind who else computes
         described["load"] = machine_load.describe()
     is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
@@ -132,13 +131,11 @@ def run(
     watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
     try:
         if virtual is not None:
-            job = VirtualJob(task, plan, workers, virtual, config, raw, num_processes=processes)
+            job = VirtualJob(task, plan, workers, virtual, config, raw)
             with watched as watcher:
-                simulation = VirtualRun(job, directory, watcher)
-                _write_manifest(directory, described)
-                if kept is not None:
-                    truncate(directory, iteration=kept)
-                simulation.run()
+                _simulate(job, directory, watcher, described, kept=kept)
+            # The workers' models lie in reference cycles; Python keeps these for long, as it counts objects, not bytes.
+            gc.collect()
             return Result(directory)
         _write_manifest(directory, described)
         with watched as watcher, connected(address):
@@ -153,6 +150,16 @@ def run(
     return Result(directory)
 
 
+def _simulate(
+    job: VirtualJob, directory: Path, watcher: Watcher, described: dict[str, Any], *, kept: int | None
+) -> None:
+    simulation = VirtualRun(job, directory, watcher)
+    _write_manifest(directory, described)
+    if kept is not None:
+        truncate(directory, iteration=kept)
+    simulation.run()
+
+
 def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManager[Watcher]:
     """A line of progress for whom it would reach; output that goes to a file stays as the scripts write it."""
     console = Console(stderr=True)
@@ -161,7 +168,7 @@ def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManag
     return nullcontext(Quiet())
 
 
-def check_engine(engine: str, *, cluster: object | None, address: str | None, processes: int = 1) -> None:
+def check_engine(engine: str, *, cluster: object | None, address: str | None) -> None:
     """
     Raises:
         UsageError: there is no such engine, it lacks something, or something asked for has no effect with it.
@@ -169,15 +176,9 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None, pr
     if engine not in get_args(EngineChoice):
         raise unknown("engine", engine, get_args(EngineChoice))
     if engine == "ray":
-        if processes != 1:
-            raise UsageError(
-                "--processes has no effect on real workers, which have one each; it goes with --engine virtual"
-            )
         if cluster is not None:
             raise UsageError("a cluster's file has no effect on real machines; add --engine virtual to simulate them")
         return
-    if processes < 1:
-        raise UsageError(f"--processes must be at least 1, not {processes}")
     if address is not None:
         raise UsageError("--address has no effect with --engine virtual, which runs on this machine")
     if cluster is None:
@@ -259,11 +260,7 @@ def new_directory(strategy: Strategy, *, workers: int) -> Path:
 
 
 def _directory(
-    out: str | Path | None,
-    resume: str | Path | None,
-    checkpoint: Checkpoint | None,
-    strategy: Strategy,
-    workers: int,
+    out: str | Path | None, resume: str | Path | None, checkpoint: Checkpoint | None, strategy: Strategy, workers: int
 ) -> Path:
     """Make the result directory, or take over the one to go on with.
 

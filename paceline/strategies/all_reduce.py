@@ -8,22 +8,12 @@ from typing import ClassVar, Literal, final, get_args
 
 from paceline.buckets import GradientBuckets
 from paceline.comm.base import Timing, Work
-from paceline.comm.process_group.collective import TorchCollective
 from paceline.errors import UsageError
-from paceline.strategies.base import (
-    Context,
-    Replica,
-    StepOutcome,
-    Strategy,
-    Synchronizer,
-    non_finite,
-    option,
-    require_choice,
-)
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.bucketing import laid_out
 from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.overlap import Overlap
-from paceline.strategies.replica import is_skipped_by_scaler, require_no_closure, require_same_parameters
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
 Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all"]
@@ -71,12 +61,8 @@ class AllReduce(Strategy):
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         require_no_closure(replica.optimizer)
-        if (
-            self.algorithm != "auto"
-            and isinstance(context.collective, TorchCollective)
-            and context.device.type != "cpu"
-        ):
-            # NCCL runs the messages of a pair of ranks in the order of the calls: two that receive first would hang.
+        if self.algorithm != "auto" and not context.collective.can_receive_first:
+            # In every algorithm ranks receive from each other before they send: over NCCL they would hang.
             raise UsageError(f"algorithm={self.algorithm} is not for NCCL; use algorithm=auto, or --device cpu")
         return _AllReduceSynchronizer(self, context, replica)
 
@@ -98,7 +84,7 @@ class _AllReduceSynchronizer(Synchronizer):
             replica.parameters, layout, buffer, on_bucket=self._on_bucket, on_backward_end=self._finish_backward
         )
         self._exchange = Exchange(context.collective, self._buckets.buckets, algorithm=strategy.algorithm)
-        self._overlap = Overlap(context.collective.timing, now_s=context.now_s)
+        self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._works: list[Work] = []
         self._culprit: str | None = None
         self._is_nonfinite = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,14 +11,16 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.base import Collective, OptimizerSpec, Store, Timing
+from paceline.aggregate import MEAN, Aggregator
+from paceline.comm.base import Collective, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
-from paceline.layout import TensorSpec
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule
 from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.pacing import Pacing, RealTime
+from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
@@ -42,36 +43,13 @@ class Context:
     collective: Collective
     store: Store | None = None
     """Only for strategies that have servers."""
-    now_s: Callable[[], float] = time.perf_counter
+    pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
-    watch: Callable[[Replica], None] = staticmethod(lambda replica: None)
-    """Told of the model that the script prepares, before the strategy is; for engines that simulate computing."""
-    before_batch: Callable[[int, int | None], None] = staticmethod(lambda num_samples, next_samples: None)
-    """Told that the script asks for its next batch, of so many samples, to train on, and how many the one has that will
-    be asked for right after its step; none: an epoch ends with it, or there may be a pause."""
-    after_step: Callable[[], None] = staticmethod(lambda: None)
-    """Told that the optimizer has stepped."""
-    between_steps: Callable[[], None] = staticmethod(lambda: None)
-    """Told that what is exchanged until the next batch belongs to no step: workers meet, or wait to be admitted."""
-    takes_batches_ahead: bool = False
-    """A core is free for taking the next batch while the present one is trained on."""
 
     @property
     def size(self) -> int:
         """How many workers train together."""
         return self.membership.size
-
-
-@dataclass(frozen=True)
-class Replica:
-    """A worker's model and optimizer, and how their parameters are called."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    parameters: tuple[nn.Parameter, ...]
-    """Those that the optimizer updates and that require gradients, in the order of its groups."""
-    specs: tuple[TensorSpec, ...]
-    optimizer_spec: OptimizerSpec
 
 
 class StepOutcome(NamedTuple):
@@ -182,6 +160,10 @@ class Strategy(ABC):
     def traits(self) -> Traits:
         """What holds for every run under this strategy."""
 
+    def aggregator(self) -> Aggregator:
+        """How servers join the contributions to one update."""
+        return MEAN
+
     @abstractmethod
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         """This worker's live half. Collective call.
@@ -196,7 +178,7 @@ class Strategy(ABC):
     def check(self, *, num_workers: int) -> None:  # noqa: B027
         """Raise UsageError where the strategy cannot run with so many workers."""
 
-    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
+    def admission_rule(self, members: Membership) -> AdmissionRule | None:
         """A fresh rule for one server; none where there are no servers."""
         return None
 

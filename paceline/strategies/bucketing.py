@@ -11,7 +11,8 @@ from torch import Tensor
 from paceline.comm.base import Work
 from paceline.layout import Layout, in_buckets
 from paceline.strategies import bucket_size
-from paceline.strategies.base import Context, Replica
+from paceline.strategies.base import Context
+from paceline.strategies.replica import Replica
 
 FIRST_BUCKET_BYTES = 1_000_000
 """At most, so that gradients begin to move early in backward."""
@@ -42,7 +43,7 @@ def laid_out(
     is_small = layout.num_bytes < bucket_size.MIN_BYTES or len(layout.segments) == 1
     if bucket_mb != "auto" or is_small or context.size == 1:
         return layout, buffer, {}
-    found = bucket_size.measured(context.collective, exchange, buffer, now_s=context.now_s)
+    found = bucket_size.measured(context.collective, exchange, buffer, now_s=context.pacing.now_s)
     layout = _cut(replica, found.num_bytes)
     facts = {
         "bucket_mb": found.num_bytes / 1e6,

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final, get_args
 
 from paceline.errors import UsageError
+from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer, option, require_choice
+from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.combining import Mode
-from paceline.strategies.replica import require_no_closure, require_plain_steps
+from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
 from paceline.strategies.serving import ServerSynchronizer
 from paceline.strategies.traits import Served, Traits
 
@@ -88,11 +89,11 @@ class ParameterServer(Strategy):
             traffic=(moved,),
         )
 
-    def admission_rule(self, *, num_workers: int) -> AdmissionRule:
+    def admission_rule(self, members: Membership) -> AdmissionRule:
         staleness = self._staleness
         if staleness is None:
-            return BulkSynchronous(num_workers=num_workers, backup_workers=self.backup_workers)
-        return StaleSynchronous(num_workers=num_workers, staleness=staleness, torn_reads=self.torn_reads)
+            return BulkSynchronous(members, backup_workers=self.backup_workers)
+        return StaleSynchronous(members, staleness=staleness, torn_reads=self.torn_reads)
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if context.store is None:

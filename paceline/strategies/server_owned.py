@@ -6,8 +6,9 @@ from typing import final
 
 from paceline.errors import UsageError
 from paceline.layout import Layout
-from paceline.strategies.base import Replica
+from paceline.strategies.flat import lay_parameters
 from paceline.strategies.mirror import Mirror
+from paceline.strategies.replica import Replica
 
 
 @final
@@ -16,11 +17,7 @@ class ServerOwned:
 
     def __init__(self, replica: Replica, layout: Layout, mirror: Mirror) -> None:
         self._replica = replica
-        views = layout.views(mirror.local)
-        for parameter, view in zip(replica.parameters, views, strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
-        self._places = [view.data_ptr() for view in views]
+        self._places = [view.data_ptr() for view in lay_parameters(replica, layout, mirror.local)]
         self._num_changes = self._count_changes()
 
     def require_untouched(self, *, rank: int, step: int) -> None:

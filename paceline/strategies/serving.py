@@ -12,10 +12,11 @@ from paceline.buckets import GradientBuckets
 from paceline.comm.base import Push, Reply, Store, Timing
 from paceline.errors import UsageError
 from paceline.layout import by_group
-from paceline.strategies.base import Context, NonFinitePolicy, Replica, StepOutcome, Synchronizer, non_finite
+from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.replica import (
+    Replica,
     hyperparameters,
     is_skipped_by_scaler,
     require_no_hooks,
@@ -98,11 +99,10 @@ class ServerSynchronizer(Synchronizer):
             for flat in self._flats:
                 flat.div_(scale)
         is_void = is_skipped_by_scaler(optimizer) or self._is_nonfinite()
-        if not self._combining.take() and self._is_weighted and self._weight != 1.0:
-            for flat in self._flats:
-                flat.mul_(self._weight)
+        weight = 1.0 if self._combining.take() else self._weight
         self._gradients.to_host()
-        push = Push(pause_at=pause_at, void=is_void, stop=self.stop_vote(), groups=self._changed_groups())
+        stop, groups = self.stop_vote(), self._changed_groups()
+        push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
         return self._take(self._store.exchange(push))
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch.nn.utils import get_total_norm
-
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
-from paceline.strategies.base import Context, Replica, StepOutcome, Strategy, Synchronizer, non_finite
-from paceline.strategies.replica import is_skipped_by_scaler
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.finite import may_step
+from paceline.strategies.replica import Replica, is_skipped_by_scaler
 from paceline.strategies.traits import Traits
 
 
@@ -50,22 +48,9 @@ class _SingleSynchronizer(Synchronizer):
         return ()
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
-        is_skipped = is_skipped_by_scaler(self.replica.optimizer)
-        culprit = None if is_skipped or self._nonfinite == "allow" else self._find_nonfinite()
-        if culprit is not None and self._nonfinite == "raise":
-            raise non_finite(rank=self.context.rank, step=self.iteration + 1, parameter=culprit)
-        if culprit is None:
-            update()  # which a scaler skips by itself
-        is_applied = culprit is None and not is_skipped
-        self.iteration += is_applied
-        return StepOutcome(self.iteration, stop=self.stop_vote(), staleness=0 if is_applied else -1)
-
-    def _find_nonfinite(self) -> str | None:
-        gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
-        # One fused pass over all gradients; the norm may overflow where no gradient does, hence the second look.
-        if not gradients or math.isfinite(get_total_norm(gradients).item()):
-            return None
-        for parameter, spec in zip(self.replica.parameters, self.replica.specs, strict=True):
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                return spec.name
-        return None
+        applies = may_step(self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1)
+        if applies:
+            update()
+        applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        self.iteration += applies
+        return StepOutcome(self.iteration, stop=self.stop_vote(), staleness=0 if applies else -1)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.comm import base
 from paceline.comm.arguments import flatten
+from paceline.comm.helper import Helper
 from paceline.errors import DeadlineExceeded, TensorMismatch
-from paceline.torch_backend.helper import Helper
 from paceline.torch_backend.works import GroupWork
 
 # A waiting thread first offers its core (where there is one a rank), then sleeps longer and longer.
@@ -30,9 +30,8 @@ _LONGEST_SLEEP_S = 1e-3
 class Messages:
     """Tagged messages: of those from one rank with one tag, the earlier is received first.
 
-    A message travels as a header (tag and length) and its bytes. A receiver that finds a message nobody has asked for
-    keeps a copy until somebody does. All advances without blocking, under one lock, in the calls of whoever waits; a
-    thread, started when it is first needed, moves what nobody waits for.
+    A message travels as a header (tag and length) and its bytes. A receiver keeps a copy of a message until somebody
+    asks for it. Who waits moves all messages on, without blocking, under one lock; a thread does while nobody waits.
     """
 
     def __init__(self, collective: base.Collective, name: str, *, deadline_s: float, yields: bool) -> None:
@@ -46,7 +45,7 @@ class Messages:
         self._wanted: list[_Wanted] = []
         self._failure: BaseException | None = None
         self._num_helpers = 0
-        self._helper = Helper(name, self._serve)
+        self._helper = Helper(name)
         self._is_closing = False
 
     def send(self, tensor: Tensor, *, destination: int, tag: int) -> GroupWork:
@@ -84,7 +83,7 @@ class Messages:
             post()
         self._advance()
         if not work.is_over:
-            self._helper.wake()
+            self._helper.call(self._serve)
         return work
 
     def _help(self, work: GroupWork, timeout_s: float | None) -> None:
@@ -138,8 +137,8 @@ class Messages:
 
     def _require_in_time(self) -> None:
         too_early_s = _now() - self.deadline_s
-        for pending in (*self._outgoing, *self._wanted, *(inbox.target for inbox in self._inboxes)):
-            if pending is not None and pending.started_s < too_early_s:
+        for pending in self._pending():
+            if pending.started_s < too_early_s:
                 raise DeadlineExceeded(
                     f"{pending.work.label} is not over within {self.deadline_s} s; see what keeps that rank, "
                     "or give the process group a longer timeout"
@@ -149,19 +148,18 @@ class Messages:
         """No message can be trusted from here on: tell those who wait, here and elsewhere."""
         self._failure = error
         self._collective.abort(str(error))
-        works = [message.work for message in self._outgoing] + [wanted.work for wanted in self._wanted]
-        for inbox in self._inboxes:
-            if inbox.target is not None:
-                works.append(inbox.target.work)
-            inbox.clear()
-        ended.extend(partial(work.fail, error) for work in works)
+        ended.extend(partial(pending.work.fail, error) for pending in self._pending())
         self._outgoing, self._wanted = [], []
+        for inbox in self._inboxes:
+            inbox.clear()
 
-    def _is_idle(self) -> bool:
-        return not self._outgoing and not self._wanted and all(inbox.target is None for inbox in self._inboxes)
+    def _pending(self) -> list[_Outgoing | _Wanted]:
+        """All that somebody may wait for."""
+        arriving = [inbox.target for inbox in self._inboxes if inbox.target is not None]
+        return [*self._outgoing, *self._wanted, *arriving]
 
     def _serve(self) -> None:
-        while not self._is_idle() and not self._is_closing:
+        while self._pending() and not self._is_closing:
             # Most callers wait at once: then they are faster without this thread.
             if self._num_helpers or not self._advance():
                 time.sleep(_LONGEST_SLEEP_S)
@@ -226,7 +224,7 @@ class _Inbox:
         if self._hand_over(wanted, ended):
             return True
         if not any(one.source in (None, self._rank) for one in wanted):
-            return False  # nobody is to fail because a rank has left from whom nobody wants anything
+            return False  # whoever has left may leave, as long as nobody wants anything of theirs
         if self._receiving_header is not None:
             return self._receiving_header.poll() and self._take_header(wanted)
         self._receiving_header = self._collective.recv(self._header, source=self._rank)

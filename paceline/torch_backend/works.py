@@ -21,8 +21,8 @@ NO_TIMEOUT = timedelta(0)  # what torch passes where the caller gave none
 class GroupWork(Work):
     """One operation of a process group.
 
-    Whoever drives the operation calls `succeed` or `fail` once. A thread that waits lends a hand: `help` drives the
-    operation in that thread where it can, and else waits for whoever drives it.
+    Whoever drives the operation calls `succeed` or `fail` once. A thread that waits calls `help`, which drives the
+    operation in that thread, or else waits for whoever drives it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GroupWork(Work):
         with self._lock:
             if self._future is None:
                 self._trigger = torch.futures.Future()
-                # By way of `then`: only an error that a callback raises is one for C++ too.
+                # `then`, because C++ sees only errors that a callback raises.
                 self._future = self._trigger.then(self._settle)
                 is_over = self.is_over
             else:
@@ -122,7 +122,7 @@ class GroupWork(Work):
             self.is_over = True
             trigger = self._trigger
         self._over.set()
-        # Views of tensors may hang on them.
+        # They may hold tensors.
         del self.start
         self.under_way = None
         if trigger is not None:

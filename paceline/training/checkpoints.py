@@ -25,13 +25,13 @@ class Checkpoints:
 
     def __init__(self, run: WorkerRun) -> None:
         self._run = run
-        self._saved_s = run.context.now_s()
+        self._saved_s = run.context.pacing.now_s()
         self._last: Snapshot | None = None
 
     @property
     def is_late(self) -> bool:
         """Whether the last one is so long ago that any pause is to take one."""
-        return self._run.context.now_s() - self._saved_s > INTERVAL_S
+        return self._run.context.pacing.now_s() - self._saved_s > INTERVAL_S
 
     def keep_end(self) -> None:
         """The run ends here: keep what a checkpoint is to say of the script, whatever it does afterwards."""
@@ -67,7 +67,7 @@ class Checkpoints:
             )
             run.reporter.save(FILE_NAME, checkpoint.encode())
             run.tell("checkpoint", {"file": FILE_NAME}, at_s=time_s)
-        self._saved_s = run.context.now_s()
+        self._saved_s = run.context.pacing.now_s()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Set counters, clock, the optimizer's state, what is this worker's own, and the position in the data."""

@@ -95,7 +95,8 @@ class Pauses:
         if run.strategy.traits.tells_stop:
             return
         run.has_ended = run.has_ended or any(report["wants_stop"] for report in reports)
-        self._cadence.agree_within_a_second(run.iteration, iterations_per_s=reports[0]["iterations_per_s"])
+        first = reports[0]
+        self._cadence.agree_after(run.iteration, time_s=first["time_s"], iterations_per_s=first["iterations_per_s"])
 
     def _look_at_global_model(
         self, reports: list[dict[str, Any]], *, evaluates: bool, saves: bool, is_last: bool
@@ -126,7 +127,7 @@ class Pauses:
         run, target = self._run, self._run.config.target
         assert self.evaluation is not None
         try:
-            found = evaluate(self.evaluation, model, target=target, now_s=run.context.now_s)
+            found = evaluate(self.evaluation, model, target=target, now_s=run.context.pacing.now_s)
         except UsageError as error:
             return {"error": str(error)}
         run.reporter.emit(EvaluationRecord(run.iteration, time_s, samples, found.metrics, found.duration_s))

@@ -84,7 +84,7 @@ class Session:
             for tensor in [*model.parameters(), *model.buffers()]:
                 context.collective.broadcast(tensor.data)
         sharded = self._sharded(loader)
-        context.watch(replica)
+        context.pacing.watch(replica)
         synchronizer = self.run.strategy.bind(context, replica)
         synchronizer.stop_vote = self.run.wants_stop
         if synchronizer.facts:
@@ -141,9 +141,8 @@ class Session:
         self.run.is_through = not self.run.has_ended
         self._end()
         self.run.prepared.synchronizer.leave()
-        self.run.context.between_steps()
         while not self.pauses.meet(is_done=True):
-            self.run.context.between_steps()
+            pass
         self.run.prepared.synchronizer.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -174,7 +173,6 @@ class Session:
         self._begin_step()
         returned: list[object] = []
         outcome = prepared.synchronizer.step(lambda: returned.append(update()), pause_at=self._cadence.next_pause())
-        run.context.after_step()
         samples, self._batch_samples = self._batch_samples, 0
         run.steps += 1
         run.samples += samples
@@ -214,13 +212,11 @@ class Session:
         outcome, self._unsettled = self._unsettled, None
         while outcome is not None and not self.run.has_ended:
             if outcome.iteration >= self._cadence.next_pause():
-                self.run.context.between_steps()
                 with self.run.prepared.account.pause():
                     self.pauses.meet(is_done=False)
             if self.run.has_ended or outcome.admitted:
                 break
             pause_at = self._cadence.next_pause()
-            self.run.context.between_steps()
             outcome = self.run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
             self._take(outcome)
         if self.run.has_ended:
@@ -235,7 +231,6 @@ class Session:
         if self._has_started:
             return
         self._has_started = True
-        self.run.context.between_steps()
         self.pauses.meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")
@@ -251,23 +246,13 @@ class Session:
             size=context.size,
             seed=self.run.config.seed,
             on_return=self._settle,
-            before_batch=self._before_batch,
             on_batch=self._on_batch,
             on_position=self._on_position,
             should_stop=lambda: self.run.has_ended,
-            takes_ahead=context.takes_batches_ahead,
         )
 
-    def _before_batch(self, batch: RankBatch, following: RankBatch | None = None) -> None:
-        if self._has_started:
-            may_pause = self.run.iteration + 1 >= self._cadence.next_pause()
-            next_samples = None if following is None or may_pause else len(following.indices)
-            self.run.context.before_batch(len(batch.indices), next_samples)
-
     def _on_batch(self, batch: RankBatch) -> None:
-        if not self._has_started:
-            self._ensure_started()
-            self._before_batch(batch)
+        self._ensure_started()
         self._batch_samples += len(batch.indices)
         self.run.prepared.synchronizer.set_weight(batch.weight)
 

@@ -21,7 +21,6 @@ from torch.utils.data import (
 
 from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import derive, preserved_random_state, seed_everything
-from paceline.training.ahead import batches_ahead, can_be_taken_ahead
 
 _MAX_IDLE_EPOCHS = 1000
 
@@ -79,11 +78,8 @@ class ShardedLoader:
 
     Args:
         on_return: called when the script comes back: for its next batch, or for a new epoch.
-        before_batch: called with each batch's place before it is taken, and with the next one's in the same epoch, if
-            there is one.
         on_batch: called with each batch's place before it is handed out.
         on_position: called once when the position to resume from is reached.
-        takes_ahead: the next batch is taken while the present one is trained on, of data sets that are `pure`.
 
     A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
 
@@ -100,18 +96,15 @@ class ShardedLoader:
         size: int,
         seed: int,
         on_return: Callable[[], None] = lambda: None,
-        before_batch: Callable[[RankBatch, RankBatch | None], None] = lambda batch, following: None,
         on_batch: Callable[[RankBatch], None],
         on_position: Callable[[], None],
         should_stop: Callable[[], bool],
-        takes_ahead: bool = False,
     ) -> None:
         _refuse_unshardable(loader)
         self._loader = loader
         self._rank, self._size, self._seed = rank, size, seed
         self._on_return, self._should_stop = on_return, should_stop
-        self._before_batch, self._on_batch, self._on_position = before_batch, on_batch, on_position
-        self._takes_ahead = takes_ahead and can_be_taken_ahead(loader)
+        self._on_batch, self._on_position = on_batch, on_position
         self._inner_batches: list[tuple[int, ...]] = []
         self._inner = _rebuild(loader, self._inner_batches)
         self.epoch = 0
@@ -177,12 +170,10 @@ class ShardedLoader:
         self.num_batches_done = skipped
         if position is not None and not skipped:
             self._on_position()
-        inner: Iterator[Any] = iter(self._inner)  # draws from the random state, as it did when the epoch was begun
+        inner = iter(self._inner)  # draws from the random state, as it did when the epoch was begun
         if position is not None and skipped:
             self._on_position()
-        if self._takes_ahead:
-            inner = batches_ahead(self._loader, self._inner_batches)
-        for batch, data in zip(self._announced(batches[skipped:]), inner, strict=True):
+        for batch, data in zip(batches[skipped:], inner, strict=True):
             self._on_batch(batch)
             self.num_batches_done += 1
             try:
@@ -195,11 +186,6 @@ class ShardedLoader:
             if self._should_stop():
                 return
         self._end_epoch()
-
-    def _announced(self, batches: Sequence[RankBatch]) -> Iterator[RankBatch]:
-        for batch, following in itertools.zip_longest(batches, batches[1:]):
-            self._before_batch(batch, following)
-            yield batch
 
     def _end_epoch(self) -> None:
         self.epoch += 1

@@ -14,9 +14,8 @@ from paceline.checkpoint import Checkpoint, WorkerState
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.seeding import random_state, set_random_state
-from paceline.strategies.base import Replica
 from paceline.strategies.own_state import OwnState
-from paceline.strategies.replica import hyperparameters
+from paceline.strategies.replica import Replica, hyperparameters
 from paceline.training.sharding import ShardedLoader
 
 

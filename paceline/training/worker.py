@@ -187,7 +187,7 @@ def _alone(seed: int) -> World:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     context = Context(
         rank=0,
-        membership=Membership.of_size(1),
+        membership=Membership.first(1),
         local_rank=0,
         local_size=1,
         device=device,

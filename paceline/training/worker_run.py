@@ -9,7 +9,8 @@ from typing import Any, final
 from paceline.config import RunConfig
 from paceline.errors import UsageError
 from paceline.records import EventRecord, Reporter
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
 from paceline.training.sharding import ShardedLoader
@@ -49,7 +50,7 @@ class WorkerRun:
     _prepared: Prepared | None = None
 
     def __post_init__(self) -> None:
-        self.clock = TrainingClock(time_s=self.context.now_s)
+        self.clock = TrainingClock(time_s=self.context.pacing.now_s)
 
     @property
     def prepared(self) -> Prepared:
@@ -67,12 +68,6 @@ class WorkerRun:
 
     def prepare(self, prepared: Prepared) -> None:
         self._prepared = prepared
-
-    def close(self) -> None:
-        """Let go of the script's model, optimizer and data."""
-        if self._prepared is not None:
-            self._prepared.synchronizer.close()
-            self._prepared = None
 
     def wants_stop(self) -> bool:
         """Whether this worker wants all to stop: the time is over, or the user asked for it."""

@@ -90,7 +90,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="3", help="how many, as 3, or which, as 0,1,2")
     parser.add_argument("--engine", choices=("ray", "virtual"), default="ray", help="real processes, or simulated ones")
     parser.add_argument("--cluster", default="published", help="what --engine virtual simulates")
-    parser.add_argument("--processes", type=int, default=1, help="that simulated workers are spread over")
     parser.add_argument("--address", help="of a Ray cluster")
     parser.add_argument("--out", type=Path, help="by default studies/PART-SCALE-ENGINE")
     parser.add_argument("script_options", nargs="*", help="for train.py, after --, as --momentum 0.9 --reduction mean")
@@ -103,7 +102,6 @@ def main() -> None:
     if args.workers:
         part = replace(part, workers=tuple(map(int, args.workers.split(","))))
     options = ["--engine", "virtual", "--cluster", args.cluster] if args.engine == "virtual" else []
-    options += ["--processes", str(args.processes)] if args.processes > 1 else []
     if args.address:
         options += ["--address", args.address]
     out = args.out or Path("studies") / f"{args.part}-{args.scale}-{args.engine}"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.comm.servers.answer_window import LEAST_ANSWERS
+from paceline.comm.servers.answers import AnswersElsewhere
 
 import paceline
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.servers import answer_window, answers
 from paceline.comm.servers import group as server_group
-from paceline.comm.servers.answer_window import LEAST_ANSWERS
-from paceline.comm.servers.answers import AnswersElsewhere
 from paceline.comm.servers.service import ParameterService
 from paceline.errors import UsageError
 from paceline.strategies.parameter_server import ParameterServer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,15 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader
 
 import paceline
-from paceline.data import Split, collate, load
-from paceline.data.dataset import Batch
 from paceline.engines.standing import Progress
-from paceline.engines.virtual import worlds
 from paceline.errors import RunFailed, UsageError
 from paceline.running.launch import Quiet
 from paceline.running.result import Result
 from paceline.training.worker import Worker
 from tests.conformance.rows import keep, kept, loader_of, network, prepared, problem, step, train
 from tests.conformance.virtual_cluster import SCRIPT, STEP_S, cluster_of, run, tiny
-
-in_one_process_and_spread = pytest.mark.parametrize("num_processes", [1, 2])
-
 
 # --- determinism -----------------------------------------------------------------------------------------------------
 
@@ -61,41 +53,6 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit(strategy: str, options: di
     assert len(first) >= 5
     assert content("again", 7) == first
     assert content("other", 8) != first
-
-
-def train_on_digits(worker: Worker, out: Path) -> None:
-    loader = DataLoader(load("digits").train, batch_size=40, shuffle=True, collate_fn=collate)
-    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 10))
-    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.01), loader)
-    for _ in range(2):
-        for x, y in loader:
-            step(worker, model, optimizer, x, y)
-
-
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
-def test_nor_does_it_matter_in_which_thread_batches_are_taken(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def content(*, is_core_spare: bool) -> dict[str, bytes]:
-        takers.clear()
-        monkeypatch.setattr(worlds, "spare_cores", lambda num_processes: int(is_core_spare))
-        run(train_on_digits, tmp_path / str(is_core_spare), strategy, 3, cluster=cluster_of(distribution="exponential"))
-        directory = tmp_path / str(is_core_spare) / "run"
-        return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix != ".pt"}
-
-    def taking(split: Split, indices: list[int]) -> Batch:
-        takers.add(threading.current_thread())
-        return take(split, indices)
-
-    takers: set[threading.Thread] = set()
-    take = Split.__getitems__
-    monkeypatch.setattr(Split, "__getitems__", taking)
-    ahead = content(is_core_spare=True)
-    assert len(takers) == 1
-    assert threading.current_thread() not in takers
-    assert content(is_core_spare=False) == ahead
-    assert takers == {threading.current_thread()}
-    assert "steps.csv" in ahead
 
 
 def draw(worker: Worker, out: Path) -> None:
@@ -139,8 +96,7 @@ def test_gradients_stay_on_while_others_have_them_off(tmp_path: Path) -> None:
 # --- ends ------------------------------------------------------------------------------------------------------------
 
 
-@in_one_process_and_spread
-def test_sleep_takes_virtual_time(num_processes: int, tmp_path: Path) -> None:
+def test_sleep_takes_virtual_time(tmp_path: Path) -> None:
     def script(worker: Worker, out: Path) -> None:
         model, optimizer, loader = prepared(worker)
         for x, y, _ in loader:
@@ -148,31 +104,29 @@ def test_sleep_takes_virtual_time(num_processes: int, tmp_path: Path) -> None:
             step(worker, model, optimizer, x, y)
 
     began_s = time.monotonic()
-    result = run(script, tmp_path, "all-reduce", 2, cluster=cluster_of(), max_steps=5, num_processes=num_processes)
+    result = run(script, tmp_path, "all-reduce", 2, cluster=cluster_of(), max_steps=5)
     assert result.training_time_s == pytest.approx(5 * 3600, rel=1e-3)
     assert time.monotonic() - began_s < 60
     assert time.sleep.__module__ == "time"
 
 
-@in_one_process_and_spread
-def test_who_waits_in_vain_is_named(num_processes: int, tmp_path: Path) -> None:
+def test_who_waits_in_vain_is_named(tmp_path: Path) -> None:
     def script(worker: Worker, out: Path) -> None:
         if worker.rank != 1:
             worker.barrier()
 
     with pytest.raises(RunFailed, match=r"nobody can go on: worker 0 waits for barrier.* rank\(s\) 1 have not come"):
-        run(script, tmp_path, "all-reduce", 3, cluster=cluster_of(), num_processes=num_processes)
+        run(script, tmp_path, "all-reduce", 3, cluster=cluster_of())
 
 
-@in_one_process_and_spread
-def test_a_wait_inside_backward_is_refused(num_processes: int, tmp_path: Path) -> None:
+def test_a_wait_inside_backward_is_refused(tmp_path: Path) -> None:
     def script(worker: Worker, out: Path) -> None:
         tensor = torch.ones(2, requires_grad=True)
         tensor.register_post_accumulate_grad_hook(lambda given: worker.all_reduce(torch.ones(1)))
         tensor.sum().backward()
 
     with pytest.raises(RunFailed, match="nothing can be waited for in the middle of a backward pass"):
-        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of(), num_processes=num_processes)
+        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of())
 
 
 def test_a_host_that_fails_ends_the_run(tmp_path: Path) -> None:
@@ -184,8 +138,7 @@ def test_a_host_that_fails_ends_the_run(tmp_path: Path) -> None:
     assert lost[0].details["virtual_time_s"] > 0
 
 
-@in_one_process_and_spread
-def test_an_interrupt_saves_and_ends(num_processes: int, tmp_path: Path) -> None:
+def test_an_interrupt_saves_and_ends(tmp_path: Path) -> None:
     launcher = os.getpid()
 
     def script(worker: Worker, out: Path) -> None:
@@ -198,7 +151,7 @@ def test_an_interrupt_saves_and_ends(num_processes: int, tmp_path: Path) -> None
 
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of(), num_processes=num_processes)
+        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of())
     assert signal.getsignal(signal.SIGINT) is handler
     result = Result(tmp_path / "run")
     assert 30 < result.iteration < 12_000

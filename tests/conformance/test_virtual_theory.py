@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.comm.servers.answer_window import LEAST_ANSWERS, AnswerWindow
+from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 from torch import nn
 from torch.optim import SGD
 
 from paceline.cluster.description import Cluster, Compute, Hosts, Servers
 from paceline.comm.servers import answer_window
-from paceline.comm.servers.answer_window import LEAST_ANSWERS, AnswerWindow
-from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 from paceline.engines.virtual import server, store
 from paceline.engines.virtual.server import Delivery, VirtualServer
 from paceline.running.result import Result

@@ -56,7 +56,6 @@ def run(
     resume: Path | None = None,
     servers_are_local: bool = False,
     cluster: Cluster = CLUSTER,
-    num_processes: int = 1,
     **settings: Any,
 ) -> Result:
     """As `local_engine.run`; servers that are local share the workers' one host.
@@ -73,7 +72,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = (resume / FILE_NAME).read_bytes() if resume is not None else None
     try:
-        VirtualRun(VirtualJob(program, plan, workers, cluster, config, checkpoint, num_processes), out, Silent()).run()
+        VirtualRun(VirtualJob(program, plan, workers, cluster, config, checkpoint), out, Silent()).run()
     except UsageError as error:
         raise RunFailed(f"{type(error).__name__}: {error}") from error
     return Result(out)

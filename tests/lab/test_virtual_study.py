@@ -79,16 +79,6 @@ def test_times_are_of_the_simulated_clock(run: Callable[..., Study], tmp_path: P
         pd.testing.assert_frame_equal(left.drop(columns="study"), right.drop(columns="study"), check_exact=True)
 
 
-def test_a_study_goes_on_over_other_processes(run: Callable[..., Study]) -> None:
-    """Of the second trial's workers, each is computed by a process of its own."""
-    run(strategies=["ps-asp"], workers=[1])
-    study = run(strategies=["ps-asp"], workers=[1, 2], processes=2)
-    counts = {trial: Result(runner.directory_of(study.directory, trial)) for trial in study.spec.trials}
-    assert [result.manifest["processes"] for result in counts.values()] == [1, 2]
-    assert set(study.frames.trials["status"]) == {"finished"}
-    assert "--processes 2" in " ".join(study.spec.command(out="again"))
-
-
 def test_another_cluster_is_another_study(run: Callable[..., Study], tmp_path: Path) -> None:
     run(strategies=["all-reduce"])
     (tmp_path / "slow.toml").write_text(CLUSTER.replace("50.0", "25.0"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-from paceline.comm.servers import answer_window
 from paceline.comm.servers.answer_window import LEAST_ANSWERS
 from paceline.comm.servers.answers import AnswersElsewhere
+
+from paceline.comm.servers import answer_window
 from paceline.comm.wire import FRAME_BYTES, IN_TURN, Kind, Message
 
 NUM_ANSWERS = LEAST_ANSWERS + 3

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.servers.send_window import SendWindow
+from paceline.server.windows import SendWindow
 
 
 @given(sizes=st.lists(st.integers(0, 100), max_size=40), limit=st.integers(1, 120), data=st.data())

@@ -9,19 +9,20 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from paceline.comm.servers.answer_window import LEAST_ANSWERS
+from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import OptimizerSpec, Push
 from paceline.comm.servers import answers
 from paceline.comm.servers import group as server_group
-from paceline.comm.servers.answer_window import LEAST_ANSWERS
 from paceline.comm.servers.group import ServerAddress, ServerGroup
 from paceline.comm.servers.line import WorkerLine
-from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 from paceline.comm.servers.service import ParameterService, ServerSpec
 from paceline.comm.wire import Keys, Kind, Message, WireError
 from paceline.errors import Aborted
 from paceline.layout import Layout, TensorSpec, by_group
+from paceline.membership import Membership
 from paceline.records import NullReporter
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.server.ranges import KeyRange
@@ -97,7 +98,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(pushed: list[int]) -> None:
-    with group_of_one(BulkSynchronous(num_workers=2)) as group:
+    with group_of_one(BulkSynchronous(Membership.first(2))) as group:
         threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
         with pytest.raises(Aborted, match="the test has seen enough"):
             group.exchange(Push(pause_at=FOREVER))
@@ -105,7 +106,7 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(pushed: l
 
 
 def test_every_piece_is_sent_in_its_turn(pushed: list[int]) -> None:
-    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
+    with group_of_one(BulkSynchronous(Membership.first(1)), is_beside_another=True) as group:
         for clock in range(3):
             assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
             assert len(pushed) == (clock + 1) * NUM_PIECES
@@ -129,7 +130,7 @@ def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(
 
     monkeypatch.setattr(ServerGroup, "_send", all_but_receipts)
     monkeypatch.setattr(ServerGroup, "_take", noted)
-    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
+    with group_of_one(BulkSynchronous(Membership.first(1)), is_beside_another=True) as group:
 
         def abort_once_all_is_there() -> None:
             while len(pushed) < NUM_PIECES:
@@ -144,7 +145,7 @@ def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(
 
 
 def test_word_of_an_answer_that_was_not_sent_is_refused(pushed: list[int]) -> None:
-    with group_of_one(BulkSynchronous(num_workers=1), is_beside_another=True) as group:
+    with group_of_one(BulkSynchronous(Membership.first(1)), is_beside_another=True) as group:
         group._send(group._links[0], group._message(Kind.RECEIVED))
         with pytest.raises(WireError, match="refused word from worker 0 of an answer that it was not sent"):
             group.exchange(Push(pause_at=FOREVER))
@@ -152,7 +153,7 @@ def test_word_of_an_answer_that_was_not_sent_is_refused(pushed: list[int]) -> No
 
 def test_gradients_that_are_applied_when_they_come_are_not_kept_back(pushed: list[int]) -> None:
     """Though the answers are: a worker may not be ahead of the other one here."""
-    with group_of_one(StaleSynchronous(num_workers=2, staleness=0)) as group:
+    with group_of_one(StaleSynchronous(Membership.first(2), staleness=0)) as group:
         threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
         with pytest.raises(Aborted, match="the test has seen enough"):
             group.exchange(Push(pause_at=FOREVER))
@@ -161,7 +162,7 @@ def test_gradients_that_are_applied_when_they_come_are_not_kept_back(pushed: lis
 
 def test_shards_that_follow_a_decision_are_sent_all_at_once(pushed: list[int]) -> None:
     """The last one decides; until it has, none is answered."""
-    with group_of_one(BulkSynchronous(num_workers=2, backup_workers=1)) as group:
+    with group_of_one(BulkSynchronous(Membership.first(2), backup_workers=1)) as group:
         assert group.exchange(Push(pause_at=FOREVER)).iteration == 1
         assert len(pushed) == NUM_PIECES
 
@@ -176,7 +177,7 @@ def test_a_worker_that_waits_for_servers_here_and_elsewhere_sleeps(monkeypatch: 
         return receive(line, **options)
 
     monkeypatch.setattr(WorkerLine, "receive", noted)
-    with group_of_one(BulkSynchronous(num_workers=2), has_server_here=True) as group:
+    with group_of_one(BulkSynchronous(Membership.first(2)), has_server_here=True) as group:
         num_looks = 0
         threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
         with pytest.raises(Aborted, match="the test has seen enough"):

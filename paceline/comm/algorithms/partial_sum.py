@@ -15,13 +15,10 @@ SumOrMean = Literal["sum", "mean"]
 
 @final
 class PartialSum:
-    """What this rank has summed so far of a stretch of the tensor.
-
-    float16 and bfloat16 are summed in float32, and rounded where they are stored to be sent on or kept.
-    """
+    """What this rank has summed so far of a stretch of the tensor; float16 and bfloat16 are summed in float32."""
 
     def __init__(self, flat: Tensor) -> None:
-        """Begin with this rank's own 1-D `flat`, which `store` overwrites; other dtypes are summed in it."""
+        """Begin with this rank's own 1-D `flat`, which `store` overwrites."""
         self._flat = flat
         self._total = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 

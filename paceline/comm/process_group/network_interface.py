@@ -26,15 +26,15 @@ def interface_with(address: str) -> str:
 
 
 @contextmanager
-def nccl_interface(address: str | None) -> Iterator[None]:
-    """Have NCCL, which reads its interface from the environment when it first communicates, use that of the address.
+def nccl_interface(address: str) -> Iterator[None]:
+    """Have NCCL use the interface of the address, unless the environment names one.
 
-    What the user has set there stays.
+    NCCL reads that from the environment, once in a process, when it first communicates.
 
     Raises:
         UsageError: as `interface_with`.
     """
-    if address is None or _NCCL_INTERFACE in os.environ:
+    if _NCCL_INTERFACE in os.environ:
         yield
         return
     os.environ[_NCCL_INTERFACE] = "=" + interface_with(address)

@@ -160,7 +160,6 @@ class Supervisor:
             job.strategy,
             job.config,
             uses_cuda,
-            has_own_gpus,
             job.checkpoint is not None,
         )
         threads = [spec.num_threads(rank) for rank in range(spec.size)]

@@ -20,11 +20,3 @@ class VirtualJob:
     cluster: Cluster
     config: RunConfig
     checkpoint: bytes | None = None
-    num_processes: int = 1
-    """That the workers' computing is spread over, at most."""
-
-    @property
-    def num_crews(self) -> int:
-        """Processes besides the simulation's; none where that computes as well."""
-        num_processes = min(self.num_processes, self.num_workers)
-        return num_processes if num_processes > 1 else 0

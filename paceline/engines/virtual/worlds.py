@@ -1,118 +1,150 @@
-"""The worlds in which virtual workers' scripts run, in whatever process that is."""
+"""A simulated cluster's hosts, links and servers, and the world that each worker's script finds there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
 
 from paceline.checkpoint import Checkpoint
-from paceline.cluster.placement import Places
-from paceline.comm.base import Collective, Store
+from paceline.cluster.placement import place
+from paceline.comm.alone import AloneCollective
+from paceline.comm.base import Collective, OptimizerSpec, Store
+from paceline.comm.servers.group import ServerGroup
 from paceline.config import RunConfig
-from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
-from paceline.engines.threads import spare_cores
+from paceline.engines.virtual.carrier import VirtualCarrier
 from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
-from paceline.engines.virtual.computing.pace import Pace, PromiseListener
+from paceline.engines.virtual.computing.pace import Pace
+from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.job import VirtualJob
+from paceline.engines.virtual.network.collective import VirtualCollective
+from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.network.meeting import Meeting
+from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process
-from paceline.engines.world import World, enter_here
+from paceline.engines.virtual.server import EPOCH, VirtualServer
+from paceline.engines.world import World
 from paceline.errors import UsageError
+from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Reporter
+from paceline.server.ranges import KeyRange
+from paceline.server.spec import ServerSpec
 from paceline.strategies.base import Context
+
+_US = 1e-6
 
 
 @final
 class Worlds:
-    """Makes the world of each worker.
+    """Makes each worker's world.
 
     Args:
-        places: where the job's workers are.
+        reporter: gets the records of all workers and servers.
 
     Raises:
-        UsageError: the device that the job asks for is not there.
+        UsageError: the cluster has no room for the job, or this machine lacks the device that it asks for.
     """
 
-    def __init__(self, job: VirtualJob, places: Places) -> None:
-        self._job, self._places = job, places
-        self._hosts = job.cluster.each_host()
+    def __init__(self, job: VirtualJob, timeline: EventQueue, reporter: Reporter) -> None:
+        cluster = job.cluster
+        self.places = place(cluster, num_workers=job.num_workers, num_servers=job.strategy.traits.num_servers)
+        self._job, self._reporter = job, reporter
         self._device = device_of(job.config)
-        # Each crew would take batches on a core of its own, and the simulation of crews has one, too.
-        self._takes_batches_ahead = spare_cores(max(1, job.num_crews)) > job.num_crews
+        self._hosts = cluster.each_host()
+        links = Wiring(cluster)
+        network = partial(Network, timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed)
+        self._meeting = Meeting(
+            timeline,
+            network(links),
+            host_of=self.places.workers,
+            ranks_by_host=self.places.ranks_by_host,
+            messages=network(links.between_workers),
+        )
+        self._server_network = network(links.between_workers_and_servers)
+        self.servers = [
+            VirtualServer(
+                timeline,
+                self._server_network,
+                index=index,
+                host=host,
+                memory_bytes_per_s=self._hosts[host].memory_gbyte_per_s * 1e9,
+                request_s=cluster.servers.request_us * _US,
+                reporter=reporter,
+            )
+            for index, host in enumerate(self.places.servers)
+        ]
 
-    def of(
-        self,
-        rank: int,
-        process: Process,
-        *,
-        collective: Collective,
-        store: Store | None,
-        reporter: Reporter,
-        before_step: Callable[[], None],
-        on_promise: PromiseListener | None = None,
-    ) -> World:
+    def of(self, rank: int, process: Process, *, before_step: Callable[[], None]) -> World:
         """
         Args:
             before_step: called when a step's computing begins; may raise to end the worker.
-            on_promise: told of the worker's promises.
         """
-        job, places = self._job, self._places
-        local_ranks = next(ranks for ranks in places.ranks_by_host if rank in ranks)
-        pace = Pace(
-            process,
-            ComputeTimes(job.cluster.compute, seed=job.config.seed, rank=rank),
-            StepCost(
-                job.cluster,
-                self._hosts[places.workers[rank]],
-                num_sharing=len(local_ranks),
-                num_hosts=len(places.ranks_by_host),
-            ),
-            compute=job.cluster.compute,
-            before_step=before_step,
-            on_promise=on_promise,
-        )
+        job = self._job
+        local_ranks = next(ranks for ranks in self.places.ranks_by_host if rank in ranks)
+        collective = self._collective(rank, process)
         context = Context(
             rank=rank,
-            membership=Membership.of_size(job.num_workers),
+            membership=Membership.first(job.num_workers),
             local_rank=local_ranks.index(rank),
             local_size=len(local_ranks),
             device=self._device,
             collective=collective,
-            store=store,
-            now_s=lambda: process.now_s,
-            watch=pace.watch,
-            before_batch=pace.begin_batch,
-            after_step=process.promise.stepped,
-            between_steps=process.promise.end_step,
-            takes_batches_ahead=self._takes_batches_ahead,
+            store=self._store(rank, process, collective) if self.servers else None,
+            pacing=self._pace(rank, process, num_sharing=len(local_ranks), before_step=before_step),
         )
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
-        return World(context, job.strategy, job.config, reporter, checkpoint)
+        return World(context, job.strategy, job.config, self._reporter, checkpoint)
 
+    def _pace(self, rank: int, process: Process, *, num_sharing: int, before_step: Callable[[], None]) -> Pace:
+        cluster, places = self._job.cluster, self.places
+        host = self._hosts[places.workers[rank]]
+        return Pace(
+            process,
+            ComputeTimes(cluster.compute, seed=self._job.config.seed, rank=rank),
+            StepCost(cluster, host, num_sharing=num_sharing, num_hosts=len(places.ranks_by_host)),
+            compute=cluster.compute,
+            before_step=before_step,
+        )
 
-def run_in(make_world: Callable[[], World], program: Program) -> Outcome:
-    """Run a worker's program in a world of its own, and say how that ended."""
-    world: World | None = None
-    try:
-        world = make_world()
-        enter_here(world)
-        run_program(program)
-        for finish in world.at_end:
-            finish()
-        return Outcome(num_steps=world.progress())
-    except BaseException as error:
-        return outcome_of(error, num_steps=world.progress() if world is not None else 0)
-    finally:
-        enter_here(None)
+    def _collective(self, rank: int, process: Process) -> Collective:
+        if self._job.num_workers == 1:
+            return AloneCollective()
+        costs = self._job.cluster.communication
+        return VirtualCollective(
+            self._meeting,
+            process,
+            rank=rank,
+            operation_s=costs.operation_us * _US,
+            message_s=costs.message_us * _US,
+        )
+
+    def _store(self, rank: int, process: Process, collective: Collective) -> Store:
+        carrier = VirtualCarrier(
+            self.servers,
+            self._server_network,
+            process=process,
+            host=self.places.workers[rank],
+            request_s=self._job.cluster.communication.request_us * _US,
+        )
+        return ServerGroup(carrier, collective=collective, configure=self._configure, epoch=EPOCH)
+
+    def _configure(self, layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
+        """Have every server build its shards."""
+        strategy, max_updates = self._job.strategy, self._job.config.max_steps
+        for server, pieces in zip(self.servers, ranges, strict=True):
+            rule = strategy.admission_rule(Membership.first(self._job.num_workers))
+            assert rule is not None
+            server.core.configure(ServerSpec(layout, pieces, optimizer, rule, max_updates, strategy.aggregator()))
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """All workers' device: that of the machine that simulates them.
+    """The device that all workers compute on.
 
     Raises:
-        UsageError: it has none.
+        UsageError: this machine has none.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: this machine has no GPU; use --device cpu")

@@ -23,17 +23,10 @@ class ComputeTimes:
         self._mean_trace_s = math.fsum(compute.trace_s) / len(compute.trace_s) if compute.trace_s else 1.0
         self._sigma = math.sqrt(math.log1p(compute.variation**2)) if compute.variation else 0.0
         self._until_pause_s = self._next_pause_s()
-        self._next_factor: float | None = None
-
-    def at_least(self, mean_s: float) -> float:
-        """How long the next step takes that on the average takes `mean_s`, without pauses."""
-        if self._next_factor is None:
-            self._next_factor = self._factor()
-        return mean_s * self._next_factor
 
     def draw(self, mean_s: float) -> float:
-        """How long a step takes that on the average takes `mean_s`."""
-        duration_s, self._next_factor = self.at_least(mean_s), None
+        """How long the next step takes, in seconds, of steps that take `mean_s` on average."""
+        duration_s = mean_s * self._factor()
         self._until_pause_s -= duration_s
         while self._until_pause_s <= 0:
             duration_s += self._compute.pause_s

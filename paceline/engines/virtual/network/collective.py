@@ -135,7 +135,6 @@ class VirtualCollective(Collective):
     def send(self, tensor: Tensor, *, destination: int) -> Work:
         require_other(destination, rank=self.rank, size=self.size)
         self._check()
-        self._process.before_exchange()
         flat, _ = flatten(tensor, device_type=tensor.device.type)
         parcel = Parcel(flat.clone())
         self.timing.moved_bytes += flat.nbytes
@@ -146,7 +145,6 @@ class VirtualCollective(Collective):
     def recv(self, tensor: Tensor, *, source: int) -> Work:
         require_other(source, rank=self.rank, size=self.size)
         self._check()
-        self._process.before_exchange()
         flat, copy_back = flatten(tensor, device_type=tensor.device.type, is_target=True)
         awaited = Awaited(flat)
         self._process.post(self._meeting.receive, source, self.rank, awaited)
@@ -174,14 +172,11 @@ class VirtualCollective(Collective):
         return patterns.all_gather(self.size, operation.num_bytes)
 
     def _run(self, call: Call) -> Operation:
-        operation = _OperationWork(self, self._start(call), call).finished()
-        self._process.after_exchange()
-        return operation
+        return _OperationWork(self, self._start(call), call).finished()
 
     def _start(self, call: Call) -> int:
         """Take part in the next operation; returns its number."""
         self._check()
-        self._process.before_exchange()
         number = self._num_operations
         self._num_operations += 1
         self._spend(self._operation_s)
@@ -192,11 +187,6 @@ class VirtualCollective(Collective):
         """The worker's own part of the exchange."""
         self._process.advance(duration_s)
         self.timing.communication_s += duration_s
-
-    def _is_here(self, signal: Signal) -> bool:
-        """Whether what is waited for has come; never in the middle of backward, where nobody looks."""
-        process = self._process
-        return process.has_seen(signal) and process.may_wait and not process.promise.holds(process.now_s)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -229,15 +219,13 @@ class _OperationWork(Work):
         self._is_over = False
 
     def poll(self) -> bool:
-        if not self._is_over and self._collective._is_here(self._call.done):
+        if not self._is_over and self._call.done.fired_s is not None:
             self.finished()
         return self._is_over
 
     def wait(self) -> None:
         if not self._is_over:
-            self._collective._process.before_exchange()
             self.finished()
-            self._collective._process.after_exchange()
 
     def finished(self) -> Operation:
         """
@@ -286,15 +274,13 @@ class _MessageWork(Work):
         self._is_over = False
 
     def poll(self) -> bool:
-        if not self._is_over and self._collective._is_here(self._message.done):
+        if not self._is_over and self._message.done.fired_s is not None:
             self._finish()
         return self._is_over
 
     def wait(self) -> None:
         if not self._is_over:
-            self._collective._process.before_exchange()
             self._finish()
-            self._collective._process.after_exchange()
 
     def _finish(self) -> None:
         message = self._message

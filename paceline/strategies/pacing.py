@@ -1,0 +1,33 @@
+"""A worker's clock, and who may look at the model that its time goes into."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from paceline.strategies.replica import Replica
+
+
+class Pacing(ABC):
+    """What engines that simulate time, and probes that measure steps, replace."""
+
+    @abstractmethod
+    def now_s(self) -> float:
+        """The time on the clock that this worker's run is timed with."""
+
+    @abstractmethod
+    def watch(self, replica: Replica) -> None:
+        """The script has prepared this model. Called before the strategy is bound to it."""
+
+
+@final
+class RealTime(Pacing):
+    """Time passes by itself, whatever the model does."""
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def watch(self, replica: Replica) -> None:
+        pass

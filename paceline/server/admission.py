@@ -48,6 +48,9 @@ class AdmissionRule(ABC):
         self.members = members
         self.active = set(members.ranks)
 
+    def begin_at(self, iteration: int) -> None:  # noqa: B027
+        """The first clock follows so many updates, which were made before a checkpoint."""
+
     @abstractmethod
     def for_another_shard(self) -> AdmissionRule:
         """A fresh rule for another shard of the same model."""

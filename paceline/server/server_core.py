@@ -205,7 +205,7 @@ class ServerCore:
             else:
                 _copy(client.parameters[index], part.shard.parameters)
             part.frames = None
-            part.shard.iteration = message.iteration
+            part.shard.begin_at(message.iteration)
             for worker in self._clients:
                 part.shard.pulled(worker)
         if parts[-1][0] == len(self.parts) - 1:

@@ -120,6 +120,11 @@ class Shard:
         """Whether an update needs a gradient of every worker, and nothing else."""
         return self._rule.needs_all
 
+    def begin_at(self, iteration: int) -> None:
+        """Go on from a checkpoint that was taken after so many updates; 0: from the start."""
+        self.iteration = iteration
+        self._rule.begin_at(iteration)
+
     def push(
         self,
         worker: int,

@@ -64,9 +64,13 @@ class _Rounds(AdmissionRule):
 
     def __init__(self, strategy: Sampled, members: Membership) -> None:
         super().__init__(members)
-        self._strategy, self._round = strategy, 0
+        self._strategy, self._clock, self._first_round = strategy, 0, 0
         self._due = self._drawn()
         self._here: list[int] = []
+
+    def begin_at(self, iteration: int) -> None:
+        self._first_round = iteration
+        self._due = self._drawn()
 
     def for_another_shard(self) -> AdmissionRule:
         return _Rounds(self._strategy, self.members)
@@ -75,8 +79,8 @@ class _Rounds(AdmissionRule):
         return self._drawn().get(sender, -1)
 
     def push(self, sender: int, clock: int) -> tuple[int, ...]:
-        if clock != self._round or sender not in self._due:
-            raise ProtocolError(f"sender {sender} is not due in round {self._round}")
+        if clock != self._clock or sender not in self._due:
+            raise ProtocolError(f"sender {sender} is not due at clock {self._clock}")
         del self._due[sender]
         self._here.append(sender)
         return self._close_if_full()
@@ -88,7 +92,7 @@ class _Rounds(AdmissionRule):
         return worker in self._due.values()
 
     def clock_of(self, worker: int) -> int:
-        return self._round
+        return self._clock
 
     def join(self, worker: int) -> None:
         self.add(worker)
@@ -101,13 +105,14 @@ class _Rounds(AdmissionRule):
     def _drawn(self) -> dict[int, int]:
         """This round's senders, and who plays each."""
         ranks = self.members.ranks
-        return {sender: ranks[i % len(ranks)] for i, sender in enumerate(self._strategy.of_round(self._round))}
+        drawn = self._strategy.of_round(self._first_round + self._clock)
+        return {sender: ranks[i % len(ranks)] for i, sender in enumerate(drawn)}
 
     def _close_if_full(self) -> tuple[int, ...]:
         if self._due or not self._here:
             return ()
         complete = tuple(sorted(self._here))
-        self._here, self._round = [], self._round + 1
+        self._here, self._clock = [], self._clock + 1
         self._due = {sender: player for sender, player in self._drawn().items() if player in self.active}
         return complete
 

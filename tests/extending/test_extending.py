@@ -18,14 +18,21 @@ import paceline
 from paceline.running.result import Result
 from paceline.strategies import STRATEGIES, build, name_of, register
 from paceline.topology import Ring
-from tests.extending import periodic, ring_gossip
+from tests.extending import periodic, ring_gossip, sampled
 
 WORKERS, BATCH_SIZE, NUM_SAMPLES = 4, 4, 96
 LEARNING_RATE, MOMENTUM = 0.1, 0.5
-ENTRIES = (ring_gossip.ENTRY, periodic.ENTRY)
-OPTIONS: dict[str, dict[str, Any]] = {"ring-gossip": {"every": 2}, "periodic": {"every": 3}}
+ENTRIES = (ring_gossip.ENTRY, periodic.ENTRY, sampled.ENTRY)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ring-gossip": {"every": 2},
+    "periodic": {"every": 3},
+    "sampled": {"every": 2, "drawn": 8},
+}
+STEPS_OF_AN_ITERATION = {"ring-gossip": 1, "periodic": 3, "sampled": 4}
 every_strategy = pytest.mark.parametrize("name", [entry.name for entry in ENTRIES])
-every_engine = pytest.mark.parametrize("engine", ["virtual", pytest.param("ray", marks=pytest.mark.ray)])
+every_engine = pytest.mark.parametrize(
+    "engine", ["virtual", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.usefixtures("ray_here")])]
+)
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -149,7 +156,26 @@ def naive_periodic(naive: Naive, num_rounds: int) -> Tensor:
     return outer
 
 
-NAIVE = {"ring-gossip": naive_ring_gossip, "periodic": naive_periodic}
+def naive_sampled(naive: Naive, num_rounds: int) -> Tensor:
+    strategy = sampled.Sampled(**OPTIONS["sampled"])
+    model, number = naive.start, 0
+    for round_ in range(num_rounds):
+        senders = strategy.of_round(round_)
+        total = torch.zeros_like(model)
+        for turn in range(len(senders) // WORKERS):
+            naive.put(model.expand(WORKERS, -1))
+            for optimizer in naive.optimizers:
+                optimizer.state.clear()
+            for _ in range(strategy.every):
+                naive.step(number)
+                number += 1
+            for row, sender in zip(naive.rows(), senders[turn * WORKERS : (turn + 1) * WORKERS], strict=True):
+                total += (1 + sender) * (row - model)
+        model = model + total / sum(1 + sender for sender in senders)
+    return model
+
+
+NAIVE = {"ring-gossip": naive_ring_gossip, "periodic": naive_periodic, "sampled": naive_sampled}
 
 
 # --- what holds -------------------------------------------------------------------------------------------------------
@@ -186,8 +212,13 @@ def test_another_strategy_goes_on_from_the_global_model(name: str, tmp_path: Pat
         script, strategy="all-reduce", max_steps=5, resume=first.directory, out=tmp_path / "second", **settings
     )
     event = next(event for event in resumed.events if event.name == "carried_over")
-    assert set(event.details.values()) == {"reset"}
-    assert {name.split(".")[0] for name in event.details} >= {"parameters", "optimizer"}
+    own = {
+        "ring-gossip": {"parameters", "optimizer"},
+        "periodic": {"parameters", "optimizer", "outer"},
+        "sampled": set(),
+    }
+    assert {state.split(".")[0] for state in event.details} == own[name]
+    assert set(event.details.values()) <= {"reset"}
     assert resumed.iteration == 5
 
 
@@ -210,7 +241,10 @@ def test_data_that_ends_in_a_round_ends_the_run(name: str, tmp_path: Path) -> No
     result = run(name, "virtual", tmp_path, partial(train, epochs=3))
     expected_steps = 3 * NUM_SAMPLES // (WORKERS * BATCH_SIZE)
     assert len(result.steps) == WORKERS * expected_steps
-    assert result.iteration == {"ring-gossip": expected_steps, "periodic": expected_steps // 3}[name]
+    assert (
+        result.iteration
+        == {"ring-gossip": expected_steps, "periodic": expected_steps // 3, "sampled": expected_steps // 4}[name]
+    )
 
 
 @every_strategy

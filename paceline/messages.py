@@ -64,7 +64,7 @@ class Kind(IntEnum):
     CONTENT = 51
 
 
-@dataclass
+@dataclass(slots=True)
 class Message:
     """One message. The numbers mean what their names say, for the kinds that use them.
 

@@ -5,7 +5,6 @@ Sans-IO, like `ServerCore`. One conversation at a time: a request to every serve
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,8 +53,8 @@ class _Server:
     """It has to be told what the first server decided."""
     is_in_turn: bool = False
     """Pieces are to go a few at a time."""
-    window: SendWindow[Message] = field(default_factory=lambda: SendWindow(limit_bytes=math.inf))
-    """What it has yet to be asked."""
+    window: SendWindow[Message] | None = None
+    """What it has yet to be asked, where pieces go a few at a time."""
     num_due: int = 0
     """Answers to come."""
     answers: list[Message] = field(default_factory=list)
@@ -183,8 +182,10 @@ class ClientCore:
         server.answers.append(answer)
         if answer.flags & IN_TURN:
             yield self._sent(index, self._message(Kind.RECEIVED))
-        server.window.answered()
-        yield from self._next(index)
+        if server.window is not None:
+            server.window.answered()
+            for message in server.window.take():
+                yield self._sent(index, message)
         if answer.payload and answer.kind is Kind.ANSWER:
             from_frames(answer.payload, server.parameters[answer.shard])
         if self._pushed is not None and "contributors" in answer.body:
@@ -273,16 +274,14 @@ class ClientCore:
             server.num_due = len(server.parameters) if is_cut else 1
             self._num_due += server.num_due
             server.answers = []
-            limit_bytes = PIECES_UNDER_WAY * FRAME_BYTES if is_cut and server.is_in_turn else math.inf
-            server.window = SendWindow(limit_bytes=limit_bytes)
-            for message in messages:
-                server.window.put(message, message.tensor_bytes)
-            sends += self._next(index)
+            server.window = None
+            if is_cut and server.is_in_turn:
+                server.window = SendWindow(limit_bytes=PIECES_UNDER_WAY * FRAME_BYTES)
+                for message in messages:
+                    server.window.put(message, message.tensor_bytes)
+                messages = list(server.window.take())
+            sends += [self._sent(index, message) for message in messages]
         return sends
-
-    def _next(self, index: int) -> list[Send]:
-        """What may go to a server now."""
-        return [self._sent(index, message) for message in self._servers[index].window.take()]
 
     def _sent(self, index: int, message: Message) -> Send:
         self.moved_bytes += message.num_bytes

@@ -36,7 +36,7 @@ from paceline.server.state import export_state, import_state, pack, unpack
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 
 _ERROR_LENGTH = 4000
-_ABOUT = frozenset({"sender", "weight", "kind"})
+_ABOUT = ("sender", "weight", "kind")  # a contribution
 
 
 class Send(NamedTuple):
@@ -214,7 +214,7 @@ class ServerCore:
     def _exchange(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         client.arrived_s = now_s
         is_void, body = bool(message.flags & VOID), message.body
-        about = {name: body[name] for name in _ABOUT.intersection(body)}
+        about = {name: body[name] for name in _ABOUT if name in body} if body else {}
         groups = body.get("groups")
         for index, part in self._parts_of(message):
             if client.parameters is None and not is_void:

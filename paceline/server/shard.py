@@ -63,13 +63,6 @@ class _Given:
     staleness: int = -1
 
 
-class _Waiting(NamedTuple):
-    """A worker that waits for its answer."""
-
-    pause_at: int
-    given: _Given | None
-
-
 @final
 class Shard:
     """Applies contributions to `parameters` as the rule admits them. Sans-IO: no socket, no thread, no clock.
@@ -106,7 +99,8 @@ class Shard:
         self._groups: dict[int, tuple[int, Groups]] = {}
         self._pulled_at: dict[int, int] = {}
         self._given: dict[int, _Given] = {}  # by sender
-        self._waiting: dict[int, _Waiting] = {}  # by worker
+        self._waiting: dict[int, tuple[int, _Given | None]] = {}
+        """By worker: when to answer it even so, and what it pushed last."""
         self._stop = False
         self._applied: list[Applied] = []
 
@@ -167,7 +161,7 @@ class Shard:
             self._groups[worker] = (clock, groups)
         self._stop = self._stop or stop
         self._given[sender] = given = _Given(worker, clock, sender, contribution)
-        self._waiting[worker] = _Waiting(pause_at, given)
+        self._waiting[worker] = pause_at, given
         self._update(contributors)
         return list(self._answers())
 
@@ -178,10 +172,10 @@ class Shard:
             ProtocolError: the worker has left, or its last gradient is still waiting for others.
         """
         self._rule.require_active(worker)
-        waiting = self._waiting.get(worker)
-        if waiting is not None and waiting.given is not None and self._rule.is_held(waiting.given.sender):
+        _, given = self._waiting.get(worker, (0, None))
+        if given is not None and self._rule.is_held(given.sender):
             raise ProtocolError(f"worker {worker} asks for admission while its gradient waits for others")
-        self._waiting[worker] = _Waiting(pause_at, None)
+        self._waiting[worker] = pause_at, None
         return list(self._answers())
 
     def follow(self, worker: int, clock: int, contributors: Sequence[int]) -> list[Answer]:
@@ -267,8 +261,7 @@ class Shard:
     def _answers(self) -> Iterator[Answer]:
         for worker, (pause_at, given) in list(self._waiting.items()):
             admitted = self._rule.is_admitted(worker)
-            # What is no longer here has become an update, or been dropped.
-            held = given is not None and given.sender in self._given and self._rule.is_held(given.sender)
+            held = given is not None and self._rule.is_held(given.sender)
             # Without a held contribution, a worker need not be admitted to take part in a pause, nor to end.
             if not admitted and (held or not (self._stop or self.iteration >= pause_at)):
                 continue

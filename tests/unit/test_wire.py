@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def frames(parts: Sequence[Any]) -> list[zmq.Frame]:
 def test_messages_read_back_as_written(message: Message) -> None:
     read = Message.decode(frames(message.encode()), epoch=message.epoch)
     assert [bytes(frame) for frame in read.payload] == message.payload
-    for name in vars(message):
+    for name in (field.name for field in fields(message)):
         if name != "payload":
             assert getattr(read, name) == getattr(message, name), name
 

@@ -43,16 +43,13 @@ def charts(plan: Plan) -> list[Chart]:
 
 def _curves(plan: Plan) -> dict[str, list[Point]]:
     """The strategies that move something: without options, and with those that are best."""
-    by_label: dict[str, list[Point]] = {}
-    for point in plan.points:
-        by_label.setdefault(point.label, []).append(point)
     best = {point.label for point in plan.best_of_each}
     wanted = [
         label
-        for label in by_label
+        for label in plan.curves
         if (":" not in label or label in best) and Variant.parse(label).strategy.traits.traffic
     ]
-    return {label: by_label[label] for label in wanted[:_MAX_CURVES]}
+    return {label: plan.curves[label] for label in wanted[:_MAX_CURVES]}
 
 
 def _drawn(

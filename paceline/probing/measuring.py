@@ -18,12 +18,12 @@ from paceline.engines.ray import probes
 from paceline.engines.ray.nodes import Node, chosen_address, connected, nodes
 from paceline.engines.ray.supervisor import Job, Supervisor
 from paceline.engines.scripting import Program, Script
-from paceline.engines.standing import Progress, Watcher
+from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.probing import fitting
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
-from paceline.records import EventRecord, Record, read_records
+from paceline.records import EventRecord, read_records
 from paceline.running.launch import own_environment, read_script
 
 _DEADLINE_S = 60.0
@@ -177,17 +177,11 @@ class _Runs:
 
 
 @final
+@dataclass(frozen=True)
 class _Ear(Watcher):
     """Hears what scripts print, and nothing else."""
 
-    def __init__(self, audience: Audience) -> None:
-        self._audience = audience
-
-    def on_progress(self, progress: Progress) -> None:
-        pass
+    audience: Audience
 
     def on_output(self, who: str, line: str) -> None:
-        self._audience.on_output(who, line)
-
-    def on_records(self, records: Sequence[Record]) -> None:
-        pass
+        self.audience.on_output(who, line)

@@ -21,11 +21,11 @@ from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Job, Supervisor
 from paceline.engines.scripting import Program, Script
-from paceline.engines.standing import Progress, Watcher
+from paceline.engines.standing import Watcher
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, suggest, unknown
-from paceline.records import Record, truncate
+from paceline.records import truncate
 from paceline.running import machine_load, manifest, watching
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
@@ -35,17 +35,11 @@ from paceline.training.evaluation import metrics_in
 EngineChoice = Literal["ray", "virtual"]
 
 
-class Quiet:
+class Quiet(Watcher):
     """Watches a run by printing what its scripts print."""
-
-    def on_progress(self, progress: Progress) -> None:
-        pass
 
     def on_output(self, who: str, line: str) -> None:
         print(f"[{who}] {line}", flush=True)
-
-    def on_records(self, records: Sequence[Record]) -> None:
-        pass
 
 
 def run(

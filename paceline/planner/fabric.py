@@ -23,8 +23,8 @@ _KINDS = ("up", "down", "memory", "rack_up", "rack_down", "core", "site_up", "si
 @final
 @dataclass(frozen=True)
 class Loads:
-    """Bytes on every link, or rates or times, by kind of link: of hosts' cards and memories, racks, the core, sites;
-    and through what packs for servers: each host's core, and those of a machine that hosts share."""
+    """Bytes on every link, or rates or times: cards and memories of hosts, cables of racks, the core, lines of sites,
+    and the cores that pack messages for servers, of each host (`packing`) and of a machine that hosts share."""
 
     up: Floats
     down: Floats
@@ -59,7 +59,7 @@ class Busiest:
 
 @final
 class Fabric:
-    """The links that `engines.virtual.topology.Wiring` has, all of a kind in one array."""
+    """The links of the virtual engine's `Wiring`, all of a kind in one array."""
 
     def __init__(self, cluster: Cluster) -> None:
         hosts = cluster.each_host()
@@ -97,7 +97,7 @@ class Fabric:
 
     @property
     def packing_bytes_per_s(self) -> float:
-        """Of a lone message: a core packs it, and unpacks it where it comes to; on one machine that takes two."""
+        """The rate of a lone message, which cores pack and unpack; a machine that hosts share does both."""
         return float(min(self.rates.packing[0], self.rates.machine[0] / 2))
 
     @cached_property
@@ -105,7 +105,7 @@ class Fabric:
         return Loads(*(np.zeros(len(getattr(self.rates, kind))) for kind in _KINDS))
 
     def messages(self, sources: Numbers, destinations: Numbers, num_bytes: Floats | float) -> Loads:
-        """Of one message from each source to the destination in the same place."""
+        """The load of one message from each source to the destination in the same place."""
         sizes = np.broadcast_to(np.asarray(num_bytes, dtype=np.float64), sources.shape)
         is_remote = sources != destinations
         here, there = self.rack_of[sources], self.rack_of[destinations]
@@ -131,10 +131,10 @@ class Fabric:
     def everyone_to_everyone(
         self, sources: Numbers, destinations: Numbers, num_bytes: float, *, is_packed: bool = False
     ) -> Loads:
-        """Of one message from every source to every destination; a host may come several times in either.
+        """The load of one message from every source to every destination; either may name a host several times.
 
         Args:
-            is_packed: cores encrypt and copy what leaves a host, and what comes to one.
+            is_packed: cores encrypt and copy what leaves a host and what comes to one.
         """
         sends = np.bincount(sources, minlength=self.num_hosts).astype(np.float64)
         takes = np.bincount(destinations, minlength=self.num_hosts).astype(np.float64)
@@ -154,7 +154,7 @@ class Fabric:
         return Loads(up, down, memory, rack_up, rack_down, core, site_up, site_down, packing, machine)
 
     def latency_s(self, sources: Numbers, destinations: Numbers) -> Floats:
-        """Of a message from each source to the destination in the same place, one way."""
+        """One way, from each source to the destination in the same place."""
         leaves_rack = self.rack_of[sources] != self.rack_of[destinations]
         here, there = self.site_of[sources], self.site_of[destinations]
         far_s = np.where(here != there, self._site_s[here] + self._site_s[there], 0.0)
@@ -163,7 +163,7 @@ class Fabric:
         return np.where(sources == destinations, MEMORY_LATENCY_S, total_s)
 
     def farthest_s(self, sources: Numbers, destinations: Numbers) -> Floats:
-        """Each source's latency to the destination that is farthest from it."""
+        """One way, from each source to its farthest destination."""
         kinds = np.stack([self.rack_of[destinations], self.site_of[destinations], self._half_s[destinations]], axis=1)
         some = destinations[np.unique(kinds, axis=0, return_index=True)[1]]
         found = np.zeros(len(sources))
@@ -172,7 +172,7 @@ class Fabric:
         return found
 
     def shares_per_s(self, sources: Numbers, destinations: Numbers) -> Floats:
-        """Bytes per second that each of some messages gets when all pass at once, each link shared evenly."""
+        """Bytes per second of each message while all are under way and share links evenly."""
         counts = self.messages(sources, destinations, 1.0)
         rates = {kind: _divided(getattr(self.rates, kind), getattr(counts, kind)) for kind in _KINDS}
         here, there = self.rack_of[sources], self.rack_of[destinations]
@@ -185,7 +185,7 @@ class Fabric:
         return np.where(sources == destinations, rates["memory"][sources], found)
 
     def busiest(self, loads: Loads, *, kinds: Sequence[str] = _KINDS) -> Busiest:
-        """Of the links of some kinds."""
+        """The link that is busy longest, of these kinds."""
         best = Busiest("none", 0.0, 0.0)
         for kind in kinds:
             amounts: Floats = getattr(loads, kind)
@@ -196,7 +196,7 @@ class Fabric:
         return best
 
     def busy_s(self, loads: Loads, link: Busiest) -> float:
-        """For how long loads keep one link busy."""
+        """How long loads keep one link busy."""
         if not link.kind:
             return 0.0
         return float(getattr(loads, link.kind)[link.number] / getattr(self.rates, link.kind)[link.number])
@@ -212,7 +212,7 @@ class Fabric:
 
 
 def _summed(places: Numbers, amounts: Floats, size: int) -> Floats:
-    """What comes to each of so many places."""
+    """The sum at each of so many places."""
     return np.bincount(places, amounts, size).astype(np.float64)
 
 

@@ -17,26 +17,23 @@ _HEIGHT_PX = 480
 _MAX_CURVES = 8
 
 
+_CHARTS: tuple[tuple[str, str, str, Callable[[Point], float]], ...] = (
+    ("step", "Time of a step", "Time of a step (ms)", lambda point: point.prediction.step_s * 1e3),
+    ("rate", "Samples per second", "Samples (per s)", lambda point: point.prediction.samples_per_s),
+    ("busiest", "How full the busiest link is", "Busy (% of a step)", lambda point: point.prediction.utilisation * 100),
+    ("target", "How much sooner at the target", "Sooner than one worker (times)", lambda point: point.merit),
+)
+
+
 def charts(plan: Plan) -> list[Chart]:
     """Time of a step, samples per second, the busiest link, and time to target where it is known."""
     curves = _curves(plan)
     busy = {label: points for label, points in curves.items() if any(p.prediction.busiest.busy_s for p in points)}
-    titles = {
-        "step": ("Time of a step", "Time of a step (ms)"),
-        "rate": ("Samples per second", "Samples (per s)"),
-        "busiest": ("How full the busiest link is", "Busy (% of a step)"),
-        "target": ("How much sooner at the target", "Sooner than one worker (times)"),
-    }
-    values: dict[str, Callable[[Point], float]] = {
-        "step": lambda point: point.prediction.step_s * 1e3,
-        "rate": lambda point: point.prediction.samples_per_s,
-        "busiest": lambda point: point.prediction.utilisation * 100,
-        **({"target": lambda point: point.merit} if plan.noise is not None else {}),
-    }
     styles = strategy_styles(list(curves))
     found = [
-        _drawn(plan, busy if key == "busiest" else curves, styles, key, *titles[key], value_of)
-        for key, value_of in values.items()
+        _drawn(plan, busy if key == "busiest" else curves, styles, key, title, y_title, value_of)
+        for key, title, y_title, value_of in _CHARTS
+        if key != "target" or plan.noise is not None
     ]
     return [chart for chart in found if len(chart.table)]
 

@@ -99,10 +99,6 @@ def plan(
 
 
 def _noise(text: str | None) -> NoiseScale | None:
-    """
-    Raises:
-        UsageError: it is neither `measure` nor a number of samples.
-    """
     if text is None or text == _MEASURE:
         return None
     try:

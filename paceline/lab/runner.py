@@ -161,9 +161,6 @@ def _run(
     Args:
         watched: entered while the trial runs, and left by what the trial fails with.
         is_first: no trial has finished yet.
-
-    Raises:
-        UsageError: the first trial asks for something that cannot be had.
     """
     final = directory_of(study, trial)
     scratch = _scratch_of(final)

@@ -199,10 +199,6 @@ def _taken(directory: Path, spec: StudySpec) -> StudySpec:
 
     Returns:
         All that the study now consists of.
-
-    Raises:
-        UsageError: it holds something else; the message says what differs.
-        OSError: it cannot be written to.
     """
     if (directory / SPEC_FILE).exists():
         earlier = Study.open(directory).spec

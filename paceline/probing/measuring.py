@@ -119,10 +119,6 @@ def require_writable(out: Path, *, force: bool) -> None:
 
 
 def _answering_hosts(address: str | None) -> list[Node]:
-    """
-    Raises:
-        RunFailed: a host does not answer, is not reached by another, or has another version of something.
-    """
     for host in probes.probe(address):
         if host.problems:
             raise RunFailed(
@@ -155,11 +151,7 @@ class _Runs:
         self._directory, self._config, self._environment, self._audience = directory, config, environment, audience
 
     def __call__(self, name: str, program: Program, num_workers: int, *, device: DeviceChoice) -> list[dict[str, Any]]:
-        """The reports, in rank order.
-
-        Raises:
-            RunFailed: a worker failed; the message says which, and why.
-        """
+        """The reports, in rank order."""
         directory = self._directory / name
         directory.mkdir()
         config = RunConfig(seed=self._config.seed, device=device, deadline_s=_DEADLINE_S)

@@ -285,11 +285,7 @@ class _Measurement:
 
 
 def _ask(caller: Caller, count: int, piece: bytes) -> float:
-    """Send so many requests, with a piece each unless it is empty; bytes per second from the first answer on.
-
-    Raises:
-        WireError: the answers do not come.
-    """
+    """Send so many requests, with a piece each unless it is empty; bytes per second from the first answer on."""
     message = Message(Kind.EXCHANGE, EPOCH, payload=[piece] if piece else ())
     for _ in range(count):
         caller.send(message)

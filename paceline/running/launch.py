@@ -226,11 +226,7 @@ def own_environment() -> dict[str, str]:
 
 
 def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[bytes, Checkpoint]:
-    """The checkpoint as it lies there, and what it says.
-
-    Raises:
-        UsageError: there is none, a damaged one, or one of a run with other workers or another seed.
-    """
+    """The checkpoint as it lies there, and what it says."""
     path = directory / CHECKPOINT_FILE
     try:
         raw = path.read_bytes()
@@ -255,11 +251,7 @@ def new_directory(strategy: Strategy, *, workers: int) -> Path:
 def _directory(
     out: str | Path | None, resume: str | Path | None, checkpoint: Checkpoint | None, strategy: Strategy, workers: int
 ) -> Path:
-    """Make the result directory, or take over the one to go on with.
-
-    Raises:
-        UsageError: it cannot be made, or holds another run's files.
-    """
+    """Make the result directory, or take over the one to go on with."""
     if resume is not None and checkpoint is not None and (out is None or Path(out).resolve() == Path(resume).resolve()):
         return Path(resume)
     directory = Path(out) if out is not None else new_directory(strategy, workers=workers)

@@ -14,8 +14,7 @@ from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
 from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic
 
-_NUM_DRAWS = 4096
-"""Computing times that are drawn for one prediction, of all workers together."""
+_NUM_DRAWS = 4096  # computing times that are drawn for one prediction, of all workers together
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ from paceline.lab.figures.style import Style, plain, strategy_styles
 from paceline.lab.variant import Variant
 from paceline.planner.search import Plan, Point
 
-_HEIGHT_PX = 480
-"""Of which a narrow screen's legend takes half."""
+_HEIGHT_PX = 480  # of which a narrow screen's legend takes half
 _MAX_CURVES = 8
 
 

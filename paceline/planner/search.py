@@ -27,8 +27,7 @@ from paceline.strategies.base import Strategy
 CLOSE = 0.05
 """What differs by less is as good: then fewer workers or servers are better."""
 _HALF = 0.5
-_CHECK_EVENTS = 200_000
-"""About as many gradients are simulated for each check."""
+_CHECK_EVENTS = 200_000  # about as many gradients are simulated for each check
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,10 @@ import torch
 from paceline.cluster.description import Compute
 from paceline.planner.fabric import Floats
 
-_TAIL = 1e-12
-"""Chance of what is left out of an expectation on either side."""
+_TAIL = 1e-12  # chance of what is left out of an expectation on either side
 _NUM_POINTS = 4000
 _MOST_PAUSES = 3
-_BESIDE = 1e-9
-"""The distance of a jump's two sides from it, relative to where it is."""
+_BESIDE = 1e-9  # the distance of a jump's two sides from it, relative to where it is
 
 
 @final

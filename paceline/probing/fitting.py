@@ -20,8 +20,7 @@ MOST_HANDLING = 2.0
 """Times the processor time of packing. What an exchange takes beyond that, on slow links, is waking up for each packet,
 which cores that are busy do less: ResNet-18 with a server on each of 8 hosts on two cores took 1.8 times, and two hosts
 alone 1.6 times at 1 Gbit/s and 12 to 16 times at 100 Mbit/s."""
-_LEAST_BURST_S = 1e-3
-"""Of the link's time: less than that is how measurements vary."""
+_LEAST_BURST_S = 1e-3  # of the link's time: less than that is how measurements vary
 _MAX_TRACE = 400
 _BITS = 8
 _DIGITS = 4

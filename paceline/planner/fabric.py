@@ -70,6 +70,7 @@ class Fabric:
         self.rack_of: Numbers = np.arange(self.num_hosts) // (racks.hosts if racks is not None else self.num_hosts)
         numbers = {site.name: number for number, site in enumerate(sites)}
         self.site_of: Numbers = np.array([numbers.get(host.site, 0) for host in hosts], dtype=np.int64)
+        self._groups = {"": np.arange(self.num_hosts), "rack_": self.rack_of, "site_": self.site_of}
         self._half_s = np.array([host.latency_us * 1e-6 / 2 for host in hosts])
         self._between_racks_s = racks.latency_us * 1e-6 if racks is not None else 0.0
         self._site_s = np.array([site.latency_ms * 1e-3 for site in sites] or [0.0])
@@ -107,26 +108,15 @@ class Fabric:
     def messages(self, sources: Numbers, destinations: Numbers, num_bytes: Floats | float) -> Loads:
         """The load of one message from each source to the destination in the same place."""
         sizes = np.broadcast_to(np.asarray(num_bytes, dtype=np.float64), sources.shape)
-        is_remote = sources != destinations
-        here, there = self.rack_of[sources], self.rack_of[destinations]
-        leaves_rack = here != there
-        leaves_site = self.site_of[sources] != self.site_of[destinations]
-        remote = np.where(is_remote, sizes, 0.0)
-        between = np.where(leaves_rack, sizes, 0.0)
-        afar = np.where(leaves_site, sizes, 0.0)
-        count = self.nothing
-        return Loads(
-            up=_summed(sources, remote, len(count.up)),
-            down=_summed(destinations, remote, len(count.down)),
-            memory=_summed(sources, sizes - remote, len(count.memory)),
-            rack_up=_summed(here, between, len(count.rack_up)),
-            rack_down=_summed(there, between, len(count.rack_down)),
-            core=np.array([between.sum()]),
-            site_up=_summed(self.site_of[sources], afar, len(count.site_up)),
-            site_down=_summed(self.site_of[destinations], afar, len(count.site_down)),
-            packing=count.packing,
-            machine=count.machine,
-        )
+        found, leaving = {}, {}
+        for kind, group_of in self._groups.items():
+            here, there = group_of[sources], group_of[destinations]
+            leaving[kind] = np.where(here != there, sizes, 0.0)
+            for way, groups in (("up", here), ("down", there)):
+                found[kind + way] = _summed(groups, leaving[kind], len(getattr(self.rates, kind + way)))
+        memory = _summed(sources, sizes - leaving[""], self.num_hosts)
+        unpacked = {"packing": self.nothing.packing, "machine": self.nothing.machine}
+        return Loads(memory=memory, core=np.array([leaving["rack_"].sum()]), **found, **unpacked)
 
     def everyone_to_everyone(
         self, sources: Numbers, destinations: Numbers, num_bytes: float, *, is_packed: bool = False
@@ -138,20 +128,15 @@ class Fabric:
         """
         sends = np.bincount(sources, minlength=self.num_hosts).astype(np.float64)
         takes = np.bincount(destinations, minlength=self.num_hosts).astype(np.float64)
-
-        def leaving(group_of: Numbers, size: int) -> tuple[Floats, Floats]:
-            """What leaves each group of hosts, and what comes into it."""
+        found = {}
+        for kind, group_of in self._groups.items():
+            size = len(getattr(self.rates, f"{kind}up"))
             out, into = _summed(group_of, sends, size), _summed(group_of, takes, size)
-            return out * (takes.sum() - into) * num_bytes, into * (sends.sum() - out) * num_bytes
-
-        up, down = leaving(np.arange(self.num_hosts), self.num_hosts)
-        rack_up, rack_down = leaving(self.rack_of, len(self.rates.rack_up))
-        site_up, site_down = leaving(self.site_of, len(self.rates.site_up))
-        core = np.array([rack_up.sum()])
-        packing = up + down if is_packed else self.nothing.packing
-        machine = np.array([packing.sum()])
-        memory = sends * takes * num_bytes
-        return Loads(up, down, memory, rack_up, rack_down, core, site_up, site_down, packing, machine)
+            found[f"{kind}up"] = out * (takes.sum() - into) * num_bytes
+            found[f"{kind}down"] = into * (sends.sum() - out) * num_bytes
+        packing = found["up"] + found["down"] if is_packed else self.nothing.packing
+        core, memory = np.array([found["rack_up"].sum()]), sends * takes * num_bytes
+        return Loads(memory=memory, core=core, packing=packing, machine=np.array([packing.sum()]), **found)
 
     def latency_s(self, sources: Numbers, destinations: Numbers) -> Floats:
         """One way, from each source to the destination in the same place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from paceline.probing import fitting
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
 from paceline.records import EventRecord, read_records
+from paceline.running import durable
 from paceline.running.launch import own_environment, read_script
 
 _DEADLINE_S = 60.0
@@ -95,14 +95,11 @@ def write(cluster: Cluster, out: Path) -> None:
     Raises:
         RunFailed: it cannot be written.
     """
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(as_toml(cluster), encoding="utf-8")
-        partial.replace(out)
+        with durable.whole(out) as partial:
+            partial.write_text(as_toml(cluster), encoding="utf-8")
     except OSError as error:
         raise RunFailed(f"cannot write {out}: {error.strerror}; give another --out") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def require_writable(out: Path, *, force: bool) -> None:

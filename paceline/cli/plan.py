@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.lab import words
 from paceline.planner import observing, wording
 from paceline.planner.noise import NoiseScale
-from paceline.planner.search import Plan, Point, require_in_range
+from paceline.planner.search import Plan, require_in_range
 from paceline.planner.search import plan as search
 from paceline.running import launch
 
@@ -99,10 +99,6 @@ def plan(
 
 
 def _noise(text: str | None) -> NoiseScale | None:
-    """
-    Raises:
-        UsageError: it is neither `measure` nor a number of samples.
-    """
     if text is None or text == _MEASURE:
         return None
     try:
@@ -116,25 +112,19 @@ def _noise(text: str | None) -> NoiseScale | None:
 
 def table(found: Plan) -> Table:
     """The best of each strategy."""
-    has_target = found.noise is not None
     shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    headings = ("strategy", "workers", "step, ms", "samples/s", "efficiency", "binds")
-    for heading in (*headings[:4], *(("sooner",) if has_target else ()), *headings[4:]):
+    sooner = ["sooner"] if found.noise is not None else []
+    for heading in ("strategy", "workers", "step, ms", "samples/s", *sooner, "efficiency", "binds"):
         is_text = heading in ("strategy", "binds")
         shown.add_column(
             heading, justify="left" if is_text else "right", no_wrap=heading == "strategy", overflow="fold"
         )
     for point in found.best_of_each:
-        shown.add_row(*_cells(point, has_target=has_target))
+        best = point.prediction
+        rates = [words.quantity(best.step_s * 1e3), words.quantity(best.samples_per_s)]
+        merit = [f"{words.ratio(point.merit)} x"] if sooner else []
+        shown.add_row(point.label, str(best.workers), *rates, *merit, words.percent(best.efficiency), best.binding)
     return shown
-
-
-def _cells(point: Point, *, has_target: bool) -> list[str]:
-    found = point.prediction
-    cells = [point.label, str(found.workers), words.quantity(found.step_s * 1e3), words.quantity(found.samples_per_s)]
-    if has_target:
-        cells.append(f"{words.ratio(point.merit)} x")
-    return [*cells, words.percent(found.efficiency), found.binding]
 
 
 def write(found: Plan, directory: Path, *, script: str, cluster: str) -> Path:

@@ -46,10 +46,13 @@ class Progress:
 
 
 class Watcher(Protocol):
-    """Who looks on: a progress bar, or nobody."""
+    """Who looks on: a progress bar, or nobody. Subclasses say what they look at."""
 
-    def on_progress(self, progress: Progress) -> None: ...
+    def on_progress(self, progress: Progress) -> None:
+        return None
 
-    def on_output(self, who: str, line: str) -> None: ...
+    def on_output(self, who: str, line: str) -> None:
+        return None
 
-    def on_records(self, records: Sequence[Record]) -> None: ...
+    def on_records(self, records: Sequence[Record]) -> None:
+        return None

@@ -21,8 +21,7 @@ from paceline.training import clock
 SAMPLES, COMPUTE, COMMUNICATION, WAITING, NOTHING = "samples", "compute", "communication", "waiting", "nothing"
 _PARTS = (COMPUTE, COMMUNICATION, WAITING)
 _NEGLIGIBLE = 1.05
-_BEYOND_SHARING = 0.5
-"""Of the worker-seconds of fewer workers: sharing the same work explains no such fall."""
+_BEYOND_SHARING = 0.5  # of the worker-seconds of fewer workers: sharing the same work explains no such fall
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ A target that was never reached is NaN in every `*_to_target` column, never 0.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from paceline.errors import UsageError
+from paceline.running import durable
 
 _EMPTY = {"int64": 0, "str": "", "bool": False}
 
@@ -143,9 +143,8 @@ class Frames:
         """Write each table as `directory/NAME.csv`, each as a whole."""
         directory.mkdir(parents=True, exist_ok=True)
         for name in COLUMNS:
-            partial = directory / f".{name}.csv.partial"
-            getattr(self, name).to_csv(partial, index=False, errors="backslashreplace")
-            os.replace(partial, directory / f"{name}.csv")
+            with durable.whole(directory / f"{name}.csv") as partial:
+                getattr(self, name).to_csv(partial, index=False, errors="backslashreplace")
 
     @classmethod
     def load(cls, directory: Path) -> Frames:

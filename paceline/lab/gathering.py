@@ -18,8 +18,7 @@ from paceline.lab.step_totals import StepTotals
 from paceline.records import EvaluationRecord, read_records
 from paceline.running import manifest
 
-_Rows = Mapping[str, list[dict[str, Any]]]
-"""What has been read so far, by table."""
+_Rows = Mapping[str, list[dict[str, Any]]]  # what has been read so far, by table
 _READ = ("trials", "evaluations", "workers", "staleness", "pace")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from paceline.lab.html_page import chart_view
 from paceline.lab.origin import origin
 from paceline.lab.spec import StudySpec
 from paceline.lab.study import Study
-from paceline.lab.summary_table import SummaryTable, summary_table
+from paceline.lab.summary_table import summary_table
 from paceline.lab.virtual_cluster import VirtualCluster
+from paceline.running import durable
 from paceline.training import clock
 
 FILE_NAME = "report.html"
@@ -57,11 +57,10 @@ def write(directories: Sequence[Path], out: Path) -> None:
     for study in studies:
         study.save_tables()
     text = render([page_of(study) for study in studies])
-    partial = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, out)
+        with durable.whole(out) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write the report {out}: {error.strerror}") from None
 
@@ -108,7 +107,9 @@ def _page_view(page: Page, subject: Subject) -> dict[str, Any]:
         "name": page.name,
         "answer": page.answer or ["Nothing has finished yet."],
         "context": _context(page, subject),
-        "summary": _summary(page, subject),
+        "summary": summary_table(
+            page.frames.summary, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
+        ),
         "failures": _failures(page.frames.trials),
         "command": page.command,
         "facts": [{"name": name, "value": value} for name, value in page.facts.items()],
@@ -129,12 +130,6 @@ def _context(page: Page, subject: Subject) -> str:
     clock = f" are virtual, those of the simulated cluster {subject.cluster}, and" if subject.is_virtual else ""
     parts.append(f"Times{clock} leave evaluation out.")
     return " ".join(parts)
-
-
-def _summary(page: Page, subject: Subject) -> SummaryTable:
-    return summary_table(
-        page.frames.summary, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
-    )
 
 
 def _failures(trials: pd.DataFrame) -> list[dict[str, str]]:

@@ -25,12 +25,11 @@ from paceline.engines.ray.nodes import connected
 from paceline.engines.scripting import Script
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, UsageError
-from paceline.lab import durable
 from paceline.lab.frames import FAILED, FINISHED
 from paceline.lab.outcome import TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
-from paceline.running import launch
+from paceline.running import durable, launch
 
 TRIALS = "trials"
 _LOCK = ".lock"
@@ -161,9 +160,6 @@ def _run(
     Args:
         watched: entered while the trial runs, and left by what the trial fails with.
         is_first: no trial has finished yet.
-
-    Raises:
-        UsageError: the first trial asks for something that cannot be had.
     """
     final = directory_of(study, trial)
     scratch = _scratch_of(final)

@@ -265,10 +265,6 @@ def _digest(script: Script) -> str:
 
 
 def _several(name: str, values: Any, example: str) -> tuple[Any, ...]:
-    """
-    Raises:
-        UsageError: it is one value rather than several.
-    """
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise UsageError(f"{name} are given as a list, such as {example}, not as {values!r}")
     return tuple(values)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from paceline.engines.standing import Watcher
 from paceline.errors import UsageError
-from paceline.lab import durable, gathering, runner, verdict
+from paceline.lab import gathering, runner, verdict
 from paceline.lab.frames import Frames
 from paceline.lab.outcome import FILE_NAME as OUTCOME_FILE
 from paceline.lab.outcome import TrialOutcome
@@ -24,7 +24,7 @@ from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import Position, StudyWatcher
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking
-from paceline.running import watching
+from paceline.running import durable, watching
 from paceline.running.launch import Quiet
 from paceline.strategies.base import Strategy
 
@@ -196,10 +196,6 @@ def _taken(directory: Path, spec: StudySpec) -> StudySpec:
 
     Returns:
         All that the study now consists of.
-
-    Raises:
-        UsageError: it holds something else; the message says what differs.
-        OSError: it cannot be written to.
     """
     if (directory / SPEC_FILE).exists():
         earlier = Study.open(directory).spec

@@ -48,12 +48,9 @@ def summary_table(summary: pd.DataFrame, *, has_target: bool, metric: str | None
     columns: list[tuple[str, Callable[[Any], Cell]]] = []
     if has_target:
         columns += [
-            (
-                f"time to target ({seconds})",
-                lambda row: _spread(row, "time_to_target_s", words.quantity, none=_why_none(row)),
-            ),
+            (f"time to target ({seconds})", lambda row: _spread(row, "time_to_target_s", words.quantity)),
             (f"{virtual}speed-up", lambda row: _spread(row, "speedup", lambda value: f"{value:.2f}")),
-            ("efficiency", lambda row: Cell(_or_none(row["efficiency"], lambda value: f"{value:.0%}"))),
+            ("efficiency", lambda row: Cell(_spread(row, "efficiency", lambda value: f"{value:.0%}").text)),
             (f"cost ({virtual}worker-s)", lambda row: _spread(row, "worker_s_to_target", words.quantity)),
             ("samples to target", lambda row: _spread(row, "samples_to_target", _count)),
         ]
@@ -66,7 +63,8 @@ def summary_table(summary: pd.DataFrame, *, has_target: bool, metric: str | None
         columns.append(("seeds that reached", lambda row: Cell(f"{row['reached']} of {num_tried(row)}")))
     else:
         columns.append(("seeds", lambda row: Cell(str(row["seeds"]))))
-    best = _first(summary)
+    times_s = surest(summary)["time_to_target_s"]
+    best = times_s.idxmin() if len(times_s) else None  # as the verdict chooses it
     rows = [
         Row([Cell(str(row["strategy"])), Cell(str(row["workers"])), *(cell(row) for _, cell in columns)], index == best)
         for index, row in summary.iterrows()
@@ -74,26 +72,12 @@ def summary_table(summary: pd.DataFrame, *, has_target: bool, metric: str | None
     return SummaryTable(["strategy", "workers", *(heading for heading, _ in columns)], rows)
 
 
-def _first(summary: pd.DataFrame) -> Any:
-    """The row that was first to the target, as the verdict chooses it."""
-    candidates = surest(summary)
-    return candidates["time_to_target_s"].idxmin() if len(candidates) else None
-
-
-def _spread(row: Any, quantity: str, shown: Callable[[float], str], *, none: str = NONE) -> Cell:
+def _spread(row: Any, quantity: str, shown: Callable[[float], str]) -> Cell:
     """Mean, and lowest to highest where they differ as shown."""
     if math.isnan(row[quantity]):
-        return Cell(none)
+        return Cell(NEVER if quantity == "time_to_target_s" and row["seeds"] else NONE)
     low, high = shown(row[f"{quantity}_low"]), shown(row[f"{quantity}_high"])
     return Cell(shown(row[quantity]), f"{low}–{high}" if low != high else "")
-
-
-def _why_none(row: Any) -> str:
-    return NEVER if row["seeds"] else NONE
-
-
-def _or_none(value: float, shown: Callable[[float], str]) -> str:
-    return NONE if math.isnan(value) else shown(value)
 
 
 def _count(value: float) -> str:

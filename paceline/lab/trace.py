@@ -15,7 +15,6 @@ import gzip
 import io
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any, TextIO
 
 from paceline.errors import UsageError
 from paceline.records import EvaluationRecord, EventRecord, StepRecord, UpdateRecord, iterate_records
-from paceline.running import manifest
+from paceline.running import durable, manifest
 
 FILE_NAME = "timeline.json.gz"
 MAX_STEPS = 100_000  # more is more than a browser shows
@@ -87,10 +86,9 @@ def write(
         raise UsageError(f"a timeline from {begin_s:g} s to {end_s:g} s is empty")
     described = manifest.read(directory)
     out = out or directory / FILE_NAME
-    partial = out.with_name(f".{out.name}.partial")
     window = Window(begin_s, end_s)
     try:
-        with _opened(partial, compressed=out.suffix == ".gz") as file:
+        with durable.whole(out) as partial, _opened(partial, compressed=out.suffix == ".gz") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             for index, event in enumerate(events(directory, window)):
                 file.write(",\n" if index else "")
@@ -99,9 +97,7 @@ def write(
             clock = "training clock, evaluation excluded"
             json.dump({"strategy": described["strategy"]["name"], "clock": clock, "drawn": str(window)}, file)
             file.write("}\n")
-        os.replace(partial, out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UsageError(f"cannot write the timeline {out}: {error.strerror}") from None
     return out, window
 

@@ -199,13 +199,11 @@ class _Judge:
         names = [name for name in self.trials["metric"].unique() if name]
         if not known or not names:
             return []
-        is_rising = self._target_rises() if self.trials["target"].iloc[0] else rises(names[0])
+        target = str(self.trials["target"].iloc[0])
+        is_rising = Target.parse(target).rising if target else rises(names[0])
         best = (max if is_rising else min)(known, key=lambda row: row["last_metric"])
         line = f"Best last {names[0]} with {_name(best)}: {_last(best)}."
         return [line, *_ties(best, known, "last_metric", _last)]
-
-    def _target_rises(self) -> bool:
-        return Target.parse(str(self.trials["target"].iloc[0])).rising
 
     # --- remarks ----------------------------------------------------------------------------------------------
 

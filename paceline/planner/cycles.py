@@ -14,28 +14,28 @@ from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
 from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic
 
-_NUM_DRAWS = 4096
-"""Computing times that are drawn for one prediction, of all workers together."""
+_NUM_DRAWS = 4096  # of computing times for one prediction, all workers together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
-    """Of a worker, on the average; without what a step takes besides computing and exchange."""
+    """A worker's mean cycle: so many steps and an exchange, without what a step takes besides."""
 
     slowest_s: float
-    """Of the workers that are waited for, their computing in all steps of the cycle."""
+    """Computing of those that are waited for, in all steps of the cycle."""
     end_s: float
+    """When the exchange is over."""
     loads: Loads
     """Of all workers."""
     num_steps: int = 1
     hidden_s: float = 0.0
-    """What of the exchange backward hides."""
+    """The part of the exchange that backward hides."""
     served_s: float = 0.0
-    """For which a server is busy with requests and updates of all workers."""
+    """A server is busy with requests and updates of all workers for so long."""
     num_counted: int | None = None
     """Workers whose gradients count; none: all."""
     bounds_s: tuple[float, float] | None = None
-    """Of `end_s`, where that is all that is known."""
+    """The least and the most that `end_s` may be, where that is all that is known."""
 
 
 def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:

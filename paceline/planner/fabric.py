@@ -23,8 +23,8 @@ _KINDS = ("up", "down", "memory", "rack_up", "rack_down", "core", "site_up", "si
 @final
 @dataclass(frozen=True)
 class Loads:
-    """Bytes on every link, or rates or times, by kind of link: of hosts' cards and memories, racks, the core, sites;
-    and through what packs for servers: each host's core, and those of a machine that hosts share."""
+    """Bytes on every link, or rates or times: cards and memories of hosts, cables of racks, the core, lines of sites,
+    and the cores that pack messages for servers, of each host (`packing`) and of a machine that hosts share."""
 
     up: Floats
     down: Floats
@@ -59,7 +59,7 @@ class Busiest:
 
 @final
 class Fabric:
-    """The links that `engines.virtual.topology.Wiring` has, all of a kind in one array."""
+    """The links of the virtual engine's `Wiring`, all of a kind in one array."""
 
     def __init__(self, cluster: Cluster) -> None:
         hosts = cluster.each_host()
@@ -70,6 +70,7 @@ class Fabric:
         self.rack_of: Numbers = np.arange(self.num_hosts) // (racks.hosts if racks is not None else self.num_hosts)
         numbers = {site.name: number for number, site in enumerate(sites)}
         self.site_of: Numbers = np.array([numbers.get(host.site, 0) for host in hosts], dtype=np.int64)
+        self._groups = {"": np.arange(self.num_hosts), "rack_": self.rack_of, "site_": self.site_of}
         self._half_s = np.array([host.latency_us * 1e-6 / 2 for host in hosts])
         self._between_racks_s = racks.latency_us * 1e-6 if racks is not None else 0.0
         self._site_s = np.array([site.latency_ms * 1e-3 for site in sites] or [0.0])
@@ -97,7 +98,7 @@ class Fabric:
 
     @property
     def packing_bytes_per_s(self) -> float:
-        """Of a lone message: a core packs it, and unpacks it where it comes to; on one machine that takes two."""
+        """The rate of a lone message, which cores pack and unpack; a machine that hosts share does both."""
         return float(min(self.rates.packing[0], self.rates.machine[0] / 2))
 
     @cached_property
@@ -105,56 +106,40 @@ class Fabric:
         return Loads(*(np.zeros(len(getattr(self.rates, kind))) for kind in _KINDS))
 
     def messages(self, sources: Numbers, destinations: Numbers, num_bytes: Floats | float) -> Loads:
-        """Of one message from each source to the destination in the same place."""
+        """The load of one message from each source to the destination in the same place."""
         sizes = np.broadcast_to(np.asarray(num_bytes, dtype=np.float64), sources.shape)
-        is_remote = sources != destinations
-        here, there = self.rack_of[sources], self.rack_of[destinations]
-        leaves_rack = here != there
-        leaves_site = self.site_of[sources] != self.site_of[destinations]
-        remote = np.where(is_remote, sizes, 0.0)
-        between = np.where(leaves_rack, sizes, 0.0)
-        afar = np.where(leaves_site, sizes, 0.0)
-        count = self.nothing
-        return Loads(
-            up=_summed(sources, remote, len(count.up)),
-            down=_summed(destinations, remote, len(count.down)),
-            memory=_summed(sources, sizes - remote, len(count.memory)),
-            rack_up=_summed(here, between, len(count.rack_up)),
-            rack_down=_summed(there, between, len(count.rack_down)),
-            core=np.array([between.sum()]),
-            site_up=_summed(self.site_of[sources], afar, len(count.site_up)),
-            site_down=_summed(self.site_of[destinations], afar, len(count.site_down)),
-            packing=count.packing,
-            machine=count.machine,
-        )
+        found, leaving = {}, {}
+        for kind, group_of in self._groups.items():
+            here, there = group_of[sources], group_of[destinations]
+            leaving[kind] = np.where(here != there, sizes, 0.0)
+            for way, groups in (("up", here), ("down", there)):
+                found[kind + way] = _summed(groups, leaving[kind], len(getattr(self.rates, kind + way)))
+        memory = _summed(sources, sizes - leaving[""], self.num_hosts)
+        unpacked = {"packing": self.nothing.packing, "machine": self.nothing.machine}
+        return Loads(memory=memory, core=np.array([leaving["rack_"].sum()]), **found, **unpacked)
 
     def everyone_to_everyone(
         self, sources: Numbers, destinations: Numbers, num_bytes: float, *, is_packed: bool = False
     ) -> Loads:
-        """Of one message from every source to every destination; a host may come several times in either.
+        """The load of one message from every source to every destination; either may name a host several times.
 
         Args:
-            is_packed: cores encrypt and copy what leaves a host, and what comes to one.
+            is_packed: cores encrypt and copy what leaves a host and what comes to one.
         """
         sends = np.bincount(sources, minlength=self.num_hosts).astype(np.float64)
         takes = np.bincount(destinations, minlength=self.num_hosts).astype(np.float64)
-
-        def leaving(group_of: Numbers, size: int) -> tuple[Floats, Floats]:
-            """What leaves each group of hosts, and what comes into it."""
+        found = {}
+        for kind, group_of in self._groups.items():
+            size = len(getattr(self.rates, f"{kind}up"))
             out, into = _summed(group_of, sends, size), _summed(group_of, takes, size)
-            return out * (takes.sum() - into) * num_bytes, into * (sends.sum() - out) * num_bytes
-
-        up, down = leaving(np.arange(self.num_hosts), self.num_hosts)
-        rack_up, rack_down = leaving(self.rack_of, len(self.rates.rack_up))
-        site_up, site_down = leaving(self.site_of, len(self.rates.site_up))
-        core = np.array([rack_up.sum()])
-        packing = up + down if is_packed else self.nothing.packing
-        machine = np.array([packing.sum()])
-        memory = sends * takes * num_bytes
-        return Loads(up, down, memory, rack_up, rack_down, core, site_up, site_down, packing, machine)
+            found[f"{kind}up"] = out * (takes.sum() - into) * num_bytes
+            found[f"{kind}down"] = into * (sends.sum() - out) * num_bytes
+        packing = found["up"] + found["down"] if is_packed else self.nothing.packing
+        core, memory = np.array([found["rack_up"].sum()]), sends * takes * num_bytes
+        return Loads(memory=memory, core=core, packing=packing, machine=np.array([packing.sum()]), **found)
 
     def latency_s(self, sources: Numbers, destinations: Numbers) -> Floats:
-        """Of a message from each source to the destination in the same place, one way."""
+        """One way, from each source to the destination in the same place."""
         leaves_rack = self.rack_of[sources] != self.rack_of[destinations]
         here, there = self.site_of[sources], self.site_of[destinations]
         far_s = np.where(here != there, self._site_s[here] + self._site_s[there], 0.0)
@@ -163,7 +148,7 @@ class Fabric:
         return np.where(sources == destinations, MEMORY_LATENCY_S, total_s)
 
     def farthest_s(self, sources: Numbers, destinations: Numbers) -> Floats:
-        """Each source's latency to the destination that is farthest from it."""
+        """One way, from each source to its farthest destination."""
         kinds = np.stack([self.rack_of[destinations], self.site_of[destinations], self._half_s[destinations]], axis=1)
         some = destinations[np.unique(kinds, axis=0, return_index=True)[1]]
         found = np.zeros(len(sources))
@@ -172,7 +157,7 @@ class Fabric:
         return found
 
     def shares_per_s(self, sources: Numbers, destinations: Numbers) -> Floats:
-        """Bytes per second that each of some messages gets when all pass at once, each link shared evenly."""
+        """Bytes per second of each message while all are under way and share links evenly."""
         counts = self.messages(sources, destinations, 1.0)
         rates = {kind: _divided(getattr(self.rates, kind), getattr(counts, kind)) for kind in _KINDS}
         here, there = self.rack_of[sources], self.rack_of[destinations]
@@ -185,7 +170,7 @@ class Fabric:
         return np.where(sources == destinations, rates["memory"][sources], found)
 
     def busiest(self, loads: Loads, *, kinds: Sequence[str] = _KINDS) -> Busiest:
-        """Of the links of some kinds."""
+        """The link that is busy longest, of these kinds."""
         best = Busiest("none", 0.0, 0.0)
         for kind in kinds:
             amounts: Floats = getattr(loads, kind)
@@ -196,7 +181,7 @@ class Fabric:
         return best
 
     def busy_s(self, loads: Loads, link: Busiest) -> float:
-        """For how long loads keep one link busy."""
+        """How long loads keep one link busy."""
         if not link.kind:
             return 0.0
         return float(getattr(loads, link.kind)[link.number] / getattr(self.rates, link.kind)[link.number])
@@ -212,7 +197,7 @@ class Fabric:
 
 
 def _summed(places: Numbers, amounts: Floats, size: int) -> Floats:
-    """What comes to each of so many places."""
+    """The sum at each of so many places."""
     return np.bincount(places, amounts, size).astype(np.float64)
 
 

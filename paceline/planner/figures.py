@@ -12,47 +12,40 @@ from paceline.lab.figures.style import Style, plain, strategy_styles
 from paceline.lab.variant import Variant
 from paceline.planner.search import Plan, Point
 
-_HEIGHT_PX = 480
-"""Of which a narrow screen's legend takes half."""
+_HEIGHT_PX = 480  # of which a narrow screen's legend takes half
 _MAX_CURVES = 8
+
+
+_CHARTS: tuple[tuple[str, str, str, Callable[[Point], float]], ...] = (
+    ("step", "Time of a step", "Time of a step (ms)", lambda point: point.prediction.step_s * 1e3),
+    ("rate", "Samples per second", "Samples (per s)", lambda point: point.prediction.samples_per_s),
+    ("busiest", "How full the busiest link is", "Busy (% of a step)", lambda point: point.prediction.utilisation * 100),
+    ("target", "How much sooner at the target", "Sooner than one worker (times)", lambda point: point.merit),
+)
 
 
 def charts(plan: Plan) -> list[Chart]:
     """Time of a step, samples per second, the busiest link, and time to target where it is known."""
     curves = _curves(plan)
     busy = {label: points for label, points in curves.items() if any(p.prediction.busiest.busy_s for p in points)}
-    titles = {
-        "step": ("Time of a step", "Time of a step (ms)"),
-        "rate": ("Samples per second", "Samples (per s)"),
-        "busiest": ("How full the busiest link is", "Busy (% of a step)"),
-        "target": ("How much sooner at the target", "Sooner than one worker (times)"),
-    }
-    values: dict[str, Callable[[Point], float]] = {
-        "step": lambda point: point.prediction.step_s * 1e3,
-        "rate": lambda point: point.prediction.samples_per_s,
-        "busiest": lambda point: point.prediction.utilisation * 100,
-        **({"target": lambda point: point.merit} if plan.noise is not None else {}),
-    }
     styles = strategy_styles(list(curves))
     found = [
-        _drawn(plan, busy if key == "busiest" else curves, styles, key, *titles[key], value_of)
-        for key, value_of in values.items()
+        _drawn(plan, busy if key == "busiest" else curves, styles, key, title, y_title, value_of)
+        for key, title, y_title, value_of in _CHARTS
+        if key != "target" or plan.noise is not None
     ]
     return [chart for chart in found if len(chart.table)]
 
 
 def _curves(plan: Plan) -> dict[str, list[Point]]:
     """The strategies that move something: without options, and with those that are best."""
-    by_label: dict[str, list[Point]] = {}
-    for point in plan.points:
-        by_label.setdefault(point.label, []).append(point)
     best = {point.label for point in plan.best_of_each}
     wanted = [
         label
-        for label in by_label
+        for label in plan.curves
         if (":" not in label or label in best) and Variant.parse(label).strategy.traits.traffic
     ]
-    return {label: by_label[label] for label in wanted[:_MAX_CURVES]}
+    return {label: plan.curves[label] for label in wanted[:_MAX_CURVES]}
 
 
 def _drawn(

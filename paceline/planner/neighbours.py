@@ -15,8 +15,7 @@ from paceline.planner.setting import Setting
 from paceline.planner.stragglers import Group
 from paceline.topology import Topology
 
-_NUM_SAMPLES = 16
-"""Workers whose neighbourhoods are looked at."""
+_NUM_SAMPLES = 16  # workers whose neighbourhoods are looked at
 
 
 @final

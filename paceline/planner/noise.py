@@ -16,17 +16,17 @@ class NoiseScale:
     """McCandlish et al., "An Empirical Model of Large-Batch Training", 2018."""
 
     samples: float
-    """B_simple = tr(Sigma) / |G|^2 (equation 2.9): a batch of so many is halfway between wasting steps and samples.
+    """B_simple = tr(Sigma) / |G|^2 (equation 2.9): a batch of this size is halfway between wasting steps and samples.
     Infinite where the true gradient is lost in the noise."""
 
     def steps(self, batch: float, *, staleness: float = 0.0) -> float:
-        """Steps to a target relative to those with an infinite batch: 1 + B_noise / B (equations 2.7 and 2.11); with
-        gradients that are tau updates late 1 + tau + B_noise / B.
+        """Steps to a target relative to those with an infinite batch: 1 + B_noise / B (equations 2.7 and 2.11), and
+        1 + tau + B_noise / B with gradients that are tau updates late.
 
-        Bounds for late gradients are sums of what noise limits, which delay leaves alone, and what curvature limits,
-        which it slows in proportion to its mean (Koloskova, Stich and Jaggi, "Sharper convergence guarantees for
-        asynchronous SGD", NeurIPS 2022). They leave factors open: that an update of delay counts 1 is assumed. Then n
-        workers that are n - 1 updates late get as far with n updates as one update with the mean of their n gradients.
+        Delay leaves the term alone that noise limits, and slows in proportion the one that curvature limits (Koloskova,
+        Stich and Jaggi, "Sharper convergence guarantees for asynchronous SGD", NeurIPS 2022). Their bounds leave
+        factors open. With the factor 1 that is assumed here, n updates by n workers that are n - 1 late get as far as
+        one update with the mean of their n gradients.
         """
         return 1 + staleness + self.samples / batch
 

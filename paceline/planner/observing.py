@@ -13,7 +13,7 @@ import torch
 from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.config import RunConfig
 from paceline.engines.scripting import Program
-from paceline.engines.standing import Progress
+from paceline.engines.standing import Watcher
 from paceline.engines.virtual.computing.flops import ForwardCount
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
@@ -75,7 +75,7 @@ def observe(program: Program, *, measures_noise: bool = False, seed: int = 0) ->
     return Observation(work, seen.noise_sums.scale(batch=work.samples) if measures_noise else None)
 
 
-class _Seen:
+class _Seen(Watcher):
     """Collects it; watches the run, whose output is nobody's business here."""
 
     def __init__(self) -> None:
@@ -98,12 +98,6 @@ class _Seen:
             state_bytes=self.state_bytes,
             is_element_wise=self.replica.optimizer_spec.element_wise,
         )
-
-    def on_progress(self, progress: Progress) -> None:
-        pass
-
-    def on_output(self, who: str, line: str) -> None:
-        pass
 
     def on_records(self, records: Sequence[Record]) -> None:
         self.samples += [record.samples for record in records if isinstance(record, StepRecord)]

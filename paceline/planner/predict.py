@@ -14,8 +14,7 @@ from paceline.planner.question import Question
 from paceline.strategies.base import Strategy
 from paceline.strategies.traits import Unit
 
-_FULL = 0.95
-"""Of the time: a link that is so busy lets no further worker do more, however short each one's exchange is."""
+_FULL = 0.95  # of the time: a link that is so busy lets no further worker do more, however short each one's exchange is
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,8 +27,7 @@ from paceline.strategies.base import Strategy
 CLOSE = 0.05
 """What differs by less is as good: then fewer workers or servers are better."""
 _HALF = 0.5
-_CHECK_EVENTS = 200_000
-"""About as many gradients are simulated for each check."""
+_CHECK_EVENTS = 200_000  # about as many gradients are simulated for each check
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,12 @@ class Plan:
     def frame(self) -> pd.DataFrame:
         """A row a point; times in seconds, bytes a step of all workers."""
         return pd.DataFrame([_row(point) for point in self.points])
+
+    @cached_property
+    def curves(self) -> dict[str, list[Point]]:
+        """By label, against the number of workers."""
+        labels = dict.fromkeys(point.label for point in self.points)
+        return {label: [point for point in self.points if point.label == label] for label in labels}
 
     @property
     def best_of_each(self) -> list[Point]:
@@ -184,10 +190,10 @@ def plan(
     unpriced = tuple(name for name in names if why_unpriced(build(name).traits) is not None)
     priced = [name for name in names if name not in unpriced]
     points = [judge.point(*choice) for name in priced for choice in _choices(cluster, name, most)]
-    knees = tuple(_knees(judge, points))
-    found = Plan(cluster, work, tuple(points), best_of(points), knees, (), noise, target_batch, unpriced)
+    found = Plan(cluster, work, tuple(points), best_of(points), (), (), noise, target_batch, unpriced)
+    knees = tuple(_knee(judge, curve) for curve in found.curves.values() if len(curve) > 1)
     ranked = sorted(found.best_of_each, key=lambda point: -point.merit)[:num_checks]
-    return replace(found, checks=tuple(judge.check(point) for point in ranked))
+    return replace(found, knees=knees, checks=tuple(judge.check(point) for point in ranked))
 
 
 def best_of(points: Sequence[Point]) -> Point:
@@ -286,33 +292,22 @@ def _staleness(found: Prediction) -> float:
     return float(found.workers - 1) if found.unit == "gradient" else 0.0
 
 
-def _knees(judge: _Judge, points: Sequence[Point]) -> Iterator[Knee]:
-    """Of every strategy and number of servers that were looked at with several numbers of workers."""
-    curves: dict[str, list[Point]] = {}
-    for point in points:
-        curves.setdefault(point.label, []).append(point)
-    return (_knee(judge, curve) for curve in curves.values() if len(curve) > 1)
-
-
 def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:
     """Between the first two numbers of workers where the curve rises by less than half of one worker alone for each."""
     label, first, strategy = curve[0].label, curve[0].prediction, Variant.parse(curve[0].label).strategy
     least = _HALF * judge.base.samples_per_s
+
+    def gain(workers: int) -> float:
+        return judge.predict(strategy, workers).samples_per_s - judge.predict(strategy, workers - 1).samples_per_s
+
     for before, after in pairwise(point.prediction for point in curve):
         rise = (after.samples_per_s - before.samples_per_s) / (after.workers - before.workers)
         if rise < least:
             low = before.workers if before is not first else 1
-            workers = _bend_between(lambda n: judge.predict(strategy, n).samples_per_s, low, after.workers, least)
+            # The last number of workers that another one added at least so much to.
+            workers = low + bisect_left(range(low + 1, after.workers), True, key=lambda n: gain(n) < least)
             return Knee(label, first.strategy, first.servers, workers, after.bottleneck)
     return Knee(label, first.strategy, first.servers, None, curve[-1].prediction.binding)
-
-
-def _bend_between(rate_of: Callable[[int], float], low: int, high: int, least: float) -> int:
-    """The last number of workers that another one added at least so much to; by bisection."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if rate_of(middle) - rate_of(middle - 1) >= least else (low, middle)
-    return low
 
 
 def _row(point: Point) -> dict[str, Any]:

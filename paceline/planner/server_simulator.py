@@ -15,8 +15,7 @@ from paceline.planner.setting import Setting
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.strategies.traits import Served
 
-_MOST_PASSING = 1 / 4
-"""Fitted to the virtual engine's messages, where gradients are a few chunks each."""
+_MOST_PASSING = 1 / 4  # fitted to the virtual engine's messages, where gradients are a few chunks each
 _TINY = 1e-12
 
 

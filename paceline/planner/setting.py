@@ -24,7 +24,7 @@ from paceline.planner.trees import Trees
 @final
 @dataclass(frozen=True)
 class RingReduction:
-    """The all-reduce of `engines.virtual.patterns.all_reduce`: a ring among hosts, through memory within them."""
+    """All-reduce around a ring among hosts, and through memory within each, as the virtual engine does it."""
 
     fabric: Fabric
     leaders: Numbers
@@ -32,11 +32,11 @@ class RingReduction:
     num_inner: Numbers
     """Further workers of each of these hosts."""
     message_s: float = 0.0
-    """A rank is at sending a message."""
+    """A rank needs for posting a message."""
 
     @cached_property
     def hop_bytes_per_s(self) -> float:
-        """Of the slowest hop, while all are under way."""
+        """The slowest hop's rate while all hops are busy."""
         if len(self.leaders) == 1:
             return float("inf")
         return float(self.fabric.shares_per_s(self.leaders, np.roll(self.leaders, -1)).min())
@@ -47,7 +47,7 @@ class RingReduction:
         return self.fabric.latency_s(self.leaders, np.roll(self.leaders, -1)) + self.message_s
 
     def parts_s(self, num_bytes: float) -> tuple[float, float]:
-        """For how long it keeps its busiest link or memory busy, and how much longer it takes, alone."""
+        """How long it keeps its busiest link or memory busy, and how much longer it takes."""
         ring_s = costs.ring_s(len(self.leaders), num_bytes, bytes_per_s=self.hop_bytes_per_s)
         latency_s = costs.ring_s(len(self.leaders), 0.0, bytes_per_s=1.0, latency_s=float(self.hop_latencies_s.mean()))
         memory_s = float((self.num_inner * num_bytes / self.fabric.rates.memory[self.leaders]).max())
@@ -67,7 +67,7 @@ class RingReduction:
 @final
 @dataclass(frozen=True)
 class Setting:
-    """Some workers and servers of a cluster, and a step's work."""
+    """Some workers and servers of a cluster, and the work of a step."""
 
     cluster: Cluster
     work: StepWork
@@ -77,7 +77,7 @@ class Setting:
     group_of: tuple[int, ...]
     """Of each rank."""
     alone_s: float
-    """What the first worker would compute if it had its host to itself."""
+    """The first worker's computing time on a host of its own."""
     fabric: Fabric
 
     @classmethod
@@ -120,7 +120,7 @@ class Setting:
 
     @cached_property
     def mean_s(self) -> float:
-        """What a worker computes in a step, on the average of all."""
+        """The workers' mean computing time of a step."""
         return sum(group.times.expected_s * group.count for group in self.groups) / self.num_workers
 
     @cached_property
@@ -129,12 +129,12 @@ class Setting:
         return not any(group.times.variance_s2 for group in self.groups)
 
     def ranks_of(self, group: int) -> Numbers:
-        """Those that are in one of the groups."""
+        """Of one group."""
         return np.flatnonzero(np.array(self.group_of) == group)
 
     @property
     def alone_samples_per_s(self) -> float:
-        """Of one worker that exchanges nothing."""
+        """The rate of one worker that exchanges nothing."""
         return self.work.samples / (self.alone_s + self.work.overhead_s)
 
     @cached_property
@@ -145,7 +145,7 @@ class Setting:
 
     @cached_property
     def ring_of_ranks(self) -> RingReduction:
-        """Through every rank, as `comm.algorithms.ring` goes."""
+        """Through every rank, as the algorithm over send and receive goes."""
         ranks = np.array(self.places.workers)
         return RingReduction(self.fabric, ranks, np.zeros_like(ranks), self.message_s)
 
@@ -155,21 +155,21 @@ class Setting:
 
     @property
     def operation_s(self) -> float:
-        """A worker is at a collective operation; backward goes on after it."""
+        """Starting a collective operation holds a worker up for so long."""
         return self.cluster.communication.operation_us * 1e-6
 
     @property
     def message_s(self) -> float:
-        """A worker is at sending a message."""
+        """Posting a message holds a worker up for so long."""
         return self.cluster.communication.message_us * 1e-6
 
     def halving_stages(self, num_bytes: float) -> list[tuple[Numbers, Numbers, float]]:
-        """Who sends how much to whom, one stage after the other."""
+        """Sending hosts, receiving hosts and bytes, stage by stage."""
         ranks = np.array(self.places.workers)
         return [(ranks[here], ranks[there], size) for here, there, size in _halving(len(ranks), num_bytes)]
 
     def timed_halving(self, num_bytes: float) -> list[tuple[Numbers, Numbers, Floats]]:
-        """As `halving_stages`, by rank, with how long each message takes."""
+        """Sending ranks, receiving ranks and each message's time, stage by stage."""
         fabric, ranks = self.fabric, np.array(self.places.workers)
         found = []
         for here, there, size in _halving(len(ranks), num_bytes):
@@ -180,18 +180,15 @@ class Setting:
     def kind_of(self, busiest: Busiest) -> str:
         """In words."""
         if busiest.kind in ("up", "down"):
-            has_server, has_worker = busiest.number in self.places.servers, busiest.number in self.places.workers
-            return (
-                "the card of a host with both"
-                if has_server and has_worker
-                else ("a server's card" if has_server else "a worker's card")
-            )
+            if busiest.number not in self.places.servers:
+                return "a worker's card"
+            return "the card of a host with both" if busiest.number in self.places.workers else "a server's card"
         words = {"memory": "a host's memory", "core": "the core", "": "nothing"}
         words |= {"packing": "a host's packing", "machine": "the shared cores"}
         return words.get(busiest.kind, "a rack's cable" if busiest.kind.startswith("rack") else "a site's line")
 
     def link_bytes(self, loads: Loads) -> dict[str, float]:
-        """The most on one link of each kind, the fuller direction; kinds that carry nothing are left out."""
+        """The most bytes on one link of each kind that carries some, in the fuller direction."""
         workers, servers = np.array(self.places.workers), np.array(self.places.servers, dtype=np.int64)
         card = np.maximum(loads.up, loads.down)
         racks, sites = np.maximum(loads.rack_up, loads.rack_down), np.maximum(loads.site_up, loads.site_down)

@@ -15,18 +15,16 @@ import torch
 from paceline.cluster.description import Compute
 from paceline.planner.fabric import Floats
 
-_TAIL = 1e-12
-"""Chance of what is left out of an expectation on either side."""
+_TAIL = 1e-12  # chance of what is left out of an expectation on either side
 _NUM_POINTS = 4000
 _MOST_PAUSES = 3
-_BESIDE = 1e-9
-"""How far, in parts of it, a jump's two sides are from it."""
+_BESIDE = 1e-9  # the distance of a jump's two sides from it, relative to where it is
 
 
 @final
 @dataclass(frozen=True)
 class StepTimes:
-    """The distribution that `engines.virtual.compute.ComputeTimes` draws from: a factor around a mean, and pauses."""
+    """The distribution that the virtual engine draws from: a factor around a mean, and pauses."""
 
     compute: Compute
     mean_s: float
@@ -34,7 +32,7 @@ class StepTimes:
 
     @cached_property
     def expected_s(self) -> float:
-        """With pauses, whose number in a step is Poisson's."""
+        """With pauses."""
         return self.mean_s * (1 + self.compute.pauses_per_hour / 3600 * self.compute.pause_s)
 
     @cached_property
@@ -50,7 +48,7 @@ class StepTimes:
         return factor * self.mean_s**2 + pauses * self.compute.pause_s**2
 
     def longer(self, times_s: Floats) -> Floats:
-        """The chance that a step takes longer than each of these."""
+        """The chance that a step takes longer than each of these times; the number of pauses is Poisson's."""
         if not self.compute.pauses_per_hour:
             return self._longer_without(times_s)
         rate = self.compute.pauses_per_hour / 3600 * self.mean_s
@@ -64,7 +62,7 @@ class StepTimes:
         return found
 
     def points_s(self) -> Floats:
-        """Times between which the distribution is as good as straight; its jumps from both sides."""
+        """Times between which the distribution is nearly linear, with both sides of every jump."""
         compute = self.compute
         if compute.distribution == "constant":
             own = np.array([self.mean_s])
@@ -77,7 +75,7 @@ class StepTimes:
         return np.concatenate([shifted * (1 - _BESIDE), shifted * (1 + _BESIDE)])
 
     def at(self, chances: Floats) -> Floats:
-        """The times that so large a part of all steps does not exceed: uniform chances give typical steps."""
+        """Quantiles: uniform chances give typical steps."""
         points, at_most = _inverse(self)
         return np.interp(chances, at_most, points)
 
@@ -107,7 +105,7 @@ class StepTimes:
         return chances
 
     def _quantiles(self, count: int) -> Floats:
-        """Of chances that lie close together near 0 and 1."""
+        """At chances that lie close together near 0 and 1."""
         logits = np.linspace(math.log(_TAIL), -math.log(_TAIL), count)
         longer = 1 / (1 + np.exp(logits))
         if self.compute.distribution == "exponential":
@@ -120,7 +118,7 @@ class StepTimes:
 
 @lru_cache(maxsize=64)
 def _inverse(times: StepTimes) -> tuple[Floats, Floats]:
-    """Times, and the chance that a step takes no longer."""
+    """Times, and the chance that a step does not exceed each."""
     points = np.unique(times.points_s())
     return points, 1 - times.longer(points)
 
@@ -173,7 +171,7 @@ def _expected_s(groups: tuple[Group, ...], left_out: int) -> float:
 
 
 def _binomial(count: int, chance: Floats, *, most: int) -> Floats:
-    """The chances that 0, 1, ... `most` of `count` happen; a row each."""
+    """The chances that 0, 1, ..., `most` of `count` events happen, a row each."""
     found = np.zeros((most + 1, len(chance)))
     with np.errstate(divide="ignore"):
         yes, no = np.log(chance), np.log1p(-chance)

@@ -1,4 +1,4 @@
-"""All-reduce along two trees: when pieces have come up to the roots, and down again, level by level."""
+"""All-reduce along two trees: when pieces arrive at the roots, and down again, level by level."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from paceline.planner.fabric import Fabric, Floats, Numbers
 @final
 @dataclass(frozen=True)
 class Level:
-    """Parents and children, as ranks, that are as far from the root; and what it takes from one to the other."""
+    """Parents and children, as ranks, at one distance from the root, and the links between them."""
 
     parents: Numbers
     children: Numbers
     num_siblings: Numbers
-    """Of each child, itself counted: 1 or 2."""
+    """Of each child, with itself: 1 or 2."""
     num_later: Numbers
-    """Of these, those that are sent to after it."""
+    """Siblings that are sent to after it."""
     up_s: Floats
-    """A byte of each child, where its siblings send nothing."""
+    """Seconds a byte for each child alone."""
     down_s: Floats
     latency_s: Floats
 
@@ -35,12 +35,12 @@ class Level:
 @dataclass(frozen=True)
 class Trees:
     """Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
-    Computing 35(12), 2009, section 3, as `comm.algorithms.tree` runs it: half of the tensor along either tree, in
-    pieces; up, and when all is up, down. Among n = 2**h >= 4 alike hosts, with pieces of p bytes:
-    2 (M / B + (2 h - 3) p / B + h L), and M / (8 B) more from 8 on where many pieces follow one another."""
+    Computing 35(12), 2009, section 3: half of the tensor goes along either tree in pieces, first up, then down. Among
+    n = 2**h >= 4 alike hosts, with pieces of p bytes: 2 (M / B + (2 h - 3) p / B + h L), and M / (8 B) more for many
+    pieces from 8 hosts on."""
 
     levels: tuple[tuple[Level, ...], ...]
-    """Of each tree, the root's first."""
+    """Of each tree, from the root down."""
     size: int
 
     @property
@@ -51,18 +51,15 @@ class Trees:
 
     @classmethod
     def of(cls, hosts: Numbers, fabric: Fabric) -> Trees:
-        """
-        Args:
-            hosts: of each rank.
-        """
+        """`hosts` are those of the ranks."""
         return cls(tuple(_levels(tree, hosts, fabric) for tree in edges(len(hosts))), len(hosts))
 
     def time_s(self, num_bytes: float, *, one_way_s: float, message_s: float) -> float:
-        """All ranks beginning at once.
+        """If all ranks begin at once.
 
         Args:
-            one_way_s: for which the busiest link is busy with what goes up in both trees.
-            message_s: a rank is at sending a message.
+            one_way_s: the busiest link's time for what goes up in both trees.
+            message_s: a rank needs for posting a message.
         """
         half_bytes = num_bytes / 2
         piece_bytes = min(PIECE_BYTES, half_bytes)
@@ -75,12 +72,11 @@ class Trees:
 
 
 def _uneven_s(size: int, one_way_s: float, piece_s: float) -> float:
-    """What more of many pieces takes since links take what comes first, not from every sender as much.
+    """What many pieces take longer since links serve what comes first, not every sender as much.
 
-    A root sends up nothing, and so sends as a leaf at twice the rate of the rank with which it shares a link, for
-    3 / 4 of M / B: there the other's sums wait, and 1 / 8 of M / B is left to do two levels above when the others are
-    done. Among 2**h + 1 ranks, rank 0 is at the top of both trees, whose pieces meet at its card. Among 3, where it is
-    the other two's only way, results of one tree meet sums of the other.
+    One tree's root is a leaf of the other and sends there at twice the rate of the rank that shares its link, for 3 / 4
+    of M / B. That rank's sums wait, and two levels above 1 / 8 of M / B is left when the others are done. Among
+    2**h + 1 ranks the pieces of both trees meet at rank 0's card, the top of both; among 3, all pass it.
     """
     if size == 3:
         return 1.5 * one_way_s
@@ -91,8 +87,8 @@ def _uneven_s(size: int, one_way_s: float, piece_s: float) -> float:
 def _up_s(levels: Sequence[Level], num_bytes: float, piece_bytes: float, *, size: int, message_s: float) -> float:
     """When the root has the sum of so many bytes of every rank.
 
-    A rank passes a piece on when it has come from all children: the first pieces fill the way to the root, and then it
-    depends on what is slower, a link that passes all pieces or the way of the last one.
+    A rank passes a piece on when it has it from all children. Once the first pieces fill the way to the root, the
+    slower of two decides: a link that passes all pieces, or the last piece's way.
     """
     first_s, last_s = np.zeros(size), np.zeros(size)
     last_bytes = num_bytes % piece_bytes or piece_bytes
@@ -105,7 +101,7 @@ def _up_s(levels: Sequence[Level], num_bytes: float, piece_bytes: float, *, size
 
 
 def _joined_s(level: Level, ready_s: Floats, num_bytes: float) -> Floats:
-    """When the parent of each child has so many bytes of all its children, which they send from when they are ready."""
+    """When each child's parent has so many bytes of all its children, which send once they are ready."""
     begin_s, alone_s = ready_s[level.children] + level.latency_s, level.up_s * num_bytes
     earliest_s, latest_s = np.full_like(ready_s, np.inf), np.zeros_like(ready_s)
     np.minimum.at(earliest_s, level.parents, begin_s + level.num_siblings * alone_s)
@@ -127,7 +123,7 @@ def _down_s(levels: Sequence[Level], num_bytes: float, piece_bytes: float, *, si
 
 
 def _sent_s(level: Level, num_bytes: float, message_s: float) -> Floats:
-    """What it takes to send each child so many bytes: a link serves siblings in turns, a chunk each."""
+    """How long sending so many bytes to each child takes: a link serves siblings in turns, chunk by chunk."""
     alone_s = level.down_s * num_bytes
     last_s = level.down_s * (num_bytes % CHUNK_BYTES or CHUNK_BYTES)
     together_s = alone_s + (level.num_siblings - 1) * np.maximum(alone_s, message_s)
@@ -136,7 +132,7 @@ def _sent_s(level: Level, num_bytes: float, message_s: float) -> Floats:
 
 
 def _levels(tree: Sequence[tuple[int, int]], hosts: Numbers, fabric: Fabric) -> tuple[Level, ...]:
-    """Of a tree that is given as its edges; siblings stand in the order in which they are sent to."""
+    """From a tree's edges; siblings stand in the order in which they are sent to."""
     parents, children = np.array(tree, dtype=np.int64).T
     order = np.argsort(parents, kind="stable")
     parents, children = parents[order], children[order]
@@ -156,7 +152,7 @@ def _levels(tree: Sequence[tuple[int, int]], hosts: Numbers, fabric: Fabric) -> 
 
 
 def _depths(parents: Numbers, children: Numbers, size: int) -> Numbers:
-    """Of each child, the edges between the root and it."""
+    """How many edges each child is from the root."""
     above = np.full(size, -1)
     above[children] = parents
     depths, ancestors = np.zeros(size, dtype=np.int64), above

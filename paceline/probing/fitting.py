@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.comm.wire import FRAME_BYTES
@@ -20,8 +20,7 @@ MOST_HANDLING = 2.0
 """Times the processor time of packing. What an exchange takes beyond that, on slow links, is waking up for each packet,
 which cores that are busy do less: ResNet-18 with a server on each of 8 hosts on two cores took 1.8 times, and two hosts
 alone 1.6 times at 1 Gbit/s and 12 to 16 times at 100 Mbit/s."""
-_LEAST_BURST_S = 1e-3
-"""Of the link's time: less than that is how measurements vary."""
+_LEAST_BURST_S = 1e-3  # of the link's time: less than that is how measurements vary
 _MAX_TRACE = 400
 _BITS = 8
 _DIGITS = 4
@@ -49,7 +48,7 @@ def fit(
     pairs = [pair for report in network for pair in report.pairs]
     is_one = len(hosts) == 1
     kinds = [_one_host(hosts[0], network, pairs)] if is_one else _each_host(hosts, steps, network, pairs)
-    latency_s = min(pair.latency_s for pair in pairs) if is_one else _median(p.latency_s for p in pairs)
+    latency_s = min(pair.latency_s for pair in pairs) if is_one else median(p.latency_s for p in pairs)
     return Cluster(
         about=about,
         hosts=tuple(_merged(kinds)),
@@ -57,10 +56,10 @@ def fit(
         servers=Servers(placement="with workers", request_us=_us(_request_s(pairs) / 2)),
         communication=Communication(
             operation_us=_us(_operation_s(network, latency_s, num_hosts=len(hosts))),
-            message_us=_us(max(0.0, _median(pair.message_s - pair.latency_s for pair in pairs))),
+            message_us=_us(max(0.0, median(pair.message_s - pair.latency_s for pair in pairs))),
             request_us=_us(_request_s(pairs) / 2),
-            message_core_us=_us(_median(pair.message_core_s for pair in pairs)),
-            request_core_us=_us(_median(pair.exchange.request_core_s for pair in pairs)),
+            message_core_us=_us(median(pair.message_core_s for pair in pairs)),
+            request_core_us=_us(median(pair.exchange.request_core_s for pair in pairs)),
             packing_gbyte_per_s=None if is_one else _rounded(_packing(network) / 1e9),
             exchange_gbyte_per_s=None if is_one else _rounded(_exchanged(network) / 1e9),
             unevenness=0.0 if is_one else _unevenness(network),
@@ -70,19 +69,19 @@ def fit(
 
 def _compute(steps: Sequence[StepReport]) -> Compute:
     """Steps of all hosts together, each host's at the pace of the middle one."""
-    means_s = [statistics.fmean(report.steps_s) for report in steps]
-    reference_s = statistics.median(means_s)
+    means_s = [fmean(report.steps_s) for report in steps]
+    reference_s = median(means_s)
     num_each = max(2, _MAX_TRACE // len(steps))
     trace_s = tuple(
         _rounded(step_s * reference_s / mean_s)
         for report, mean_s in zip(steps, means_s, strict=True)
         for step_s in report.steps_s[:num_each]
     )
-    shares = [_median(each) for each in zip(*(report.gradient_shares for report in steps), strict=True)]
+    shares = [median(each) for each in zip(*(report.gradient_shares for report in steps), strict=True)]
     whole = sum(shares)
     return Compute(
         step_s=_rounded(reference_s),
-        backward_share=min(0.99, _rounded(_median(report.backward_share for report in steps))),
+        backward_share=min(0.99, _rounded(median(report.backward_share for report in steps))),
         distribution="trace",
         trace_s=trace_s,
         gradient_shares=tuple(round(share / whole, 6) for share in shares) if whole else (),
@@ -92,15 +91,15 @@ def _compute(steps: Sequence[StepReport]) -> Compute:
 def _one_host(host: HostFacts, network: Sequence[NetworkReport], pairs: Sequence[PairReport]) -> Hosts:
     """A host that has nobody to speak to; its bandwidth is that between two of its own processes."""
     shared = min(report.shared_bytes_per_s for report in network) * 2  # up to the first rank, and back
-    memory = _median(report.memory_bytes_per_s for report in network)
+    memory = median(report.memory_bytes_per_s for report in network)
     cores, devices = _counts(host)
     return Hosts(
         name="host",
         cores=cores,
         devices=devices,
         workers=devices or cores,
-        bandwidth_gbit_per_s=_gbit(_median(_carried(pair) for pair in pairs)),
-        latency_us=_us(_median(pair.latency_s for pair in pairs)),
+        bandwidth_gbit_per_s=_gbit(median(_carried(pair) for pair in pairs)),
+        latency_us=_us(median(pair.latency_s for pair in pairs)),
         memory_gbyte_per_s=_rounded(min(shared, memory) / 1e9),
     )
 
@@ -111,8 +110,8 @@ def _each_host(
     network: Sequence[NetworkReport],
     pairs: Sequence[PairReport],
 ) -> list[Hosts]:
-    means_s = [statistics.fmean(report.steps_s) for report in steps]
-    reference_s = statistics.median(means_s)
+    means_s = [fmean(report.steps_s) for report in steps]
+    reference_s = median(means_s)
     found = []
     for rank, host in enumerate(hosts):
         # A way is as fast as the slower of its two ends; the best one shows this end.
@@ -127,7 +126,7 @@ def _each_host(
                 speed=reference_s / means_s[rank],
                 bandwidth_gbit_per_s=_gbit(down),
                 up_gbit_per_s=_gbit(up),
-                latency_us=_us(_median(p.latency_s for p in pairs if rank in (p.source, p.destination))),
+                latency_us=_us(median(p.latency_s for p in pairs if rank in (p.source, p.destination))),
                 burst_kbyte=_burst_bytes([p for p in pairs if p.source == rank], _packing(network)) / 1e3,
                 memory_gbyte_per_s=network[rank].memory_bytes_per_s / 1e9,
             )
@@ -142,17 +141,17 @@ def _burst_bytes(pairs: Sequence[PairReport], packing_bytes_per_s: float) -> flo
         alone_s = pair.piece_s - 2 * FRAME_BYTES / packing_bytes_per_s
         return FRAME_BYTES / _carried(pair) - max(0.0, alone_s)
 
-    burst_s = _median(ahead_s(pair) for pair in pairs)
-    return burst_s * _median(_carried(pair) for pair in pairs) if burst_s >= _LEAST_BURST_S else 0.0
+    burst_s = median(ahead_s(pair) for pair in pairs)
+    return burst_s * median(_carried(pair) for pair in pairs) if burst_s >= _LEAST_BURST_S else 0.0
 
 
 def _packing(network: Sequence[NetworkReport]) -> float:
-    return _median(report.packing_bytes_per_s for report in network)
+    return median(report.packing_bytes_per_s for report in network)
 
 
 def _exchanged(network: Sequence[NetworkReport]) -> float:
     """Packing and more, but not without bounds: other programs' interrupts may have been counted."""
-    measured = _median(pair.exchange.bytes_per_core_s for report in network for pair in report.pairs)
+    measured = median(pair.exchange.bytes_per_core_s for report in network for pair in report.pairs)
     packing = _packing(network)
     return min(packing, max(measured, packing / MOST_HANDLING))
 
@@ -175,11 +174,11 @@ def _merged(kinds: Sequence[Hosts]) -> list[Hosts]:
     for number, group in enumerate(groups):
 
         def middle(what: Callable[[Hosts], float], group: Sequence[Hosts] = group) -> float:
-            return _median(what(host) for host in group)
+            return median(what(host) for host in group)
 
         down, up = middle(lambda h: h.bandwidth_gbit_per_s), middle(lambda h: h.up_gbit_per_s or h.bandwidth_gbit_per_s)
         if _are_close(up, down):
-            down, up = _median([up, down]), 0.0
+            down, up = median([up, down]), 0.0
         merged.append(
             Hosts(
                 name="host" if len(groups) == 1 else f"kind-{number}-host",
@@ -214,13 +213,13 @@ def _are_close(one: float, other: float) -> bool:
 
 def _request_s(pairs: Sequence[PairReport]) -> float:
     """What asking a server costs both ends together, besides the way there and back."""
-    return max(0.0, _median(pair.exchange.request_s - 2 * pair.latency_s for pair in pairs))
+    return max(0.0, median(pair.exchange.request_s - 2 * pair.latency_s for pair in pairs))
 
 
 def _operation_s(network: Sequence[NetworkReport], latency_s: float, *, num_hosts: int) -> float:
     """Of a small all-reduce, what is not the rounds of its ring; on one host, its two copies take no time."""
     num_rounds = 2 * (num_hosts - 1)
-    return max(0.0, _median(report.operation_s for report in network) - num_rounds * latency_s)
+    return max(0.0, median(report.operation_s for report in network) - num_rounds * latency_s)
 
 
 def _unevenness(network: Sequence[NetworkReport]) -> float:
@@ -228,16 +227,12 @@ def _unevenness(network: Sequence[NetworkReport]) -> float:
     faster."""
     between = [report.unevenness for report in network if report.unevenness is not None]
     incast = [report.incast_unevenness for report in network if report.incast_unevenness is not None]
-    unevenness = max(_median(between or [0.0]), _median(incast or [ASSUMED_INCAST]))
+    unevenness = max(median(between or [0.0]), median(incast or [ASSUMED_INCAST]))
     return _rounded(unevenness) if unevenness >= _EVEN else 0.0
 
 
 def _counts(host: HostFacts) -> tuple[int, int]:
     return max(1, int(host.num_cpus)), int(host.num_gpus)
-
-
-def _median(numbers: Iterable[float]) -> float:
-    return statistics.median(numbers)
 
 
 def _gbit(bytes_per_s: float) -> float:

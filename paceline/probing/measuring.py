@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from paceline.engines.ray import probes
 from paceline.engines.ray.nodes import Node, chosen_address, connected, nodes
 from paceline.engines.ray.supervisor import Job, Supervisor
 from paceline.engines.scripting import Program, Script
-from paceline.engines.standing import Progress, Watcher
+from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.probing import fitting
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
-from paceline.records import EventRecord, Record, read_records
+from paceline.records import EventRecord, read_records
+from paceline.running import durable
 from paceline.running.launch import own_environment, read_script
 
 _DEADLINE_S = 60.0
@@ -95,14 +95,11 @@ def write(cluster: Cluster, out: Path) -> None:
     Raises:
         RunFailed: it cannot be written.
     """
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(as_toml(cluster), encoding="utf-8")
-        partial.replace(out)
+        with durable.whole(out) as partial:
+            partial.write_text(as_toml(cluster), encoding="utf-8")
     except OSError as error:
         raise RunFailed(f"cannot write {out}: {error.strerror}; give another --out") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def require_writable(out: Path, *, force: bool) -> None:
@@ -119,10 +116,6 @@ def require_writable(out: Path, *, force: bool) -> None:
 
 
 def _answering_hosts(address: str | None) -> list[Node]:
-    """
-    Raises:
-        RunFailed: a host does not answer, is not reached by another, or has another version of something.
-    """
     for host in probes.probe(address):
         if host.problems:
             raise RunFailed(
@@ -155,11 +148,7 @@ class _Runs:
         self._directory, self._config, self._environment, self._audience = directory, config, environment, audience
 
     def __call__(self, name: str, program: Program, num_workers: int, *, device: DeviceChoice) -> list[dict[str, Any]]:
-        """The reports, in rank order.
-
-        Raises:
-            RunFailed: a worker failed; the message says which, and why.
-        """
+        """The reports, in rank order."""
         directory = self._directory / name
         directory.mkdir()
         config = RunConfig(seed=self._config.seed, device=device, deadline_s=_DEADLINE_S)
@@ -177,17 +166,11 @@ class _Runs:
 
 
 @final
+@dataclass(frozen=True)
 class _Ear(Watcher):
     """Hears what scripts print, and nothing else."""
 
-    def __init__(self, audience: Audience) -> None:
-        self._audience = audience
-
-    def on_progress(self, progress: Progress) -> None:
-        pass
+    audience: Audience
 
     def on_output(self, who: str, line: str) -> None:
-        self._audience.on_output(who, line)
-
-    def on_records(self, records: Sequence[Record]) -> None:
-        pass
+        self.audience.on_output(who, line)

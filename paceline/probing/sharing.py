@@ -16,15 +16,12 @@ from paceline.probing.echo import EPOCH
 NUM_CONNECTIONS = 8
 """As many as a host of five has with a server on each."""
 _PIECE_BYTES = 2**16
-_NUM_UNDER_WAY = 64
-"""Of a connection: more than its window, which is what is to decide."""
+_NUM_UNDER_WAY = 64  # of a connection: more than its window, which is what is to decide
 _STREAM_S = 1.0
 _ANSWER_S = 30.0
 NUM_TRIES = 3
-_LEAST_SHARE = 0.02
-"""Of an even share: one that gets less could get nothing, which has no logarithm."""
-_LEAST_PIECES = 10
-"""A connection, for shares to be more than chance: about 40 Mbit/s."""
+_LEAST_SHARE = 0.02  # of an even share: one that gets less could get nothing, which has no logarithm
+_LEAST_PIECES = 10  # a connection, for shares to be more than chance: about 40 Mbit/s
 
 
 def measure_unevenness(keys: Keys, endpoint: str, *, name: str) -> float | None:

@@ -27,8 +27,7 @@ from paceline.strategies.traits import Traits
 EVENT = "measured"
 """Carries a worker's report."""
 MIN_STEPS = 3
-_NUM_WARMUP = 2
-"""Steps left out: the first ones find cold caches, and allocate."""
+_NUM_WARMUP = 2  # steps left out: the first ones find cold caches, and allocate
 
 
 @final

@@ -10,10 +10,8 @@ from typing import final
 import torch
 
 _NUM_WARMUP = 5
-_TRIMMED = 0.1
-"""Of the shortest times, and of the longest, that do not count."""
-_CACHE_BYTES = 2**26
-"""More than most caches hold, that of all cores included."""
+_TRIMMED = 0.1  # of the shortest times, and of the longest, that do not count
+_CACHE_BYTES = 2**26  # more than most caches hold, that of all cores included
 
 
 def median_s(action: Callable[[], object], count: int) -> float:

@@ -30,20 +30,16 @@ _NUM_PINGS = 40
 _FEW = 3
 """Messages at a time, whose processor time is measured. Of one at a time, 1.1 to 1.6 ms on two hosts with a core each,
 a part is falling asleep and waking, which busy cores do less: in rings of eight hosts on two cores it was 1.0 ms."""
-_TEXT_BYTES = 256
-"""Of a text that two ranks give each other, which is shorter."""
-_STREAM_S = 0.8
-"""How long a measured stream lasts, at the rate of the first pieces."""
+_TEXT_BYTES = 256  # of a text that two ranks give each other, which is shorter
+_STREAM_S = 0.8  # how long a measured stream lasts, at the rate of the first pieces
 _MIN_PIECES, _MAX_PIECES = 8, 128
 _FIRST_PIECES = 3
-_LEAST_INCAST = 3
-"""Hosts, for two of them to send to one at the same time."""
+_LEAST_INCAST = 3  # hosts, for two of them to send to one at the same time
 _CONNECT_S = 10.0
 _MEMORY_BYTES = 2**26
 _NUM_UPDATES = 5
 _NUM_SINGLE_PIECES = 5
-_SILENCE_S = 0.05
-"""For a token bucket to fill, but too short for TCP to forget its window."""
+_SILENCE_S = 0.05  # for a token bucket to fill, but too short for TCP to forget its window
 
 
 @dataclass(frozen=True)
@@ -285,11 +281,7 @@ class _Measurement:
 
 
 def _ask(caller: Caller, count: int, piece: bytes) -> float:
-    """Send so many requests, with a piece each unless it is empty; bytes per second from the first answer on.
-
-    Raises:
-        WireError: the answers do not come.
-    """
+    """Send so many requests, with a piece each unless it is empty; bytes per second from the first answer on."""
     message = Message(Kind.EXCHANGE, EPOCH, payload=[piece] if piece else ())
     for _ in range(count):
         caller.send(message)

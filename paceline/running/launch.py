@@ -22,11 +22,11 @@ from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Job, Supervisor
 from paceline.engines.scripting import Program, Script
-from paceline.engines.standing import Progress, Watcher
+from paceline.engines.standing import Watcher
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, suggest, unknown
-from paceline.records import Record, truncate
+from paceline.records import truncate
 from paceline.running import machine_load, manifest, watching
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
@@ -36,17 +36,11 @@ from paceline.training.evaluation import metrics_in
 EngineChoice = Literal["ray", "virtual"]
 
 
-class Quiet:
+class Quiet(Watcher):
     """Watches a run by printing what its scripts print."""
-
-    def on_progress(self, progress: Progress) -> None:
-        pass
 
     def on_output(self, who: str, line: str) -> None:
         print(f"[{who}] {line}", flush=True)
-
-    def on_records(self, records: Sequence[Record]) -> None:
-        pass
 
 
 def run(
@@ -232,11 +226,7 @@ def own_environment() -> dict[str, str]:
 
 
 def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[bytes, Checkpoint]:
-    """The checkpoint as it lies there, and what it says.
-
-    Raises:
-        UsageError: there is none, a damaged one, or one of a run with other workers or another seed.
-    """
+    """The checkpoint as it lies there, and what it says."""
     path = directory / CHECKPOINT_FILE
     try:
         raw = path.read_bytes()
@@ -261,11 +251,7 @@ def new_directory(strategy: Strategy, *, workers: int) -> Path:
 def _directory(
     out: str | Path | None, resume: str | Path | None, checkpoint: Checkpoint | None, strategy: Strategy, workers: int
 ) -> Path:
-    """Make the result directory, or take over the one to go on with.
-
-    Raises:
-        UsageError: it cannot be made, or holds another run's files.
-    """
+    """Make the result directory, or take over the one to go on with."""
     if resume is not None and checkpoint is not None and (out is None or Path(out).resolve() == Path(resume).resolve()):
         return Path(resume)
     directory = Path(out) if out is not None else new_directory(strategy, workers=workers)

@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TextIO, final
 
 from rich.console import Console, Group, RenderableType
@@ -16,8 +16,8 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from paceline.config import RunConfig
-from paceline.engines.standing import Progress
-from paceline.records import Record, summarise
+from paceline.engines.standing import Progress, Watcher
+from paceline.records import summarise
 from paceline.training.clock import unit
 
 _REFRESH_S = 0.1
@@ -42,7 +42,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 @final
-class ProgressLine:
+class ProgressLine(Watcher):
     """A context in which a run shows its step, speed, metrics and where its time goes.
 
     On a terminal a line that moves, or two where it is narrow; elsewhere a plain line every few seconds, so that logs
@@ -112,9 +112,6 @@ class ProgressLine:
 
     def on_output(self, who: str, line: str) -> None:
         self._console.print(Text.assemble((f"[{who}] ", "dim"), Text.from_ansi(line)), soft_wrap=True)
-
-    def on_records(self, records: Sequence[Record]) -> None:
-        pass
 
     def _renderable(self) -> RenderableType:
         line = self._bar.get_renderable()

@@ -120,6 +120,16 @@ def test_every_chart_has_titled_axes_a_text_and_a_table(charts: dict[str, dict[s
             assert len(chart.table) > 0
 
 
+def test_axes_of_iterations_say_what_one_is(subject: Subject) -> None:
+    trials = subject.frames.trials
+    units = trials["unit"].where(trials["strategy"] != "all-reduce", "round")
+    drawn = _drawn(replace(subject.frames, trials=trials.assign(unit=units)))
+    expected = {"all-reduce": "rounds", "ps-bsp servers=2": "global updates", "ps-asp": "gradients applied"}
+    for strategy, unit in expected.items():
+        assert drawn["convergence"][strategy].plot.layout.xaxis.title.text == f"Iterations ({unit})"
+        assert drawn["iteration-rate"][strategy].plot.layout.yaxis.title.text == f"Iterations ({unit})"
+
+
 def test_lines_differ_in_dash_and_marker_and_bars_in_pattern(charts: dict[str, dict[str, Chart]]) -> None:
     for chart in [*charts["convergence"].values(), *charts["synchrony"].values()]:
         lines = [trace for trace in chart.plot.data if trace.mode == "lines+markers"]

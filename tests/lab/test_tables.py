@@ -174,6 +174,20 @@ def test_tables_read_back_as_written(tmp_path: Path) -> None:
         Frames.load(tmp_path / "tables")
 
 
+def test_tables_of_versions_that_had_two_units_are_read(tmp_path: Path) -> None:
+    made = study(tmp_path / "s", {(name, 1, 0): reaching(8.0) for name in ("ps-asp", "ps-bsp")})
+    made.frames.save(tmp_path / "tables")
+    for name in ("trials", "summary"):
+        path = tmp_path / "tables" / f"{name}.csv"
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+        old = frame.assign(unit=frame["unit"] == "update").rename(columns={"unit": "synchronous"})
+        old.to_csv(path, index=False)
+    again = Frames.load(tmp_path / "tables")
+    for name in ("trials", "summary"):
+        assert sorted(getattr(again, name)["unit"]) == ["gradient", "update"]
+        pd.testing.assert_frame_equal(getattr(again, name), getattr(made.frames, name))
+
+
 def test_a_study_without_its_trials_is_read_from_its_tables(tmp_path: Path) -> None:
     made = study(tmp_path / "s", {("single", 1, 0): reaching(10.0)})
     made.frames.save(tmp_path / "s" / "tables")

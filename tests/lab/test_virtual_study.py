@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, final
 
 import pandas as pd
 import pytest
@@ -15,6 +16,10 @@ from rich.console import Console
 from paceline import Result, Study
 from paceline.errors import UsageError
 from paceline.lab import report_page, runner
+from paceline.strategies import STRATEGIES, Entry
+from paceline.strategies.all_reduce import AllReduce
+from paceline.strategies.base import Context, Replica, Strategy, Synchronizer, option
+from paceline.strategies.traits import AllReduced, Traits
 
 CLUSTER = """
 [[hosts]]
@@ -127,3 +132,42 @@ def test_somebody_who_looks_sees_how_it_goes(
         assert "2/2 all-reduce x 2 seed 0: count 2\n" in shown
     else:
         assert shown == ""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _OfAUser(Strategy):
+    """Of a class outside the package: all-reduce, whose iterations it calls rounds."""
+
+    summary: ClassVar[str] = "what a user wrote"
+
+    pace: int = option(1, "has no effect")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lock_step=True, unit="round", tells_stop=True, traffic=(AllReduced(),))
+
+    def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        return AllReduce().bind(context, replica)
+
+
+def test_a_strategy_that_a_user_registered_is_compared_and_reported(
+    run: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(STRATEGIES, dict)
+    monkeypatch.setitem(STRATEGIES, "mine", Entry("mine", _OfAUser, {}, ("pace",), "what a user wrote"))
+    study = run(strategies=["all-reduce", "mine:pace=2"])
+    trials = study.frames.trials
+    assert set(trials["status"]) == {"finished"}
+    assert dict(zip(trials["strategy"], trials["unit"], strict=True)) == {
+        "all-reduce": "update",
+        "mine pace=2": "round",
+    }
+    again = Study.open(tmp_path / "out")
+    assert any("mine pace=2" in line for line in again.verdict.lines)
+    report_page.write([again.directory], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "mine pace=2" in page
+    assert "Iterations (rounds)" in page
+    first = Result(runner.directory_of(study.directory, study.spec.trials[-1]))
+    assert (first.manifest["strategy"]["name"], first.unit) == ("mine", "round")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -68,18 +69,10 @@ def _fit(plot: go.Figure, subject: Subject, strategy: str) -> None:
         return
     fraction = float(fits["serial_fraction"].iloc[0])
     workers = np.linspace(1, int(fits["workers"].iloc[0]), _NUM_FIT_POINTS)
-    plot.add_trace(
-        go.Scatter(
-            x=workers.tolist(),
-            y=[amdahl.speedup(n, serial_fraction=fraction) for n in workers.tolist()],
-            mode="lines",
-            name=f"Amdahl's fit, {plain(strategy)}",
-            legendgroup=plain(strategy),
-            showlegend=False,
-            line={"color": subject.strategy_styles[strategy].colour, "width": 1, "dash": "1px 3px"},
-            hoverinfo="skip",
-        )
-    )
+    points = {"x": workers.tolist(), "y": [amdahl.speedup(n, serial_fraction=fraction) for n in workers.tolist()]}
+    quiet: dict[str, Any] = {"mode": "lines", "legendgroup": plain(strategy), "showlegend": False, "hoverinfo": "skip"}
+    style, dots = subject.strategy_styles[strategy], {"dash": "1px 3px"}
+    plot.add_trace(curve(f"Amdahl's fit, {strategy}", style, width=1, line=dots, **points, **quiet))
 
 
 def _draw_never(plot: go.Figure, subject: Subject, never: pd.DataFrame, top: float) -> float:
@@ -129,16 +122,9 @@ def _fits_in_words(subject: Subject) -> list[str]:
 
 
 def _table(rows: pd.DataFrame) -> pd.DataFrame:
-    columns = {
-        "strategy": "strategy",
-        "workers": "workers",
-        "speedup": "speed-up, mean",
-        "speedup_low": "lowest",
-        "speedup_high": "highest",
-        "efficiency": "parallel efficiency",
-        "base": "base",
-    }
-    return rows.assign(base=_bases(rows))[list(columns)].rename(columns=columns)
+    columns = ["strategy", "workers", "speedup", "speedup_low", "speedup_high", "efficiency", "base"]
+    headings = ["strategy", "workers", "speed-up, mean", "lowest", "highest", "parallel efficiency", "base"]
+    return rows.assign(base=_bases(rows))[columns].set_axis(headings, axis="columns")
 
 
 def _bases(rows: pd.DataFrame) -> list[str]:

@@ -1,0 +1,36 @@
+"""Files that are there as a whole or not at all, even after a power cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file, which takes its name once it is complete; what was there before stays until then."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Give a file, or a directory with all that is in it, its final name once it is on the disk; both are in the same
+    directory."""
+    for path in [*source.rglob("*"), source] if source.is_dir() else [source]:
+        _sync(path)
+    os.replace(source, target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -112,14 +112,17 @@ def pack_forms(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         ValueError: a tensor has more than MAX_DIMENSIONS dimensions.
     """
-    rows = torch.zeros(len(tensors), FORM_NUMBERS, dtype=torch.int64)
-    for row, tensor in zip(rows, tensors, strict=True):
+    for tensor in tensors:
         if tensor.dim() > MAX_DIMENSIONS:
             raise ValueError(
                 f"a tensor of {tensor.dim()} dimensions cannot be sent: at most {MAX_DIMENSIONS}; reshape it"
             )
-        row[: 2 + tensor.dim()] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
-    return rows
+    return torch.tensor(
+        [
+            [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMENSIONS - tensor.dim())]
+            for tensor in tensors
+        ]
+    )
 
 
 def unpack_forms(rows: Tensor) -> list[TensorForm]:

@@ -76,12 +76,10 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- reductions ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> GroupWork:
-        return self.allreduce_coalesced([_only(tensors)], opts, label="all_reduce")
+        return self._reduce("all_reduce", [_only(tensors)], tensors, opts)
 
-    def allreduce_coalesced(
-        self, tensors: list[Tensor], opts: Any = None, *, label: str = "all_reduce_coalesced"
-    ) -> GroupWork:
-        return self._reduce(label, tensors, tensors, opts)
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> GroupWork:
+        return self._reduce("all_reduce_coalesced", tensors, tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> GroupWork:
         is_root = opts.rootRank == self._collective.rank

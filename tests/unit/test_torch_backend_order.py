@@ -402,8 +402,13 @@ def wait_in(rank: int, operation: str) -> tuple[str, float]:
     return "", time.time()
 
 
+def meet(_: int) -> None:
+    dist.barrier()
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "future", "recv"])
 def test_a_killed_rank_is_named(trio: TorchWorld, operation: str) -> None:
+    trio.run(meet)  # else the rank may be killed before the others know it
     trio.start(wait_in, operation)
     time.sleep(0.5)
     killed_s = trio.kill(2)

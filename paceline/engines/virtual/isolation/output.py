@@ -17,12 +17,12 @@ def _ignore(who: str, line: str) -> None:
 
 @final
 class OutputByLine(io.TextIOBase):
-    """A stand-in for standard output that hands on whole lines of workers, and anything else as it comes.
+    """A stand-in for standard output that tells whole lines of workers, and writes everything else as it comes.
 
     Args:
-        who: the worker that prints just now; none: it is the launcher itself.
+        who: names the worker that prints just now; none: it is the launcher itself.
         say: gets a worker's name and a line without its end.
-        otherwise: where the launcher's own words go; none: nowhere, as in a program without standard output.
+        otherwise: where the launcher's own text goes; none: nowhere, as in a program without standard output.
     """
 
     def __init__(

@@ -7,14 +7,6 @@ from collections.abc import Callable
 from typing import TextIO, final
 
 
-def _nobody() -> None:
-    return None
-
-
-def _ignore(who: str, line: str) -> None:
-    pass
-
-
 @final
 class OutputByLine(io.TextIOBase):
     """A stand-in for standard output that tells whole lines of workers, and writes everything else as it comes.
@@ -57,4 +49,4 @@ class OutputByLine(io.TextIOBase):
             if rest:
                 self._say(name, rest)
         self._begun.clear()
-        self._who, self._say = _nobody, _ignore
+        self._who, self._say = (lambda: None), (lambda who, line: None)

@@ -9,17 +9,18 @@ STAMP := $(VENV)/.complete
 # Two tests at a time: much of a test of processes is waiting for them to start.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-fast lint bench clean
+.PHONY: demo test test-slow lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	$(BIN)/paceline demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL)
-
-test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+# What `make test` leaves out, and properties with many more examples.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow or hypothesis" --hypothesis-profile thorough
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -14,8 +14,19 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import UsageError
 from paceline.layout import Layout
 
-NONFINITE, STOP = 0, 1  # positions in a bucket's tail; one element a tensor follows, above zero where it has a gradient
+NONFINITE, STOP = (
+    0,
+    1,
+)  # places among a bucket's flags; one a tensor follows, above zero where it has a gradient
 _FLAGS = 2
+
+
+class Bucket(NamedTuple):
+    """Values, and the flags that travel with them; the two lie one behind the other in `flat`."""
+
+    flat: Tensor
+    values: Tensor
+    flags: Tensor
 
 
 @final
@@ -42,13 +53,13 @@ class GradientBuckets:
         self.layout = layout
         self.parameters = list(parameters)
         self.views = layout.views(buffer)
-        self.flats = [segment.view(buffer) for segment in layout.segments]
+        flats = [segment.view(buffer) for segment in layout.segments]
+        ends = [flat.numel() - segment.tail for flat, segment in zip(flats, layout.segments, strict=True)]
+        self.buckets = [Bucket(flat, flat[:end], flat[end:]) for flat, end in zip(flats, ends, strict=True)]
         self.is_synchronizing = True
         self._on_bucket = on_bucket
         self._on_backward_end = on_backward_end
-        self._tails = [flat[flat.numel() - s.tail :] for flat, s in zip(self.flats, layout.segments, strict=True)]
-        self._flags: list[list[float]] = [[] for _ in self._tails]  # what each tail holds
-        self.bodies = [flat[: flat.numel() - s.tail] for flat, s in zip(self.flats, layout.segments, strict=True)]
+        self._flags: list[list[float]] = [[] for _ in flats]  # what each bucket's hold
         self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
         self._indices = [[slot.index for slot in segment.slots] for segment in layout.segments]
         self._missing = [len(indices) for indices in self._indices]
@@ -80,20 +91,20 @@ class GradientBuckets:
         parameter.grad = view
         return True
 
-    def fill_tail(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
+    def fill_flags(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
         """Adopt the bucket's gradients and write its flags."""
         flags = [float(nonfinite), float(stop), *(float(self.adopt(index)) for index in self._indices[bucket])]
         # What the last exchange left is most often what this one is to say: 20 us less a bucket.
         if flags != self._flags[bucket]:
-            self._tails[bucket].copy_(torch.tensor(flags))
+            self.buckets[bucket].flags.copy_(torch.tensor(flags))
             self._flags[bucket] = flags
 
-    def read_tail(self, bucket: int) -> tuple[bool, bool]:
+    def read_flags(self, bucket: int) -> tuple[bool, bool]:
         """Whether any rank's gradients were not finite, and whether any rank asks to stop.
 
         Also gives every parameter that some rank has a gradient for its view, and the others none.
         """
-        flags = self._flags[bucket] = self._tails[bucket].tolist()
+        flags = self._flags[bucket] = self.buckets[bucket].flags.tolist()
         for index, used in zip(self._indices[bucket], flags[_FLAGS:], strict=True):
             parameter = self.parameters[index]
             if (parameter.grad is not None) != (used > 0):
@@ -102,10 +113,15 @@ class GradientBuckets:
 
     def find_nonfinite(self, bucket: int) -> str | None:
         """The name of a parameter in the bucket whose gradient holds NaN or infinity."""
-        if _is_finite(self.bodies[bucket]):
+        if _is_finite(self.buckets[bucket].values):
             return None
         culprits = (self._name(index) for index in self._indices[bucket] if not _is_finite(self.views[index]))
         return next(culprits, None)
+
+    def find_any_nonfinite(self) -> str | None:
+        """The name of a parameter whose gradient holds NaN or infinity."""
+        found = (self.find_nonfinite(bucket) for bucket in range(len(self.buckets)))
+        return next((name for name in found if name is not None), None)
 
     def flush(self) -> None:
         """Announce the buckets that this backward pass has not filled, and be ready for the next."""

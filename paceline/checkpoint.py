@@ -6,7 +6,7 @@ import io
 import zipfile
 from dataclasses import asdict, dataclass, field, fields
 from pickle import PickleError
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 FILE_NAME = "checkpoint.pt"
-_FORMAT = 1
+_FORMAT = 2
+_READABLE = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class WorkerState:
     random_state: dict[str, Any]
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """The model's, as this worker has them; the checkpoint's model holds their mean."""
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """What the strategy keeps for this worker alone, by name."""
+    fates: dict[str, Literal["average", "sum", "reset"]] = field(default_factory=dict)
+    """What becomes of each with another number of workers, or under another strategy."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Checkpoint:
     """Hyperparameters of the optimizer's groups."""
     workers: list[WorkerState]
     seed: int
+    strategy: str = ""
+    """The kind of strategy that it was taken under."""
     extra: dict[str, Any] = field(default_factory=dict)
     """State of what else was given to `prepare`, by name."""
 
@@ -79,7 +86,7 @@ class Checkpoint:
         try:
             _require_sound(raw)
             content = torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
-            if content.pop("format") != _FORMAT:
+            if content.pop("format") not in _READABLE:
                 raise UsageError(f"{where} is a checkpoint of another version of Paceline")
             workers = [WorkerState(**worker) for worker in content.pop("workers")]
             return cls(workers=workers, **content)

@@ -1,4 +1,4 @@
-"""What every test shares: hypothesis profiles, the data folder, and the check that nothing is left behind."""
+"""What every test shares: hypothesis profiles, the data folder, a Ray, and the check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
 from hypothesis import settings
 
@@ -17,9 +18,14 @@ LEFTOVERS_GRACE_S = 30.0
 # Helpers of multiprocessing that by design live as long as the process that started them.
 STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
-settings.register_profile("dev", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+# Small models gain nothing by more threads, which fight for the cores that other tests use. Processes inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+# With CI set, the same examples every time. `make test-slow` asks for the profile `thorough`.
+settings.register_profile("quick", deadline=None, derandomize="CI" in os.environ, max_examples=30)
+settings.register_profile("thorough", deadline=None, derandomize="CI" in os.environ, max_examples=200)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")
@@ -31,25 +37,6 @@ def data_directory() -> Path:
     if not Path(place).is_dir():
         pytest.fail(f"PACELINE_DATA names {place}, which is not a folder")
     return Path(place)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch computes with one: small models gain nothing by more, which fight for the cores that other tests use."""
-    yield from _threads(1)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Torch computes with two, on however many cores."""
-    yield from _threads(2)
-
-
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -64,6 +51,20 @@ def nothing_left_behind() -> Iterator[None]:
     names = _wait_until_empty(lambda: sorted(_unowned(set(_shared_memory_names()) - names_before)))
     if processes or names:
         pytest.fail(f"the tests left processes {processes} and shared memory {names}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def ray_ends_with_the_session() -> Iterator[None]:
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_here(ray_ends_with_the_session: None) -> None:
+    """This process is connected to a local Ray: the first module that asks starts it, and the others use it too."""
+    if not ray.is_initialized():
+        settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        ray.init(address="local", num_cpus=4, object_store_memory=80_000_000, **settings)
 
 
 def _wait_until_empty(look: Callable[[], list[str]]) -> list[str]:

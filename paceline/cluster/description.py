@@ -14,12 +14,7 @@ _SHARE_TOLERANCE = 1e-3
 
 
 def setting(
-    doc: str,
-    default: Any = MISSING,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    compare: bool = True,
+    doc: str, default: Any = MISSING, *, least: float | None = None, above: float | None = None, compare: bool = True
 ) -> Any:
     """A key of a cluster's file, with its own line of documentation and the numbers that it may be.
 

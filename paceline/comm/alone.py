@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -39,9 +38,6 @@ class AloneCollective(Collective):
         self._check()
         require_reducible(op, tensor.dtype)
         return Finished()
-
-    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
-        return partial(self.all_reduce, tensor, op=op)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         self._check()

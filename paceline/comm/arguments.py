@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -49,14 +50,15 @@ def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tup
         TypeError: the tensor is not dense, or has no memory.
         ValueError: it is to be written to, but several of its elements lie at the same place.
     """
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+    here = tensor.device.type
+    if here == "meta" or tensor.layout != torch.strided:
         raise TypeError(f"only dense tensors can be moved, not a {tensor.layout} one on {tensor.device}")
     if tensor.requires_grad:
         tensor = tensor.detach()
-    is_here = tensor.device.type == device_type
+    is_here = here == device_type
     if is_here and tensor.is_contiguous():
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-        # With one element or none, any stride counts as contiguous, but not when the bytes are viewed.
+        # One element or none is contiguous whatever its stride, but viewing its bytes takes stride 1.
         return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))), None
     if is_target and any(
         stride == 0 < length - 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
@@ -73,3 +75,8 @@ def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tup
 def pieces(flat: Tensor, length: int) -> list[Tensor]:
     """Consecutive views of at most `length` elements; one empty view of an empty tensor."""
     return [flat[start : start + length] for start in range(0, flat.numel(), length)] or [flat]
+
+
+def timeout_of(deadline_s: float | None) -> timedelta:
+    """A deadline as torch.distributed takes it, which has no "for ever"."""
+    return timedelta(days=365) if deadline_s is None else timedelta(seconds=deadline_s)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
 from paceline.errors import TensorMismatch
 from paceline.layout import Layout
+from paceline.server.spec import OptimizerSpec as OptimizerSpec
+from paceline.server.spec import Push as Push
+from paceline.server.spec import Reply as Reply
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "min", "max", "product")
@@ -71,6 +75,8 @@ class Collective(ABC):
     rank: int
     size: int
     timing: Timing
+    can_receive_first: bool = True
+    """Whether two ranks that exchange messages may both receive before they send."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> Tensor:
@@ -87,12 +93,12 @@ class Collective(ABC):
         `mean` of an integer tensor truncates towards zero. float16 and bfloat16 are accumulated in float32.
         """
 
-    @abstractmethod
     def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
         """An all-reduce of this tensor that every call starts anew (MPI 4.0, section 6.13: persistent collectives).
 
-        What does not change between two of them is prepared here. One must be over before the next is started.
+        Implementations may prepare here what every start needs. One must be over before the next is started.
         """
+        return functools.partial(self.all_reduce, tensor, op=op)
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
@@ -225,45 +231,6 @@ def decode_object(raw: Tensor) -> Any:
     return _PlainUnpickler(io.BytesIO(content)).load()
 
 
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """What a server needs to build the worker's optimizer."""
-
-    optimizer_class: type[torch.optim.Optimizer]
-    defaults: Mapping[str, Any]
-    """What the optimizer was constructed with."""
-    groups: tuple[Mapping[str, Any], ...]
-    """Hyperparameters of each parameter group, without its parameters."""
-    element_wise: bool
-    """Whether an update of one element depends on that element alone, so that tensors may be cut."""
-
-
-class Reply(NamedTuple):
-    """What the servers say to one push and pull."""
-
-    iteration: int
-    """Global updates that the first server has applied."""
-    staleness: tuple[int, ...]
-    """Per server: updates applied between this worker's last pull and this gradient; -1 where it was not applied."""
-    stop: bool
-    """Some worker asked all to stop after this iteration."""
-    admitted: bool
-    """False: answered for a pause only; call `wait_for_admission` before the next gradient."""
-
-
-class Push(NamedTuple):
-    """One worker's contribution to its current clock."""
-
-    pause_at: int
-    """Answer, admitted or not, once the servers' iteration is this far: all workers then meet."""
-    void: bool = False
-    """No gradient this time (it was not finite, or the scaler skipped it)."""
-    stop: bool = False
-    """Ask every worker to stop after this iteration."""
-    groups: tuple[Mapping[str, Any], ...] | None = None
-    """Hyperparameters of the groups, when they changed since the last push."""
-
-
 class Store(ABC):
     """A group of servers that own the model's parameters, seen from one worker."""
 
@@ -283,7 +250,7 @@ class Store(ABC):
 
     @abstractmethod
     def exchange(self, push: Push) -> Reply:
-        """Push the gradients, wait for admission, and have the current parameters written in place."""
+        """Push what lies in `gradients`, wait for admission, and have the current parameters written in place."""
 
     @abstractmethod
     def wait_for_admission(self, *, pause_at: int) -> Reply:
@@ -292,6 +259,13 @@ class Store(ABC):
     @abstractmethod
     def pull(self) -> int:
         """Write the current parameters in place at once, without admission; returns the iteration."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Tell the servers that this worker, which has left or never was, pushes from here on.
+
+        Called where every server has heard the same of the others: at a step boundary.
+        """
 
     @abstractmethod
     def leave(self) -> None:

@@ -98,6 +98,10 @@ class TensorForm:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def view(self, raw: Tensor) -> Tensor:
+        """Its bytes, 1-D and aligned for the dtype, as a tensor of this form."""
+        return raw.view(self.dtype).view(self.shape)
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
@@ -119,7 +123,6 @@ def pack_forms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack_forms(rows: Tensor) -> list[TensorForm]:
-    """The inverse of `pack_forms`."""
     return [
         TensorForm(_DTYPES[dtype], tuple(shape[:num_dimensions])) for dtype, num_dimensions, *shape in rows.tolist()
     ]

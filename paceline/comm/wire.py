@@ -1,135 +1,46 @@
-"""ZeroMQ sockets with keys made for one run, and the typed messages that cross them.
+"""ZeroMQ sockets with keys made for one run, over which its messages go.
 
-Every message is a fixed header, a JSON body (often empty) and raw frames of tensor bytes. Nothing is ever unpickled.
 CURVE encrypts; a peer without the run's client key is refused in the handshake.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, cast, final
+from typing import final
 
-import torch
 import zmq
 import zmq.auth
 import zmq.utils.z85
-from torch import Tensor
 from zmq.auth.thread import ThreadAuthenticator
 
-from paceline.errors import PacelineError
+from paceline.messages import (
+    FRAME_BYTES,
+    Kind,
+    Message,
+    Raw,
+    WireError,
+    as_bytes,
+    cut_into_frames,
+    from_frames,
+    raw_bytes,
+    to_frames,
+)
 
-FRAME_BYTES = 1 << 20
-ALL_SHARDS = -1
-VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
-APART = 16  # of ATTACH: no server is on this worker's host
-_HEADER = struct.Struct("<2sBBIIiqqqqd")
-_MAGIC = b"P1"
-
-
-Raw = bytes | memoryview | zmq.Frame
-"""What a frame may be."""
-
-
-class WireError(PacelineError):
-    """Bytes arrived that are no message of this run."""
-
-
-class Kind(IntEnum):
-    """What a message is about. Requests to servers, their answers, then what members and the launcher exchange."""
-
-    ATTACH = 1
-    INITIALISE = 2
-    EXCHANGE = 3
-    WAIT = 4
-    PULL = 5
-    LEAVE = 6
-    GET_STATE = 7
-    SET_STATE = 8
-    FOLLOW = 9
-    RECEIVED = 10
-    ANSWER = 16
-    OK = 17
-    ERROR = 18
-    RECORDS = 32
-    PULSE = 33
-    FILE = 34
-    OUTPUT = 35
-    LOAD = 36
-    GOODBYE = 37
-    STOP = 48
-    ABORT = 49
-    FILE_WRITTEN = 50
-    CONTENT = 51
-
-
-@dataclass
-class Message:
-    """One message. The numbers mean what their names say, for the kinds that use them.
-
-    Not frozen, which would take 2 microseconds more to make one; an exchange makes four.
-    """
-
-    kind: Kind
-    epoch: int
-    """Membership epoch of the sender; a message of another epoch is refused."""
-    sender: int = 0
-    flags: int = 0
-    shard: int = ALL_SHARDS
-    """Which of a server's shards the tensors are for, or of."""
-    clock: int = 0
-    iteration: int = 0
-    pause_at: int = 0
-    staleness: int = 0
-    waiting_s: float = 0.0
-    body: Mapping[str, Any] = field(default_factory=dict)
-    payload: Sequence[Raw] = ()
-
-    def encode(self) -> list[Raw]:
-        """The frames to send: header, body, payload."""
-        return [*self.encode_head(), *self.payload]
-
-    def encode_head(self) -> list[bytes]:
-        """Header and body alone."""
-        header = _HEADER.pack(
-            _MAGIC,
-            self.kind,
-            self.flags,
-            self.epoch,
-            self.sender,
-            self.shard,
-            self.clock,
-            self.iteration,
-            self.pause_at,
-            self.staleness,
-            self.waiting_s,
-        )
-        return [header, json.dumps(self.body).encode() if self.body else b""]
-
-    @classmethod
-    def decode(cls, frames: Sequence[Raw], *, epoch: int) -> Message:
-        """Read a message of this epoch.
-
-        Raises:
-            WireError: it is none, or of another epoch.
-        """
-        try:
-            header, text = raw_bytes(frames[0]), raw_bytes(frames[1])
-            numbers = _HEADER.unpack(header)
-            magic, kind, flags, theirs, sender, shard, clock, iteration, pause_at, staleness, waiting_s = numbers
-            body = json.loads(bytes(text)) if len(text) else {}
-            if magic != _MAGIC or not isinstance(body, dict):
-                raise ValueError("no Paceline message")
-            counts = (clock, iteration, pause_at, staleness)
-            message = cls(Kind(kind), theirs, sender, flags, shard, *counts, waiting_s, body, frames[2:])
-        except (IndexError, ValueError, RecursionError, struct.error) as error:
-            raise WireError(f"refused a malformed message: {error}") from None
-        if theirs != epoch:
-            raise WireError(f"refused a message of membership epoch {theirs}; this is epoch {epoch}")
-        return message
+__all__ = [
+    "FRAME_BYTES",
+    "Caller",
+    "Keys",
+    "Kind",
+    "Listener",
+    "Message",
+    "Raw",
+    "WireError",
+    "as_bytes",
+    "cut_into_frames",
+    "from_frames",
+    "raw_bytes",
+    "to_frames",
+]
 
 
 @dataclass(frozen=True)
@@ -177,14 +88,13 @@ class Listener:
         self.socket.linger = 1000
         self.socket.set_hwm(0)  # a router drops what does not fit its queue, and a model may be thousands of messages
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        if ":" in host:
-            self.socket.ipv6 = True
+        self.socket.ipv6 = ":" in host
+        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
-            port = self.socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+            self.endpoint = f"{address}:{self.socket.bind_to_random_port(address)}"
         except BaseException:
             self.close()
             raise
-        self.endpoint = f"tcp://{host}:{port}" if ":" not in host else f"tcp://[{host}]:{port}"
 
     def send(self, identity: bytes, message: Message) -> None:
         self.socket.send_multipart([identity, *message.encode()], copy=not message.payload)
@@ -209,8 +119,7 @@ class Caller:
         self.socket.curve_secretkey = keys.client_secret
         self.socket.linger = 0
         self.socket.set_hwm(0)
-        if "[" in endpoint:
-            self.socket.ipv6 = True
+        self.socket.ipv6 = "[" in endpoint
         self.socket.connect(endpoint)
 
     def send(self, message: Message) -> None:
@@ -221,53 +130,3 @@ class Caller:
         if not self._context.closed:
             self.socket.close(linger=int(linger_s * 1000))
             self._context.term()
-
-
-def cut_into_frames(content: bytes | memoryview) -> list[memoryview]:
-    """Bytes as frames of at most `FRAME_BYTES`, without a copy."""
-    view = memoryview(content)
-    return [view[start : start + FRAME_BYTES] for start in range(0, len(view), FRAME_BYTES)]
-
-
-def to_frames(tensors: Sequence[Tensor]) -> list[memoryview]:
-    """Contiguous CPU tensors as raw frames of at most `FRAME_BYTES`, without a copy."""
-    return [frame for tensor in tensors for frame in cut_into_frames(as_bytes(tensor))]
-
-
-def from_frames(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> None:
-    """Copy raw frames into the tensors that `to_frames` was given the like of.
-
-    Raises:
-        WireError: the frames hold another number of bytes.
-    """
-    raws = [raw_bytes(frame) for frame in frames]
-    expected = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-    if sum(len(raw) for raw in raws) != expected:
-        raise WireError(f"a message carries {sum(len(raw) for raw in raws)} bytes of tensors instead of {expected}")
-    queue = iter(raws)
-    for tensor in tensors:
-        target = as_bytes(tensor)
-        start = 0
-        while start < len(target):
-            raw = next(queue)
-            if start + len(raw) > len(target):
-                raise WireError("a message is cut into frames that cross tensors")
-            target[start : start + len(raw)] = raw
-            start += len(raw)
-
-
-def raw_bytes(frame: Raw) -> memoryview:
-    """A frame's bytes, not copied."""
-    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor.
-
-    Raises:
-        ValueError: the tensor is not contiguous.
-    """
-    if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} must be contiguous to be sent or received raw")
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(cast(Any, flat.numpy())).cast("B")

@@ -7,12 +7,11 @@ import os
 import torch
 from torch.distributed import PrefixStore, rendezvous
 
-from paceline.comm.base import Collective
-from paceline.comm.connecting import connect, own_ip_address
-from paceline.comm.process_group.collective import connect_nccl
+from paceline.comm.connecting import connect
 from paceline.config import RunConfig
 from paceline.engines.threads import share_cores
 from paceline.engines.world import World
+from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.records import NullReporter
 from paceline.strategies.all_reduce import AllReduce
@@ -20,10 +19,7 @@ from paceline.strategies.base import Context
 
 
 def join(*, seed: int) -> World:
-    """Meet the other processes: through shared memory on a host and gloo between hosts, or NCCL with a GPU for each.
-
-    torch's default process group stays the script's own.
-    """
+    """Meet the other processes; torch's default process group stays the script's own."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     config = RunConfig(seed=seed)
@@ -32,14 +28,15 @@ def join(*, seed: int) -> World:
     share_cores(local_size)
     keep_freed_memory()
     store, _, _ = next(rendezvous("env://", rank, size))
-    store = PrefixStore("paceline", store)
-    if has_own_device:
-        collective: Collective = connect_nccl(
-            store, rank=rank, size=size, device=device, address=own_ip_address(), deadline_s=config.deadline_s
-        )
-    else:
-        collective = connect(store, rank=rank, size=size, deadline_s=config.deadline_s)
+    collective = connect(
+        PrefixStore("paceline", store), rank=rank, size=size, device=device, deadline_s=config.deadline_s
+    )
     context = Context(
-        rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device, collective=collective
+        rank=rank,
+        membership=Membership.first(size),
+        local_rank=local_rank,
+        local_size=local_size,
+        device=device,
+        collective=collective,
     )
     return World(context, AllReduce(), config, NullReporter())

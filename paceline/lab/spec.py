@@ -182,7 +182,7 @@ class StudySpec:
                 try:
                     variant.strategy.check(num_workers=workers)
                     if self.cluster is not None:
-                        num_servers = variant.strategy.num_servers()
+                        num_servers = variant.strategy.traits.num_servers
                         place(self.cluster.content, num_workers=workers, num_servers=num_servers)
                 except UsageError as error:
                     found.append(LeftOut(variant, workers, str(error)))

@@ -52,10 +52,7 @@ def summary_table(summary: pd.DataFrame, *, has_target: bool, metric: str | None
                 f"time to target ({seconds})",
                 lambda row: _spread(row, "time_to_target_s", words.quantity, none=_why_none(row)),
             ),
-            (
-                f"{virtual}speed-up",
-                lambda row: _spread(row, "speedup", lambda value: f"{value:.2f}"),
-            ),
+            (f"{virtual}speed-up", lambda row: _spread(row, "speedup", lambda value: f"{value:.2f}")),
             ("efficiency", lambda row: Cell(_or_none(row["efficiency"], lambda value: f"{value:.0%}"))),
             (f"cost ({virtual}worker-s)", lambda row: _spread(row, "worker_s_to_target", words.quantity)),
             ("samples to target", lambda row: _spread(row, "samples_to_target", _count)),

@@ -88,11 +88,7 @@ class _Judge:
         if not measured:
             answer = ["No trial has finished."]
         elif not text:
-            answer = [
-                "No target was set.",
-                *self._rates(measured),
-                *self._nearest(measured),
-            ]
+            answer = ["No target was set.", *self._rates(measured), *self._nearest(measured)]
         else:
             answer = self._to_target(measured, Target.parse(text))
         doubts = [*self._one_seed(measured), *self._disturbed()]

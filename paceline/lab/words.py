@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from paceline.training.clock import VIRTUAL
 
+ITERATIONS = {"update": "global updates", "gradient": "gradients applied", "round": "rounds"}
+"""By the unit that a strategy declares."""
 _MINUTE_S, _HOUR_S = 60, 3600
 
 
@@ -63,6 +65,10 @@ def quantity(value: float) -> str:
 
 def workers(count: int) -> str:
     return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def servers(count: int) -> str:
+    return f"{count} server{'' if count == 1 else 's'}"
 
 
 def combination(strategy: str, count: int) -> str:

@@ -1,4 +1,4 @@
-"""All-reduce algorithms over send and receive on a cluster: how long they take, and what they put on every link."""
+"""All-reduce algorithms on a cluster: how long they take, and what they put on every link."""
 
 from __future__ import annotations
 
@@ -10,9 +10,22 @@ from paceline.planner.fabric import Loads
 from paceline.planner.setting import Setting
 
 
+def parts_s(algorithm: str, setting: Setting, num_bytes: float) -> tuple[float, float]:
+    """For how long an all-reduce keeps the next one waiting, and how much longer it takes, all ranks beginning at
+    once. `auto` is the library's own; those over send and receive run one after the other."""
+    if algorithm == "auto":
+        return setting.ring.parts_s(num_bytes)
+    return time_s(algorithm, setting, num_bytes), 0.0
+
+
+def operation_s(algorithm: str, setting: Setting) -> float:
+    """For which a worker is at starting an all-reduce, besides its messages."""
+    return setting.operation_s if algorithm == "auto" else 0.0
+
+
 def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
-    """An all-reduce by an algorithm over send and receive, all ranks beginning at once: the closed form, with the rate
-    that its messages get on this cluster where they pass all at once."""
+    """An all-reduce over send and receive, all ranks beginning at once: the closed form, with the rate that its
+    messages get on this cluster where they pass all at once."""
     fabric, ranks = setting.fabric, np.array(setting.places.workers)
     size = len(ranks)
     if size == 1:
@@ -42,6 +55,8 @@ def loads(algorithm: str, setting: Setting, num_bytes: float) -> Loads:
     """What it puts on every link."""
     fabric, ranks = setting.fabric, np.array(setting.places.workers)
     size = len(ranks)
+    if algorithm == "auto":
+        return setting.ring.loads(num_bytes)
     if algorithm == "ring":
         return setting.ring_of_ranks.loads(num_bytes)
     if algorithm == "all-to-all":

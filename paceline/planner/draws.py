@@ -18,9 +18,9 @@ class Draws:
         self._means_s = [setting.groups[number].times.mean_s for number in setting.group_of]
         self._times = [ComputeTimes(compute, seed=seed, rank=rank) for rank in range(setting.num_workers)]
 
-    def next_s(self, rank: int) -> float:
-        """A step of one worker."""
-        return self._times[rank].draw(self._means_s[rank])
+    def next_s(self, rank: int, *, num_steps: int = 1) -> float:
+        """One worker's next steps."""
+        return sum(self._times[rank].draw(self._means_s[rank]) for _ in range(num_steps))
 
     def all_s(self) -> Floats:
         """A step of every worker."""

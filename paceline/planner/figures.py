@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
-from paceline.lab.figures.chart import Chart, canvas, line
-from paceline.lab.figures.style import FAINT, Style, plain, strategy_styles
-from paceline.planner.predict import Prediction
+from paceline.lab.figures.chart import Chart, canvas, curve, ideal
+from paceline.lab.figures.style import Style, plain, strategy_styles
+from paceline.lab.variant import Variant
 from paceline.planner.search import Plan, Point
 
 _HEIGHT_PX = 480
@@ -21,60 +20,38 @@ _MAX_CURVES = 8
 def charts(plan: Plan) -> list[Chart]:
     """Time of a step, samples per second, the busiest link, and time to target where it is known."""
     curves = _curves(plan)
+    busy = {label: points for label, points in curves.items() if any(p.prediction.busiest.busy_s for p in points)}
+    titles = {
+        "step": ("Time of a step", "Time of a step (ms)"),
+        "rate": ("Samples per second", "Samples (per s)"),
+        "busiest": ("How full the busiest link is", "Busy (% of a step)"),
+        "target": ("How much sooner at the target", "Sooner than one worker (times)"),
+    }
+    values: dict[str, Callable[[Point], float]] = {
+        "step": lambda point: point.prediction.step_s * 1e3,
+        "rate": lambda point: point.prediction.samples_per_s,
+        "busiest": lambda point: point.prediction.utilisation * 100,
+        **({"target": lambda point: point.merit} if plan.noise is not None else {}),
+    }
     styles = strategy_styles(list(curves))
-    step = _drawn(
-        plan,
-        curves,
-        styles,
-        "step",
-        "Time of a step",
-        "Time of a step (ms)",
-        lambda point: point.prediction.step_s * 1e3,
-    )
-    rate = _drawn(
-        plan,
-        curves,
-        styles,
-        "rate",
-        "Samples per second",
-        "Samples (per s)",
-        lambda point: point.prediction.samples_per_s,
-    )
-    _ideal(rate.plot, plan)
-    busy = _drawn(
-        plan,
-        {label: points for label, points in curves.items() if any(p.prediction.busiest.busy_s for p in points)},
-        styles,
-        "busiest",
-        "How full the busiest link is",
-        "Busy (% of a step)",
-        lambda point: point.prediction.utilisation * 100,
-        is_logarithmic=False,
-    )
-    found = [step, rate, busy]
-    if plan.noise is not None:
-        found.append(
-            _drawn(
-                plan,
-                curves,
-                styles,
-                "target",
-                "How much sooner at the target",
-                "Sooner than one worker (times)",
-                lambda point: point.merit,
-                is_logarithmic=False,
-            )
-        )
+    found = [
+        _drawn(plan, busy if key == "busiest" else curves, styles, key, *titles[key], value_of)
+        for key, value_of in values.items()
+    ]
     return [chart for chart in found if len(chart.table)]
 
 
 def _curves(plan: Plan) -> dict[str, list[Point]]:
-    """The strategies without servers, and of each with servers one server and what is best."""
+    """The strategies that move something: without options, and with those that are best."""
     by_label: dict[str, list[Point]] = {}
     for point in plan.points:
         by_label.setdefault(point.label, []).append(point)
     best = {point.label for point in plan.best_of_each}
-    wanted = [label for label in by_label if label != "single" and (":" not in label or label in best)]
+    wanted = [
+        label
+        for label in by_label
+        if (":" not in label or label in best) and Variant.parse(label).strategy.traits.traffic
+    ]
     return {label: by_label[label] for label in wanted[:_MAX_CURVES]}
 
 
@@ -86,8 +63,6 @@ def _drawn(
     title: str,
     y_title: str,
     value_of: Callable[[Point], float],
-    *,
-    is_logarithmic: bool = True,
 ) -> Chart:
     """A curve for each strategy against workers, its knee marked by a large open mark."""
     plot = canvas(x_title="Workers (number)", y_title=y_title, height_px=_HEIGHT_PX)
@@ -98,56 +73,28 @@ def _drawn(
         counts = [point.prediction.workers for point in points]
         values = [value_of(point) for point in points]
         rows += [(label, count, value) for count, value in zip(counts, values, strict=True)]
-        plot.add_trace(
-            go.Scatter(
-                x=counts,
-                y=values,
-                mode="lines+markers",
-                name=plain(label),
-                legendgroup=plain(label),
-                line=line(style),
-                marker={"symbol": style.marker, "size": 7, "color": style.colour},
-            )
-        )
+        plot.add_trace(curve(label, style, x=counts, y=values))
         knee = knees.get(label)
         if knee is not None and counts[0] <= knee <= counts[-1]:
-            plot.add_trace(_knee(label, style, knee, _between(counts, values, knee)))
+            mark = {"symbol": f"{style.marker}-open", "size": 15, "line": {"width": 2}}
+            found: dict[str, Any] = {"x": [knee], "y": [_between(counts, values, knee)], "showlegend": False}
+            plot.add_trace(
+                curve(f"knee, {label}", style, mode="markers", legendgroup=plain(label), marker=mark, **found)
+            )
             notes.append(f"{label}: {knee}")
     plot.update_xaxes(type="log", tickmode="array", tickvals=_ticks(curves), ticktext=[str(n) for n in _ticks(curves)])
-    if is_logarithmic:
+    if key in ("step", "rate"):
         plot.update_yaxes(type="log", exponentformat="none", **_ticks_of([value for _, _, value in rows]))
     else:
         plot.update_yaxes(rangemode="tozero")
+    if key == "rate":
+        most = max(point.prediction.workers for point in plan.points)
+        alone = plan.best.prediction.samples_per_s / plan.best.speedup
+        ideal(plot, most, most * alone, first=alone)
     table = pd.DataFrame(rows, columns=["strategy", "workers", y_title])
     shown = f"Knees, as large open marks: {'; '.join(notes)} workers." if notes else "No curve has a knee."
     return Chart(
         key, title, plot, f"{title} against the number of workers, a curve each strategy. {shown}", table, (shown,)
-    )
-
-
-def _knee(label: str, style: Style, workers: int, value: float) -> go.Scatter:
-    return go.Scatter(
-        x=[workers],
-        y=[value],
-        mode="markers",
-        name=f"knee, {plain(label)}",
-        legendgroup=plain(label),
-        showlegend=False,
-        marker={"symbol": f"{style.marker}-open", "size": 15, "color": style.colour, "line": {"width": 2}},
-    )
-
-
-def _ideal(plot: go.Figure, plan: Plan) -> None:
-    single: Prediction = next(point.prediction for point in plan.points if point.label == "single")
-    most = max(point.prediction.workers for point in plan.points)
-    plot.add_trace(
-        go.Scatter(
-            x=[1, most],
-            y=[single.samples_per_s, most * single.samples_per_s],
-            mode="lines",
-            name="ideal",
-            line={"color": FAINT, "width": 1, "dash": "4px 4px"},
-        )
     )
 
 

@@ -9,7 +9,8 @@ import torch
 from paceline.layout import Layout, TensorSpec, in_buckets
 from paceline.planner.setting import Setting
 from paceline.strategies import bucket_size
-from paceline.strategies.all_reduce import FIRST_BUCKET_BYTES, WHOLE_BYTES, AllReduce
+from paceline.strategies.bucketing import FIRST_BUCKET_BYTES, WHOLE_BYTES
+from paceline.strategies.traits import AllReduced
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,12 @@ class Bucket:
     """Their places in the optimizer's order."""
 
 
-def of(strategy: AllReduce, setting: Setting) -> list[Bucket]:
-    """As the strategy lays them out; sizes found by measuring are those that the measurement would find here."""
-    if strategy.bucket_mb == "auto" and strategy.algorithm != "auto":
+def of(traffic: AllReduced, setting: Setting) -> list[Bucket]:
+    """As strategies lay them out; sizes found by measuring are those that the measurement would find here."""
+    if traffic.bucket_mb != "auto":
+        return _cut(setting, int(traffic.bucket_mb * 1e6))
+    if not traffic.behind_backward:
         return _cut(setting, WHOLE_BYTES, WHOLE_BYTES)
-    if strategy.bucket_mb != "auto":
-        return _cut(setting, int(strategy.bucket_mb * 1e6))
     small = _cut(setting, bucket_size.MIN_BYTES)
     total = sum(bucket.num_bytes for bucket in small)
     if total < bucket_size.MIN_BYTES or len(small) == 1 or setting.num_workers == 1:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
-from torch import Tensor
 
 from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.config import RunConfig
@@ -23,9 +22,10 @@ from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.planner.demand import StepWork
 from paceline.planner.noise import NoiseScale, NoiseSums
 from paceline.records import Record, StepRecord
-from paceline.server.admission import AdmissionRule
-from paceline.strategies.base import Context, Replica, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
 from paceline.strategies.single import Single
+from paceline.strategies.traits import Traits
 
 _ANYWHERE = Cluster(hosts=(Hosts(bandwidth_gbit_per_s=1.0),), compute=Compute(step_s=1.0))
 _WARM_UP_STEPS = 10
@@ -119,34 +119,22 @@ class Observed(Strategy):
     seen: _Seen
     num_noise_steps: int
 
-    def validate(self) -> None:
-        pass
-
-    def check(self, *, num_workers: int) -> None:
-        pass
-
-    def is_lock_step(self) -> bool:
-        return True
-
-    def is_synchronous(self) -> bool:
-        return True
-
-    def num_servers(self) -> int:
-        return 0
-
-    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
-        return None
+    @property
+    def traits(self) -> Traits:
+        return Traits(lock_step=True, tells_stop=True, traffic=())
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        return _ObservedSynchronizer(Single(nonfinite="allow").bind(context, replica), self, replica)
+        return _ObservedSynchronizer(self, context, replica)
 
 
 @final
 class _ObservedSynchronizer(Synchronizer):
     """Trains as a single worker for some steps; then holds the parameters still and compares gradients."""
 
-    def __init__(self, inner: Synchronizer, strategy: Observed, replica: Replica) -> None:
-        self._inner, self._seen, self._replica = inner, strategy.seen, replica
+    def __init__(self, strategy: Observed, context: Context, replica: Replica) -> None:
+        super().__init__(context, replica)
+        self._inner = Single(nonfinite="allow").bind(context, replica)
+        self._seen = strategy.seen
         self._num_noise_steps = strategy.num_noise_steps
         self._steps = 0
         self._count: ForwardCount | None = None
@@ -159,57 +147,29 @@ class _ObservedSynchronizer(Synchronizer):
             replica.model.register_forward_hook(self._end_forward, prepend=True),
         ]
 
-    @property
-    def timings(self) -> tuple[Any, ...]:
-        return self._inner.timings
-
-    def set_weight(self, weight: float) -> None:
-        self._inner.set_weight(weight)
-
-    def set_synchronizing(self, on: bool) -> bool:
-        return self._inner.set_synchronizing(on)
-
     def step(self, update: Any, *, pause_at: int) -> StepOutcome:
         self._steps += 1
         if self._steps == 1:  # which may have accumulated gradients over several passes
             self._seen.forward_flop = self._flop_of_pass * self._num_passes
         if self._steps == 2:
-            self._seen.state_bytes = state_bytes(self._replica.optimizer, self._replica.parameters)
+            self._seen.state_bytes = state_bytes(self.replica.optimizer, self.replica.parameters)
         is_trained = self._steps > (_WARM_UP_STEPS if self._num_noise_steps else 1)
         if not is_trained:
             return self._inner.step(update, pause_at=pause_at)
         if self._num_noise_steps:
-            gradients = [parameter.grad for parameter in self._replica.parameters if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
             self._seen.noise_sums.add(gradients)
         if self._seen.noise_sums.count >= self._num_noise_steps:
             self._seen.is_complete = True
             raise _Enough("the plan has seen enough of the script")
         return StepOutcome(self._steps, staleness=-1)
 
-    def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
-        return self._inner.wait_for_admission(pause_at=pause_at)
-
-    def refresh(self) -> None:
-        self._inner.refresh()
-
-    def leave(self) -> None:
-        self._inner.leave()
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        return self._inner.optimizer_state()
-
-    def restore(self, state: dict[str, Tensor], *, iteration: int) -> None:
-        self._inner.restore(state, iteration=iteration)
-
-    def close(self) -> None:
-        self._inner.close()
-
     def _begin_forward(self, model: torch.nn.Module, inputs: object) -> None:
         if not torch.is_grad_enabled() or self._steps:  # an evaluation, or no longer the first step
             return
         self._num_passes += 1
         if not self._seen.shares and self._count is None:
-            self._count = ForwardCount(model, self._replica.parameters)
+            self._count = ForwardCount(model, self.replica.parameters)
 
     def _end_forward(self, model: torch.nn.Module, inputs: object, output: object) -> None:
         if self._count is not None:

@@ -14,14 +14,15 @@ import pandas as pd
 from paceline.cluster.description import Cluster
 from paceline.cluster.placement import place
 from paceline.errors import UsageError
+from paceline.lab.variant import Variant
 from paceline.planner.demand import StepWork
 from paceline.planner.noise import NoiseScale, steps_ratio
 from paceline.planner.predict import Prediction, predict
+from paceline.planner.question import why_unpriced
 from paceline.planner.simulator import simulate
 from paceline.strategies import STRATEGIES, build
 from paceline.strategies.base import Strategy
 
-STRATEGY_NAMES = ("single", "all-reduce", "ring", "ps-bsp", "ps-ssp", "ps-asp")
 CLOSE = 0.05
 """What differs by less is as good: then fewer workers or servers are better."""
 _HALF = 0.5
@@ -56,6 +57,8 @@ class Knee:
     """Beyond so many workers another one adds less than half of what one alone does."""
 
     label: str
+    strategy: str
+    servers: int
     workers: int | None
     """None: not up to as many as were looked at."""
     resource: str
@@ -90,6 +93,8 @@ class Plan:
     checks: tuple[Check, ...]
     noise: NoiseScale | None
     target_batch: int | None
+    unpriced: tuple[str, ...]
+    """Strategies that have no price: they do not say what they move."""
 
     @property
     def is_counted(self) -> bool:
@@ -175,9 +180,12 @@ def plan(
     )
     most = min(max_workers or cluster.num_slots, target_batch or cluster.num_slots)
     judge = _Judge(cluster, work, target_batch, noise, single_steps, staleness_penalty)
-    points = [judge.point(*choice) for choice in _choices(cluster, most)]
-    best = best_of(points)
-    found = Plan(cluster, work, tuple(points), best, tuple(_knees(judge, points)), (), noise, target_batch)
+    names = [entry.name for entry in STRATEGIES.values() if not entry.is_another_name]
+    unpriced = tuple(name for name in names if why_unpriced(build(name).traits) is not None)
+    priced = [name for name in names if name not in unpriced]
+    points = [judge.point(*choice) for name in priced for choice in _choices(cluster, name, most)]
+    knees = tuple(_knees(judge, points))
+    found = Plan(cluster, work, tuple(points), best_of(points), knees, (), noise, target_batch, unpriced)
     ranked = sorted(found.best_of_each, key=lambda point: -point.merit)[:num_checks]
     return replace(found, checks=tuple(judge.check(point) for point in ranked))
 
@@ -195,25 +203,20 @@ def worker_counts(most: int) -> list[int]:
     return sorted({count for power in powers for count in (power, power * 3 // 2) if count <= most} | {most})
 
 
-def label_of(strategy: str, servers: int) -> str:
-    return f"{strategy}:servers={servers}" if servers > 1 else strategy
+def _choices(cluster: Cluster, name: str, most: int) -> Iterator[tuple[Strategy, int]]:
+    """The strategy with 1, 2, 4, ... servers, where it takes some, on numbers of workers that it can run with."""
+    for workers in worker_counts(most):
+        counts = [2**exponent for exponent in range(workers.bit_length())]
+        options = [{"servers": servers} for servers in counts] if "servers" in STRATEGIES[name].options else [{}]
+        for strategy in (build(name, each) for each in options):
+            if _can_run(cluster, strategy, workers):
+                yield strategy, workers
 
 
-def _choices(cluster: Cluster, most: int) -> Iterator[tuple[str, int, int]]:
-    """Strategy, workers, servers."""
-    for strategy in STRATEGY_NAMES:
-        has_servers = "servers" in STRATEGIES[strategy].options
-        for workers in worker_counts(1 if strategy == "single" else most):
-            for servers in (2**exponent for exponent in range(workers.bit_length())) if has_servers else (0,):
-                if servers <= max(workers, 1) and _has_room(cluster, workers, servers):
-                    yield strategy, workers, servers
-
-
-def _has_room(cluster: Cluster, workers: int, servers: int) -> bool:
-    if cluster.servers.placement == "with workers" or not servers:
-        return True
+def _can_run(cluster: Cluster, strategy: Strategy, workers: int) -> bool:
     try:
-        place(cluster, num_workers=workers, num_servers=servers)
+        strategy.check(num_workers=workers)
+        place(cluster, num_workers=workers, num_servers=strategy.traits.num_servers)
     except UsageError:
         return False
     return True
@@ -231,29 +234,28 @@ class _Judge:
     single_steps: float | None
     staleness_penalty: float
 
-    def predict(self, strategy: str, workers: int, servers: int) -> Prediction:
-        chosen, work = self._given(strategy, workers, servers)
-        return predict(self.cluster, strategy=chosen, workers=workers, work=work)
+    def predict(self, strategy: Strategy, workers: int) -> Prediction:
+        return predict(self.cluster, strategy=strategy, workers=workers, work=self._work_of(workers))
 
-    def point(self, strategy: str, workers: int, servers: int) -> Point:
-        prediction = self.predict(strategy, workers, servers)
-        batch = self._batch(workers)
+    def point(self, strategy: Strategy, workers: int) -> Point:
+        prediction = self.predict(strategy, workers)
         speedup = prediction.samples_per_s / self.base.samples_per_s
         target_speedup = target_s = None
         if self.noise is not None:
-            each = max(1.0, prediction.samples_per_s * prediction.iteration_s)
-            late = self.staleness_penalty * _staleness(strategy, workers)
+            each = max(1.0, prediction.global_batch)
+            late = self.staleness_penalty * _staleness(prediction)
             steps = steps_ratio(self.noise, batch=each, base_batch=self.work.samples, staleness=late)
-            target_speedup = self.base.iteration_s / (steps * prediction.iteration_s)
+            target_speedup = self.base.update_s / (steps * prediction.update_s)
             if self.single_steps is not None:
-                target_s = self.single_steps * steps * prediction.iteration_s
-        return Point(label_of(strategy, servers), prediction, batch, speedup, target_speedup, target_s)
+                target_s = self.single_steps * steps * prediction.update_s
+        label = Variant.of(strategy).text
+        return Point(label, prediction, self._batch(workers), speedup, target_speedup, target_s)
 
     def check(self, point: Point) -> Check:
-        found = point.prediction
-        chosen, work = self._given(found.strategy, found.workers, found.servers)
+        found, strategy = point.prediction, Variant.parse(point.label).strategy
         steps = max(40, min(400, _CHECK_EVENTS // found.workers))
-        simulated = simulate(self.cluster, strategy=chosen, workers=found.workers, work=work, steps=steps)
+        work = self._work_of(found.workers)
+        simulated = simulate(self.cluster, strategy=strategy, workers=found.workers, work=work, steps=steps)
         return Check(point.label, found.workers, found.step_s, simulated.step_s)
 
     @cached_property
@@ -261,15 +263,14 @@ class _Judge:
         """One worker with the script's own batch, and no exchange."""
         return predict(self.cluster, strategy="single", workers=1, work=self.work)
 
-    def _given(self, strategy: str, workers: int, servers: int) -> tuple[Strategy, StepWork]:
+    def _work_of(self, workers: int) -> StepWork:
         """With each worker's part of the batch: a step takes in proportion."""
-        chosen = build(strategy, {"servers": servers} if servers else {})
         batch = self._batch(workers)
         if batch == self.work.samples:
-            return chosen, self.work
+            return self.work
         part = batch / self.work.samples
         step_s = self.work.step_s if self.work.step_s is not None else self.cluster.compute.reference_s
-        return chosen, replace(
+        return replace(
             self.work,
             samples=batch,
             forward_flop=self.work.forward_flop * part,
@@ -280,9 +281,9 @@ class _Judge:
         return self.work.samples if self.target_batch is None else max(1, math.ceil(self.target_batch / workers))
 
 
-def _staleness(strategy: str, workers: int) -> float:
+def _staleness(found: Prediction) -> float:
     """Updates by others between a worker's reading and its gradient: on the average each of them makes one."""
-    return float(workers - 1) if strategy in ("ps-asp", "ps-ssp") else 0.0
+    return float(found.workers - 1) if found.unit == "gradient" else 0.0
 
 
 def _knees(judge: _Judge, points: Sequence[Point]) -> Iterator[Knee]:
@@ -295,17 +296,15 @@ def _knees(judge: _Judge, points: Sequence[Point]) -> Iterator[Knee]:
 
 def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:
     """Between the first two numbers of workers where the curve rises by less than half of one worker alone for each."""
-    label, strategy, servers = curve[0].label, curve[0].prediction.strategy, curve[0].prediction.servers
+    label, first, strategy = curve[0].label, curve[0].prediction, Variant.parse(curve[0].label).strategy
     least = _HALF * judge.base.samples_per_s
     for before, after in pairwise(point.prediction for point in curve):
         rise = (after.samples_per_s - before.samples_per_s) / (after.workers - before.workers)
         if rise < least:
-            low = before.workers if before is not curve[0].prediction else 1
-            workers = _bend_between(
-                lambda n: judge.predict(strategy, n, servers).samples_per_s, low, after.workers, least
-            )
-            return Knee(label, workers, after.bottleneck)
-    return Knee(label, None, curve[-1].prediction.binding)
+            low = before.workers if before is not first else 1
+            workers = _bend_between(lambda n: judge.predict(strategy, n).samples_per_s, low, after.workers, least)
+            return Knee(label, first.strategy, first.servers, workers, after.bottleneck)
+    return Knee(label, first.strategy, first.servers, None, curve[-1].prediction.binding)
 
 
 def _bend_between(rate_of: Callable[[int], float], low: int, high: int, least: float) -> int:

@@ -1,4 +1,4 @@
-"""Workers and one server that stands for all of them, event by event, with the strategy's own admission rule."""
+"""Workers and one server that stands for all of them, event by event, with the servers' own admission rule."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import final
 
 import numpy as np
 
+from paceline.membership import Membership
 from paceline.planner.draws import Draws
 from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
-from paceline.server.admission import AdmissionRule
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.strategies.traits import Served
 
 _MOST_PASSING = 1 / 4
 """Fitted to the virtual engine's messages, where gradients are a few chunks each."""
@@ -21,16 +22,18 @@ _TINY = 1e-12
 
 @final
 class SynchronousRun:
-    """Who completes a clock has it answered for all whose gradients counted, in turns."""
+    """The gradient that completes a clock has all workers answered whose gradients counted, in turns."""
 
-    def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
-        self._rule = _rule_of(strategy, setting)
-        self._exchange = server_exchange(setting, num_gradients=setting.num_workers - strategy.backup_workers)
-        self._besides_s, self._draws = setting.work.overhead_s + self._exchange.ask_s, draws
+    def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
+        size = setting.num_workers
+        self._rule: AdmissionRule = BulkSynchronous(Membership.first(size), backup_workers=traffic.backup_workers)
+        self._exchange = server_exchange(setting, num_gradients=size - traffic.backup_workers)
+        self._draws, self._every = draws, traffic.every
+        self._besides_s = traffic.every * setting.work.overhead_s + self._exchange.ask_s
         self._own_push_s, self._own_pull_s = self._exchange.own_push_s.tolist(), self._exchange.own_pull_s.tolist()
         self._way_s: list[float] = (self._exchange.latency_s / 2).tolist()
         self._starts_s: list[float] = []  # of the pushes since the last clock
-        self._clocks = [0] * setting.num_workers
+        self._clocks = [0] * size
         self._begun: list[tuple[float, int, int]] = []  # pushes: when, in which order, by whom
         self._num_begun = 0
 
@@ -48,11 +51,11 @@ class SynchronousRun:
 
     def _compute(self, worker: int, now_s: float) -> None:
         self._num_begun += 1
-        end_s = now_s + self._besides_s + self._draws.next_s(worker)
+        end_s = now_s + self._besides_s + self._draws.next_s(worker, num_steps=self._every)
         heapq.heappush(self._begun, (end_s, self._num_begun, worker))
 
     def _push(self, worker: int, begin_s: float) -> float | None:
-        """When the clock was answered that this gradient completes, if it does."""
+        """When the clock was answered, if this gradient completes it."""
         self._starts_s.append(begin_s)
         contributors = self._rule.push(worker, self._clocks[worker])
         if not contributors:
@@ -73,17 +76,17 @@ class SynchronousRun:
 
 @final
 class AsynchronousRun:
-    """Each gradient is a job on two processor-sharing queues: links towards the servers, and back. It enters the second
-    when its first piece is through the first; and is over when all pieces have come and gone.
+    """Each gradient is a job in two processor-sharing queues: the links to the servers, and those back. It enters the
+    second when its first piece has left the first. Where both ways share a link, gradients go first and answers get
+    what is left, or a little."""
 
-    Links that both ways pass take gradients as they come, and answers get what those leave, or a little.
-    """
-
-    def __init__(self, strategy: ParameterServer, setting: Setting, draws: Draws) -> None:
-        self._rule = _rule_of(strategy, setting)
-        exchange = server_exchange(setting, num_gradients=1)
-        self._draws, self._besides_s = draws, setting.work.overhead_s + exchange.ask_s
+    def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
+        assert traffic.staleness is not None
         num_workers = setting.num_workers
+        self._rule = StaleSynchronous(Membership.first(num_workers), staleness=traffic.staleness)
+        exchange = server_exchange(setting, num_gradients=1)
+        self._draws, self._every = draws, traffic.every
+        self._besides_s = traffic.every * setting.work.overhead_s + exchange.ask_s
         self._piece = 1 / exchange.num_pieces
         self._part = self._piece if len(setting.places.servers) == 1 else _late(exchange, self._piece)
         self._own_s = exchange.own_push_s.tolist()
@@ -135,33 +138,32 @@ class AsynchronousRun:
         return ends_s
 
     def _push_pace_s(self) -> float:
-        """Seconds for all of a gradient, with as many as are under way."""
+        """Seconds for a whole gradient, with as many as are under way."""
         count = len(self._pushing)
         share = self._passing() if self._pulling else 0.0
         return max(self._least_push_s, self._push_s * count, self._both_push_s * count / (1 - share), _TINY)
 
     def _passing(self) -> float:
-        """The part of a link that both ways pass which answers get at least: who sends a chunk waits for all that have
-        come before it, and so sends about sqrt(2 n) of them while n come."""
+        """The part of a shared link that answers get at least: a sender's next chunk waits for all that came before it,
+        so that about sqrt(2 n) chunks leave while n come."""
         num_chunks = max(1, len(self._pushing)) / self._chunk_share
         return min(_MOST_PASSING, math.sqrt(2 / num_chunks))
 
     def _pull_pace_s(self) -> float:
-        """For all of an answer."""
+        """Seconds for a whole answer."""
         left = max(self._passing(), 1 - self._both_push_s * len(self._pushing) / self._pushing.pace_s)
         each_s = max(self._pull_s, self._both_pull_s / left)
         return max(self._least_pull_s, each_s * len(self._pulling), _TINY)
 
     def _compute(self, worker: int, now_s: float) -> None:
         self._num_due += 1
-        end_s = now_s + self._besides_s + self._draws.next_s(worker)
+        end_s = now_s + self._besides_s + self._draws.next_s(worker, num_steps=self._every)
         heapq.heappush(self._due, (end_s, self._num_due, worker))
 
     def _pushed(self, worker: int, now_s: float, ends_s: list[float]) -> None:
-        """All of a gradient has come: the last piece is updated, and may be answered."""
+        """A whole gradient has come: the server updates the last piece, and may answer."""
         began_s, own_s = self._began_s[worker], self._own_s[worker]
         last_s = self._served_s * self._piece
-        # The server has begun when it was free, and when the first piece was there.
         begun_s = max(self._server_free_s, began_s + own_s * self._piece)
         self._server_free_s = max(begun_s + self._served_s - last_s, now_s, began_s + own_s) + last_s
         self._leaves_s[worker] = done_s = self._server_free_s
@@ -177,7 +179,7 @@ class AsynchronousRun:
                 self._go_on(freed, max(now_s, self._leaves_s[freed] + self._back_s[freed] * self._piece))
 
     def _pulled(self, worker: int, now_s: float) -> None:
-        """The links have carried all of an answer, or would have; the last piece is there a little after its update."""
+        """The links are done with an answer; its last piece cannot come before its update."""
         end_s = max(now_s, self._leaves_s[worker] + self._back_s[worker] * self._piece)
         if self._rule.is_admitted(worker):
             self._go_on(worker, end_s)
@@ -190,15 +192,14 @@ class AsynchronousRun:
 
 @final
 class _Shared:
-    """A processor-sharing queue, by the work that each job in it has been given so far."""
+    """A processor-sharing queue, by the work that each of its jobs has been given so far."""
 
     def __init__(self) -> None:
         self.pace_s = _TINY
-        """Each job in it needs for one unit of work, until anything changes."""
+        """Each job takes so long for one unit of work, until anything changes."""
         self._given = self._now_s = 0.0
-        self._jobs: list[
-            tuple[float, int, int, bool]
-        ] = []  # given what, a job is through; its order; whose; which part
+        # Each: through at how much given, in which order it came, whose it is, whether it is a first part.
+        self._jobs: list[tuple[float, int, int, bool]] = []
         self._num_entered = 0
 
     def __len__(self) -> int:
@@ -206,7 +207,7 @@ class _Shared:
 
     @property
     def next_s(self) -> float:
-        """When the next job is through, if nothing changes before."""
+        """When the next job is done, if nothing changes before."""
         if not self._jobs:
             return math.inf
         return self._now_s + max(0.0, self._jobs[0][0] - self._given) * self.pace_s
@@ -221,19 +222,13 @@ class _Shared:
         heapq.heappush(self._jobs, (self._given + size, self._num_entered, worker, is_first))
 
     def leave(self) -> tuple[int, bool]:
-        """Whose job is through next, and whether it is the first part of one."""
+        """Take out the job that is done next: whose it is, and whether it is a first part."""
         _, _, worker, is_first = heapq.heappop(self._jobs)
         return worker, is_first
 
 
 def _late(exchange: ServerExchange, piece: float) -> float:
-    """The part of a gradient that is pushed before its answer begins, so that it ends when it would beside what the
-    worker still packs. What all share at a single server says the same."""
+    """The part of a gradient that is pushed before its answer begins, chosen so that the answer ends when it would
+    beside what the worker still packs."""
     back = exchange.own_beside * exchange.own_pull_s / np.maximum(exchange.own_push_s, _TINY)
     return float(np.clip(1 - (1 - piece) * back, piece, 1.0).mean())
-
-
-def _rule_of(strategy: ParameterServer, setting: Setting) -> AdmissionRule:
-    rule = strategy.admission_rule(num_workers=setting.num_workers)
-    assert rule is not None
-    return rule

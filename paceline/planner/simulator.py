@@ -1,11 +1,8 @@
 """A run without tensors: the engine's draws of computing times, and exchanges on queues. Checks the closed forms.
 
-What is aggregated, so that 10,000 workers are no more than some arrays:
-- ranks of an exchange advance together, a vector of times in each round; the 2 (n - 1) rounds of a ring are one sliding
-  maximum, since a rank that comes late is felt by others in the order of their distance (max-plus algebra);
-- a worker's gradient is one job for all servers, which have equal ranges and so equal queues (`server_simulator`); its
-  pieces of 1 MiB are kept as the overlap of pushing, updating and pulling.
-`engines/virtual/network.py` does each message on its own; tests compare.
+Ranks of an exchange advance together, as arrays, so that 10,000 workers take little time: the 2 (n - 1) rounds of a
+ring are one sliding maximum, since a late rank is felt by others in the order of their distance (max-plus algebra). For
+servers see `server_simulator`. The virtual engine sends each message on its own; tests compare.
 """
 
 from __future__ import annotations
@@ -19,17 +16,16 @@ import numpy as np
 
 from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
-from paceline.planner import algorithms
+from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
+from paceline.planner.question import Question
 from paceline.planner.server_simulator import AsynchronousRun, SynchronousRun
-from paceline.planner.setting import Ring, Setting
-from paceline.strategies import build
-from paceline.strategies.all_reduce import AllReduce
+from paceline.planner.setting import RingReduction, Setting
 from paceline.strategies.base import Strategy
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic
 
 _SETTLING = 0.2
 """The part of the steps after which the means begin: who begins at once with all others is not in a steady state."""
@@ -40,7 +36,6 @@ class Simulation:
     """Means after the first steps."""
 
     step_s: float
-    iteration_s: float
     samples_per_s: float
 
 
@@ -54,27 +49,24 @@ def simulate(
     steps: int = 100,
     seed: int = 0,
 ) -> Simulation:
-    """As `predict`, by simulating so many steps of every worker.
+    """As `predict`, by simulating so many exchanges of every worker.
 
     Raises:
         UsageError: as `predict`, or there are fewer than two steps.
     """
     if steps < 2:
         raise UsageError(f"steps must be at least 2, not {steps}")
-    chosen = build(strategy, options) if isinstance(strategy, str) else strategy
-    chosen.check(num_workers=workers)
-    setting = Setting.of(cluster, work, num_workers=workers, num_servers=chosen.num_servers())
+    asked = Question.of(cluster, strategy=strategy, workers=workers, work=work, options=options)
+    traffic, setting, counted = asked.traffic, asked.setting, workers
     draws = Draws(setting, seed=seed)
-    if isinstance(chosen, ParameterServer):
-        run = SynchronousRun if chosen.is_synchronous() else AsynchronousRun
-        iterations_s = run(chosen, setting, draws).run(steps)
-        counted = workers - chosen.backup_workers if chosen.is_synchronous() else 1
-        iteration_s = _mean_s(iterations_s)
-        step_s = iteration_s if chosen.is_synchronous() else iteration_s * workers
-        return Simulation(step_s, iteration_s, counted * work.samples / iteration_s)
-    ends_s = _lock_step(_exchange_of(chosen, setting), setting, draws, steps)
-    step_s = _mean_s(ends_s)
-    return Simulation(step_s, step_s, workers * work.samples / step_s)
+    if not isinstance(traffic, Served):
+        cycle_s = _mean_s(_lock_step(traffic, setting, draws, steps))
+    elif traffic.staleness is None:
+        cycle_s, counted = _mean_s(SynchronousRun(traffic, setting, draws).run(steps)), workers - traffic.backup_workers
+    else:
+        cycle_s = _mean_s(AsynchronousRun(traffic, setting, draws).run(steps)) * workers
+    step_s = cycle_s if traffic is None else cycle_s / traffic.every
+    return Simulation(step_s, counted * work.samples / step_s)
 
 
 def _mean_s(ends_s: Sequence[float]) -> float:
@@ -85,52 +77,95 @@ def _mean_s(ends_s: Sequence[float]) -> float:
 
 # --- lock-step -------------------------------------------------------------------------------------------------------
 
-_Exchange = Callable[[Floats, Floats], Floats]
-"""When each worker's exchange is over, given when it begins to compute and for how long it does."""
+_Exchange = Callable[[int, Floats, Floats], Floats]
+"""When each worker's exchange is over, given the exchange's number, when they begin to compute, and for how long."""
 
 
-def _lock_step(exchange: _Exchange, setting: Setting, draws: Draws, steps: int) -> list[float]:
-    """When all workers have ended each step, on the average."""
-    now_s = np.zeros(setting.num_workers)
-    ends_s = []
-    for _ in range(steps):
-        now_s = exchange(now_s, draws.all_s()) + setting.work.overhead_s
+def _lock_step(traffic: Traffic | None, setting: Setting, draws: Draws, num_exchanges: int) -> list[float]:
+    """When workers have ended each exchange, on the average of all."""
+    exchange, every = _exchange_of(traffic, setting), 1 if traffic is None else traffic.every
+    now_s, ends_s = np.zeros(setting.num_workers), []
+    for number in range(num_exchanges):
+        for _ in range(every - 1):
+            now_s = now_s + draws.all_s() + setting.work.overhead_s
+        now_s = exchange(number, now_s, draws.all_s()) + setting.work.overhead_s
         ends_s.append(float(now_s.mean()))
     return ends_s
 
 
-def _exchange_of(strategy: Strategy, setting: Setting) -> _Exchange:
-    if not isinstance(strategy, AllReduce) or setting.num_workers == 1:
-        return lambda now_s, computing_s: now_s + computing_s
-    sizes = buckets.of(strategy, setting)
-    if strategy.algorithm != "auto":
-        return partial(_one_after_another, strategy.algorithm, setting, [bucket.num_bytes for bucket in sizes])
-    parts = buckets.ready_parts(sizes, setting)
-    return partial(_behind_backward, setting, [bucket.num_bytes for bucket in sizes], parts)
+def _exchange_of(traffic: Traffic | None, setting: Setting) -> _Exchange:
+    if isinstance(traffic, Neighbouring):
+        return partial(_among_neighbours, neighbours.rounds_of(traffic.topology, setting))
+    if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
+        return lambda number, now_s, computing_s: now_s + computing_s
+    sizes = buckets.of(traffic, setting)
+    num_bytes = [bucket.num_bytes for bucket in sizes]
+    if traffic.behind_backward:
+        return partial(_behind_backward, traffic.algorithm, setting, num_bytes, buckets.ready_parts(sizes, setting))
+    return partial(_after_backward, traffic.algorithm, setting, num_bytes)
 
 
-def _behind_backward(
-    setting: Setting, sizes_bytes: list[float], parts: list[float], now_s: Floats, computing_s: Floats
-) -> Floats:
-    """A ring for each bucket, from when it is full on every rank and the one before has left the links."""
-    hosts = [np.array(ranks) for ranks in setting.places.ranks_by_host]
-    ends_s = now_s
-    free_s = 0.0
-    for number, (num_bytes, part) in enumerate(zip(sizes_bytes, parts, strict=True), 1):
-        ready_s = now_s + part * computing_s + number * setting.operation_s
-        busy_s, _ = setting.ring.parts_s(num_bytes)
-        begin_s = np.array([ready_s[ranks].max() for ranks in hosts]) if len(hosts) < len(ready_s) else ready_s
-        begin_s = np.maximum(begin_s, free_s)
-        free_s = float(begin_s.max()) + busy_s
-        host_ends_s = ring_ends_s(setting.ring, begin_s, num_bytes)
-        ends_s = np.empty_like(now_s)
-        for ranks, end_s in zip(hosts, host_ends_s.tolist(), strict=True):
-            ends_s[ranks] = end_s
-    over_s: Floats = np.maximum(ends_s, now_s + computing_s + len(sizes_bytes) * setting.operation_s)
+def _among_neighbours(rounds: list[neighbours.Round], number: int, now_s: Floats, computing_s: Floats) -> Floats:
+    """Each worker waits for its neighbours' messages alone."""
+    messages, begin_s = rounds[number % len(rounds)], now_s + computing_s
+    over_s = begin_s.copy()
+    np.maximum.at(over_s, messages.receivers, begin_s[messages.senders] + messages.sent_s)
     return over_s
 
 
-def ring_ends_s(ring: Ring, begin_s: Floats, num_bytes: float) -> Floats:
+def _behind_backward(
+    algorithm: str,
+    setting: Setting,
+    sizes_bytes: list[float],
+    parts: list[float],
+    number: int,
+    now_s: Floats,
+    computing_s: Floats,
+) -> Floats:
+    """Each bucket from when it is full and the one before has left the links."""
+    operation_s = algorithms.operation_s(algorithm, setting)
+    ends_s, free_s = now_s, 0.0
+    for place, (num_bytes, part) in enumerate(zip(sizes_bytes, parts, strict=True), start=1):
+        begin_s = np.maximum(now_s + part * computing_s + place * operation_s, free_s)
+        free_s = float(begin_s.max()) + algorithms.parts_s(algorithm, setting, num_bytes)[0]
+        ends_s = _reduced(algorithm, setting, begin_s, num_bytes)
+    over_s: Floats = np.maximum(ends_s, now_s + computing_s + len(sizes_bytes) * operation_s)
+    return over_s
+
+
+def _after_backward(
+    algorithm: str, setting: Setting, sizes_bytes: list[float], number: int, now_s: Floats, computing_s: Floats
+) -> Floats:
+    now_s = now_s + computing_s
+    for num_bytes in sizes_bytes:
+        now_s = _reduced(algorithm, setting, now_s + algorithms.operation_s(algorithm, setting), num_bytes)
+    return now_s
+
+
+def _reduced(algorithm: str, setting: Setting, begin_s: Floats, num_bytes: float) -> Floats:
+    """When each rank is through an all-reduce that they enter at these times."""
+    if algorithm == "auto":
+        return _through_hosts(setting, begin_s, num_bytes)
+    if algorithm == "ring":
+        return ring_ends_s(setting.ring_of_ranks, begin_s, num_bytes)
+    if algorithm == "halving-doubling":
+        return _halved(setting, begin_s, num_bytes)
+    if algorithm == "reduce-broadcast":
+        return _through_one(setting, begin_s, num_bytes)
+    return np.full_like(begin_s, float(begin_s.max()) + algorithms.time_s(algorithm, setting, num_bytes))
+
+
+def _through_hosts(setting: Setting, begin_s: Floats, num_bytes: float) -> Floats:
+    """A ring among hosts, which each enters with the last of its ranks."""
+    hosts = [np.array(ranks) for ranks in setting.places.ranks_by_host]
+    ends_s = ring_ends_s(setting.ring, np.array([begin_s[ranks].max() for ranks in hosts]), num_bytes)
+    over_s = np.empty_like(begin_s)
+    for ranks, end_s in zip(hosts, ends_s.tolist(), strict=True):
+        over_s[ranks] = end_s
+    return over_s
+
+
+def ring_ends_s(ring: RingReduction, begin_s: Floats, num_bytes: float) -> Floats:
     """When each host is through a ring that they enter at these times.
 
     In each of R = 2 (n - 1) rounds a host waits for the one before it, so it ends at the maximum over d of when the
@@ -159,23 +194,6 @@ def _largest_of_each(values: Floats, width: int) -> Floats:
     count = len(values) - width + 1
     found: Floats = np.maximum(since[:count], until[width - 1 :])
     return found
-
-
-def _one_after_another(
-    algorithm: str, setting: Setting, sizes_bytes: list[float], now_s: Floats, computing_s: Floats
-) -> Floats:
-    """Buckets by an algorithm over send and receive, once backward has ended."""
-    now_s = now_s + computing_s
-    for num_bytes in sizes_bytes:
-        if algorithm == "ring":
-            now_s = ring_ends_s(setting.ring_of_ranks, now_s, num_bytes)
-        elif algorithm == "halving-doubling":
-            now_s = _halved(setting, now_s, num_bytes)
-        elif algorithm == "reduce-broadcast":
-            now_s = _through_one(setting, now_s, num_bytes)
-        else:
-            now_s = np.full_like(now_s, float(now_s.max()) + algorithms.time_s(algorithm, setting, num_bytes))
-    return now_s
 
 
 def _through_one(setting: Setting, now_s: Floats, num_bytes: float) -> Floats:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import final
 
 import numpy as np
@@ -132,14 +133,26 @@ class Group:
     count: int
 
 
-def expected_s(groups: Sequence[Group], *, left_out: int = 0) -> float:
+def expected_s(groups: Sequence[Group], *, left_out: int = 0, num_steps: int = 1) -> float:
     """The mean time of the slowest worker but `left_out`: of n workers the order statistic n - `left_out`.
 
     Of alike exponential times and none left out, H_n = 1 + 1/2 + ... + 1/n times the mean; with b left out,
     H_n - H_b (Chen et al., "Revisiting Distributed Synchronous SGD", 2016, section 3.1, measure the gain; David and
     Nagaraja, "Order Statistics", 2003, section 2.1, give the distribution: at most b of n are later).
+
+    Args:
+        num_steps: that each worker takes before it waits; the time is that of one of them. What chance adds to the
+            slowest falls with the root of their number, as deviations of means do.
     """
-    return _expected_s(tuple(groups), left_out)
+    found_s = _expected_s(tuple(groups), left_out)
+    return found_s - (found_s - _steady_s(groups, left_out)) * (1 - 1 / math.sqrt(num_steps))
+
+
+def _steady_s(groups: Sequence[Group], left_out: int) -> float:
+    """What it would be if every worker always took its mean."""
+    means_s = sorted(((group.times.expected_s, group.count) for group in groups), reverse=True)
+    slower = accumulate(count for _, count in means_s)
+    return next(mean_s for (mean_s, _), count in zip(means_s, slower, strict=True) if count > left_out)
 
 
 @lru_cache(maxsize=4096)

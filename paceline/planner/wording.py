@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 from paceline.lab import words
-from paceline.planner.search import CLOSE, Check, Knee, Plan, Point, best_of
+from paceline.lab.variant import Variant
+from paceline.planner.search import CLOSE, Check, Knee, Plan, Point
+from paceline.strategies.traits import Served
 
 _COUNTED = (
     "How long a step computes was counted, not measured: its operations over the gflop_per_s of the cluster's file. "
@@ -22,11 +24,13 @@ def answer(plan: Plan) -> list[str]:
     lines = [_best(plan), *_knees(plan), *_ratio(plan)]
     if plan.noise is not None:
         lines.append(_noise(plan))
-    elif plan.best.prediction.iteration_s < plan.best.prediction.step_s:
+    elif plan.best.prediction.unit == "gradient" and plan.best.prediction.workers > 1:
         lines.append("A stale gradient's samples count here as a fresh one's: --noise-scale weighs them.")
     if plan.is_counted:
         lines.append(_COUNTED)
     lines += _room(plan)
+    if plan.unpriced:
+        lines.append(f"Left out, since they do not say what they move: {words.listed(plan.unpriced)}.")
     if plan.cluster.communication.unevenness:
         lines.append(_EVEN)
     return [*lines, *_checks(plan.checks)]
@@ -52,48 +56,47 @@ def _best(plan: Plan) -> str:
 
 
 def _knees(plan: Plan) -> list[str]:
-    """Of the best server strategy, with one server and with the most that help; and of all-reduce."""
+    """Of the best strategy without servers, and of the best with some: with one server and with the most that help."""
     lines = []
-    of_servers = [point for point in plan.best_of_each if point.prediction.servers]
-    names = ["all-reduce"]
-    if of_servers:
-        names.append(max(of_servers, key=lambda point: point.merit).prediction.strategy)
-    for name in dict.fromkeys(names):
-        knees = [knee for knee in plan.knees if knee.label.split(":")[0] == name]
-        if not knees:
-            continue
-        first, last = knees[0], knees[-1]
-        lines.append(_knee(first, name, last))
+    curved = {knee.strategy for knee in plan.knees}
+    known = [point for point in plan.best_of_each if point.prediction.strategy in curved]
+    for has_servers in (False, True):
+        alike = [point for point in known if bool(point.prediction.servers) == has_servers]
+        if alike:
+            best = max(alike, key=lambda point: point.merit).prediction.strategy
+            mine = [knee for knee in plan.knees if knee.strategy == best]
+            lines.append(_knee(mine[0], mine[-1]))
     return lines
 
 
-def _knee(first: Knee, name: str, last: Knee) -> str:
-    servers = " with 1 server" if name.startswith("ps-") else ""
+def _knee(first: Knee, last: Knee) -> str:
+    name = f"{first.strategy} with {words.servers(first.servers)}" if first.servers else first.strategy
     if first.workers is None:
-        return f"{name}{servers}: no knee up to the most workers looked at."
-    said = f"{name}{servers}: beyond {words.workers(first.workers)} another adds less than half of one; "
+        return f"{name}: no knee up to the most workers looked at."
+    said = f"{name}: beyond {words.workers(first.workers)} another adds less than half of one; "
     said += f"what binds there is {first.resource}"
     if last is first:
         return f"{said}."
-    count = last.label.split("=")[1]
     moved = "there is no knee" if last.workers is None else f"the knee is at {last.workers}"
-    return f"{said}; with {count} servers {moved}."
+    return f"{said}; with {words.servers(last.servers)} {moved}."
 
 
 def _ratio(plan: Plan) -> list[str]:
-    """The fewest servers that do as well as any number, where there are most workers."""
+    """The fewest servers that do as well as any number, where there are most workers: for workers that wait for all,
+    and for those that wait for nobody."""
     lines = []
-    for name in ("ps-bsp", "ps-asp"):
-        mine = [point for point in plan.points if point.prediction.strategy == name]
-        count = best_of(mine).prediction.workers if mine else 1
-        if count == 1:
+    for best in plan.best_of_each:
+        traffic = Variant.parse(best.label).strategy.traits.traffic or ()
+        count = best.prediction.workers
+        if count == 1 or not any(isinstance(moved, Served) and not moved.is_bounded for moved in traffic):
             continue
-        chosen = _fewest([point for point in mine if point.prediction.workers == count])
-        servers = chosen.prediction.servers
+        name = best.prediction.strategy
+        mine = [point for point in plan.points if point.prediction.strategy == name]
+        servers = _fewest([point for point in mine if point.prediction.workers == count]).prediction.servers
         each = count / servers
         ratio = f"one to every {each:.3g} workers" if each > 1 else f"{1 / each:.3g} to every worker"
-        come = "server comes" if servers == 1 else "servers come"
-        lines.append(f"{name} on {words.workers(count)}: {servers} {come} within 5 % of the most samples/s, {ratio}.")
+        come = f"{words.servers(servers)} {'comes' if servers == 1 else 'come'}"
+        lines.append(f"{name} on {words.workers(count)}: {come} within 5 % of the most samples/s, {ratio}.")
     return lines
 
 

@@ -15,16 +15,17 @@ import torch
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import OptimizerSpec, Push
-from paceline.comm.servers.group import ServerAddress, ServerGroup
-from paceline.comm.servers.service import ParameterService, ServerSpec
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.wire import FRAME_BYTES, Keys
 from paceline.layout import Layout, TensorSpec, by_group
-from paceline.probing.caches import CacheEmptier
+from paceline.membership import Membership
 from paceline.probing.echo import EPOCH
-from paceline.probing.timing import mean_s
+from paceline.probing.timing import CacheEmptier, mean_s
 from paceline.records import Reporter
 from paceline.server.admission import BulkSynchronous
 from paceline.server.ranges import cut
+from paceline.server.spec import ServerSpec
 
 _SMALL_BYTES, _NUM_SMALL = 2**10, 200
 """Of exchanges whose bytes take next to nothing."""
@@ -124,7 +125,7 @@ class Exchanges:
         try:
             layout = _layout_of(num_bytes)
             (pieces,) = cut(layout, num_servers=1, whole_tensors=False, piece_bytes=FRAME_BYTES)
-            service.configure(ServerSpec(layout, pieces, _SPEC, BulkSynchronous(num_workers=1), max_updates=None))
+            service.configure(ServerSpec(layout, pieces, _SPEC, BulkSynchronous(Membership.first(1)), max_updates=None))
             yield service.endpoint
         finally:
             service.stop()
@@ -133,7 +134,7 @@ class Exchanges:
     @contextmanager
     def _attached(self, endpoint: str, num_bytes: int) -> Iterator[Callable[[], object]]:
         """What a worker of that server does in a step."""
-        group = ServerGroup(
+        group = connect_servers(
             self.keys,
             servers=[ServerAddress(endpoint, bell=None)],
             collective=AloneCollective(),

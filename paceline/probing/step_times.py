@@ -18,10 +18,11 @@ from paceline.engines.scripting import Script, run_program
 from paceline.engines.world import World, current
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import EventRecord
-from paceline.server.admission import AdmissionRule
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.pacing import Pacing
+from paceline.strategies.replica import Replica
 from paceline.strategies.single import Single
+from paceline.strategies.traits import Traits
 
 EVENT = "measured"
 """Carries a worker's report."""
@@ -37,23 +38,9 @@ class Apart(Strategy):
 
     summary: ClassVar[str] = "every worker on its own"
 
-    def validate(self) -> None:
-        pass
-
-    def check(self, *, num_workers: int) -> None:
-        pass
-
-    def is_lock_step(self) -> bool:
-        return False
-
-    def is_synchronous(self) -> bool:
-        return False
-
-    def num_servers(self) -> int:
-        return 0
-
-    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
-        return None
+    @property
+    def traits(self) -> Traits:
+        return Traits(lock_step=False, unit="gradient", tells_stop=True, traffic=())
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         return Single(nonfinite=self.nonfinite).bind(context, replica)

@@ -259,11 +259,7 @@ def new_directory(strategy: Strategy, *, workers: int) -> Path:
 
 
 def _directory(
-    out: str | Path | None,
-    resume: str | Path | None,
-    checkpoint: Checkpoint | None,
-    strategy: Strategy,
-    workers: int,
+    out: str | Path | None, resume: str | Path | None, checkpoint: Checkpoint | None, strategy: Strategy, workers: int
 ) -> Path:
     """Make the result directory, or take over the one to go on with.
 

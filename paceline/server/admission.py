@@ -1,11 +1,11 @@
-"""Admission rules: which gradients form an update, and which worker may go on.
+"""Admission rules: which contributions form an update, and which worker may go on.
 
 Each rule is told what arrives and answers what to do; it holds no tensor, no clock and no socket, so that real
 servers and simulated ones share it.
 
-A model is held by many shards, each with a rule of its own. Where a rule's decisions follow from which gradients come,
-in whatever order (BSP), or need not agree (SSP, ASP), each shard decides for itself. With backup workers the order of
-arrival decides, and links differ: one shard decides, and the rules of the others are told (`Following`).
+A model is held by many shards, each with a rule of its own. Where a rule's decisions follow from which contributions
+come, in whatever order (BSP), or need not agree (SSP, ASP), each shard decides for itself. With backup workers the
+order of arrival decides, and links differ: one shard decides, and the rules of the others are told (`Following`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import final
+from typing import ClassVar, final
 
 from paceline.errors import PacelineError
+from paceline.membership import Membership
 
 
 class ProtocolError(PacelineError):
@@ -23,54 +24,71 @@ class ProtocolError(PacelineError):
 
 
 class AdmissionRule(ABC):
-    """Decides over the gradients and the clocks of `num_workers` workers."""
+    """Decides over the contributions of senders and the clocks of workers.
 
-    def __init__(self, *, num_workers: int) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, not {num_workers}")
-        self.num_workers = num_workers
-        self.active = set(range(num_workers))
-        self.is_over = False
-        """No further update will be formed: every worker is to end."""
-        self.torn_reads = False
-        """A worker on the server's host may read parameters while an update is being made."""
-        self.needs_all = False
-        """An update is made of every active worker's gradient, and each shard finds for itself when they have come."""
+    Most often each worker is a sender. Where a worker plays several, one after the other, it is a worker that waits for
+    an answer, and a sender's contribution that waits for its update.
+
+    Args:
+        members: the workers that take part at first.
+    """
+
+    joins: ClassVar[bool] = True
+    """An update may be made of several contributions."""
+    torn_reads: bool = False
+    """A worker on the server's host may read parameters while an update is being made."""
+    needs_all: bool = False
+    """An update is made of every active worker's gradient, and each shard finds for itself when they have come."""
+    is_over: bool = False
+    """No further update will be formed: every worker is to end."""
+    contributors: tuple[int, ...] | None = None
+    """Who formed the last clock, if the rules of other shards must be told; none if they find it themselves."""
+
+    def __init__(self, members: Membership) -> None:
+        self.members = members
+        self.active = set(members.ranks)
 
     @abstractmethod
     def for_another_shard(self) -> AdmissionRule:
         """A fresh rule for another shard of the same model."""
 
-    @property
-    @abstractmethod
-    def contributors(self) -> tuple[int, ...] | None:
-        """Whose gradients formed the last clock, if the rules of other shards must be told; none if they find it."""
+    def worker_of(self, sender: int) -> int:
+        """Who pushes for this sender; also of one that never was."""
+        return sender
 
     @abstractmethod
-    def push(self, worker: int, clock: int) -> tuple[int, ...]:
-        """A gradient for `clock` arrived. Returns the workers whose pushed gradients now form one update (their mean).
+    def push(self, sender: int, clock: int) -> tuple[int, ...]:
+        """A contribution for `clock` arrived. Returns the senders whose contributions now form one update.
 
-        Empty: keep this one until its clock is full, or drop it if `is_held(worker)` is false.
+        Empty: keep this one until its clock is full, or drop it if `is_held(sender)` is false.
 
         Raises:
-            ProtocolError: the worker has left or never was, or is not at this clock.
+            ProtocolError: the sender has left or never was, or is not at this clock.
         """
 
     @abstractmethod
-    def is_held(self, worker: int) -> bool:
-        """Whether the worker's last gradient waits for others to complete its clock."""
+    def is_held(self, sender: int) -> bool:
+        """Whether the sender's last contribution waits for others to complete its clock."""
 
     @abstractmethod
     def is_admitted(self, worker: int) -> bool:
-        """Whether the worker may take the parameters and compute its next gradient."""
+        """Whether the worker may take the parameters and compute its next contribution."""
 
     @abstractmethod
     def clock_of(self, worker: int) -> int:
-        """The clock the worker's next gradient belongs to."""
+        """The clock the worker's next contribution belongs to."""
+
+    @abstractmethod
+    def join(self, worker: int) -> None:
+        """The worker takes part from the present clock on. Called where every shard has heard the same so far.
+
+        Raises:
+            ProtocolError: it takes part already.
+        """
 
     @abstractmethod
     def leave(self, worker: int) -> tuple[int, ...]:
-        """The worker pushes no more. Returns the workers whose held gradients now form an update, if any do."""
+        """The worker pushes no more. Returns the senders whose held contributions now form an update, if any do."""
 
     @final
     def require_active(self, worker: int) -> None:
@@ -80,6 +98,17 @@ class AdmissionRule(ABC):
         """
         if worker not in self.active:
             raise ProtocolError(f"worker {worker} is none of the active workers {sorted(self.active)}")
+
+    @final
+    def add(self, worker: int) -> None:
+        """It is active from here on.
+
+        Raises:
+            ProtocolError: it takes part already.
+        """
+        if worker in self.active:
+            raise ProtocolError(f"worker {worker} takes part already")
+        self.active.add(worker)
 
 
 @final
@@ -92,44 +121,42 @@ class BulkSynchronous(AdmissionRule):
     what slower ones have left are the batches that others made up for.
     """
 
-    def __init__(self, *, num_workers: int, backup_workers: int = 0) -> None:
-        super().__init__(num_workers=num_workers)
-        if not 0 <= backup_workers < num_workers:
-            raise ValueError(f"backup_workers must be in 0..{num_workers - 1}, not {backup_workers}")
+    def __init__(self, members: Membership, *, backup_workers: int = 0) -> None:
+        super().__init__(members)
+        if not 0 <= backup_workers < members.size:
+            raise ValueError(f"backup_workers must be in 0..{members.size - 1}, not {backup_workers}")
         self._backup_workers = backup_workers
         self.needs_all = not backup_workers
+        self.contributors = () if backup_workers else None
         self._clock = 0
         self._held: set[int] = set()
-        self._num_missing = num_workers  # active workers that are not held
-        self._contributors: tuple[int, ...] = ()
+        self._num_missing = members.size  # active workers that are not held
 
     def for_another_shard(self) -> AdmissionRule:
-        if self._backup_workers:
-            return Following(num_workers=self.num_workers)
-        return BulkSynchronous(num_workers=self.num_workers)
+        return Following(self.members) if self._backup_workers else BulkSynchronous(self.members)
 
-    @property
-    def contributors(self) -> tuple[int, ...] | None:
-        return self._contributors if self._backup_workers else None
-
-    def push(self, worker: int, clock: int) -> tuple[int, ...]:
-        self.require_active(worker)
-        if clock > self._clock or worker in self._held:
-            raise ProtocolError(f"worker {worker} pushed for clock {clock} while clock {self._clock} is open")
+    def push(self, sender: int, clock: int) -> tuple[int, ...]:
+        self.require_active(sender)
+        if clock > self._clock or sender in self._held:
+            raise ProtocolError(f"worker {sender} pushed for clock {clock} while clock {self._clock} is open")
         if clock < self._clock or self.is_over:
             return ()
-        self._held.add(worker)
+        self._held.add(sender)
         self._num_missing -= 1
         return self._close_if_full()
 
-    def is_held(self, worker: int) -> bool:
-        return worker in self._held
+    def is_held(self, sender: int) -> bool:
+        return sender in self._held
 
     def is_admitted(self, worker: int) -> bool:
         return worker not in self._held
 
     def clock_of(self, worker: int) -> int:
         return self._clock
+
+    def join(self, worker: int) -> None:
+        self.add(worker)
+        self._num_missing += worker not in self._held
 
     def leave(self, worker: int) -> tuple[int, ...]:
         if worker not in self.active:
@@ -146,11 +173,13 @@ class BulkSynchronous(AdmissionRule):
         # A worker that left after its push still counts: its gradient is here.
         if not self._held or self._num_missing > self._backup_workers:
             return ()
-        self._contributors = tuple(sorted(self._held))
+        contributors = tuple(sorted(self._held))
+        if self._backup_workers:
+            self.contributors = contributors
         self._held.clear()
         self._num_missing = len(self.active)
         self._clock += 1
-        return self._contributors
+        return contributors
 
 
 @final
@@ -162,30 +191,27 @@ class Following(AdmissionRule):
     that are everywhere those of its clock. Any one contributor's word is enough to decide a clock here.
     """
 
-    def __init__(self, *, num_workers: int) -> None:
-        super().__init__(num_workers=num_workers)
+    def __init__(self, members: Membership) -> None:
+        super().__init__(members)
         self._clock = 0
-        self._contributors: tuple[int, ...] = ()
+        self._decided: tuple[int, ...] = ()
+        self._known = set(members.ranks)
         self._pushed: set[int] = set()
         self._goes_on_at: dict[int, float] = {}
         self._pushed_at: dict[int, int] = {}
 
     def for_another_shard(self) -> AdmissionRule:
-        return Following(num_workers=self.num_workers)
+        return Following(self.members)
 
-    @property
-    def contributors(self) -> tuple[int, ...] | None:
-        return None
-
-    def push(self, worker: int, clock: int) -> tuple[int, ...]:
-        self.require_active(worker)
-        if clock > self._clock or self._goes_on_at.get(worker, 0) > self._clock:
-            raise ProtocolError(f"worker {worker} pushed for clock {clock} while clock {self._clock} is open")
-        self._goes_on_at[worker] = math.inf
-        self._pushed_at[worker] = clock
+    def push(self, sender: int, clock: int) -> tuple[int, ...]:
+        self.require_active(sender)
+        if clock > self._clock or self._goes_on_at.get(sender, 0) > self._clock:
+            raise ProtocolError(f"worker {sender} pushed for clock {clock} while clock {self._clock} is open")
+        self._goes_on_at[sender] = math.inf
+        self._pushed_at[sender] = clock
         if clock < self._clock:
             return ()
-        self._pushed.add(worker)
+        self._pushed.add(sender)
         return self._close_if_decided()
 
     def follow(self, worker: int, clock: int, contributors: tuple[int, ...]) -> tuple[int, ...]:
@@ -200,15 +226,16 @@ class Following(AdmissionRule):
         if self._goes_on_at.get(worker) != math.inf:
             raise ProtocolError(f"worker {worker} goes on at clock {clock} without a push here")
         is_clock = type(clock) is int and clock >= self._pushed_at[worker]
-        if not is_clock or not self._are_workers(contributors) or len(set(contributors)) < len(contributors):
+        are_workers = all(type(each) is int and each in self._known for each in contributors)
+        if not is_clock or not are_workers or len(set(contributors)) < len(contributors):
             raise ProtocolError(f"worker {worker} cannot go on at clock {clock!r} after gradients of {contributors!r}")
         self._goes_on_at[worker] = clock
         if clock - 1 == self._clock:
-            self._contributors = contributors
+            self._decided = contributors
         return self._close_if_decided()
 
-    def is_held(self, worker: int) -> bool:
-        return self._goes_on_at.get(worker, 0) > self._clock
+    def is_held(self, sender: int) -> bool:
+        return self._goes_on_at.get(sender, 0) > self._clock
 
     def is_admitted(self, worker: int) -> bool:
         return not self.is_held(worker)
@@ -216,18 +243,19 @@ class Following(AdmissionRule):
     def clock_of(self, worker: int) -> int:
         return self._clock
 
+    def join(self, worker: int) -> None:
+        self.add(worker)
+        self._known.add(worker)
+
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
         return ()
 
-    def _are_workers(self, numbers: tuple[int, ...]) -> bool:
-        return all(type(number) is int and 0 <= number < self.num_workers for number in numbers)
-
     def _close_if_decided(self) -> tuple[int, ...]:
-        contributors = self._contributors
+        contributors = self._decided
         if not contributors or not self._pushed.issuperset(contributors):
             return ()
-        self._contributors = ()
+        self._decided = ()
         self._pushed.clear()
         self._clock += 1
         return contributors
@@ -241,35 +269,33 @@ class StaleSynchronous(AdmissionRule):
     With infinite staleness nobody ever waits: ASP (Hogwild!-style asynchrony over a server; Dean et al. 2012).
     """
 
-    def __init__(self, *, num_workers: int, staleness: float = math.inf, torn_reads: bool = False) -> None:
-        super().__init__(num_workers=num_workers)
+    joins: ClassVar[bool] = False
+
+    def __init__(self, members: Membership, *, staleness: float = math.inf, torn_reads: bool = False) -> None:
+        super().__init__(members)
         if not staleness >= 0:
             raise ValueError(f"staleness must be at least 0, not {staleness}")
         self._staleness = staleness
         self.torn_reads = torn_reads
-        self._clocks = [0] * num_workers
-        self._num_at = Counter({0: num_workers})  # active workers, by their clocks
+        self._clocks = dict.fromkeys(members.ranks, 0)
+        self._num_at = Counter({0: members.size})  # active workers, by their clocks
         self._slowest = 0
 
     def for_another_shard(self) -> AdmissionRule:
-        return StaleSynchronous(num_workers=self.num_workers, staleness=self._staleness, torn_reads=self.torn_reads)
+        return StaleSynchronous(self.members, staleness=self._staleness, torn_reads=self.torn_reads)
 
-    @property
-    def contributors(self) -> tuple[int, ...] | None:
-        return None
-
-    def push(self, worker: int, clock: int) -> tuple[int, ...]:
-        self.require_active(worker)
-        if clock != self._clocks[worker]:
-            raise ProtocolError(f"worker {worker} pushed for clock {clock}, but is at {self._clocks[worker]}")
-        if not self.is_admitted(worker):
-            raise ProtocolError(f"worker {worker} pushed for clock {clock} without having been admitted to it")
-        self._clocks[worker] += 1
+    def push(self, sender: int, clock: int) -> tuple[int, ...]:
+        self.require_active(sender)
+        if clock != self._clocks[sender]:
+            raise ProtocolError(f"worker {sender} pushed for clock {clock}, but is at {self._clocks[sender]}")
+        if not self.is_admitted(sender):
+            raise ProtocolError(f"worker {sender} pushed for clock {clock} without having been admitted to it")
+        self._clocks[sender] += 1
         self._num_at[clock + 1] += 1
         self._take_from(clock)
-        return (worker,)
+        return (sender,)
 
-    def is_held(self, worker: int) -> bool:
+    def is_held(self, sender: int) -> bool:
         return False
 
     def is_admitted(self, worker: int) -> bool:
@@ -277,6 +303,12 @@ class StaleSynchronous(AdmissionRule):
 
     def clock_of(self, worker: int) -> int:
         return self._clocks[worker]
+
+    def join(self, worker: int) -> None:
+        """Beside the slowest: it has missed what these have done."""
+        self.add(worker)
+        self._clocks[worker] = self._slowest
+        self._num_at[self._slowest] += 1
 
     def leave(self, worker: int) -> tuple[int, ...]:
         if worker in self.active:

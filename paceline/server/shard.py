@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor
 
-from paceline.division import divide
+from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind
 from paceline.server.admission import AdmissionRule, Following, ProtocolError
 
 Groups = Sequence[Mapping[str, Any]]
 """Hyperparameters of an optimizer's groups, without their parameters."""
 
+_KINDS, _NUMBERS = get_args(ContributionKind), (float, int)
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _IMPLEMENTATION = frozenset({"foreach", "fused"})  # settings of a group that choose a kernel, not a result
 
@@ -32,7 +34,7 @@ class Answer(NamedTuple):
     iteration: int
     clock: int
     staleness: int
-    """Updates between the worker's last pull and its gradient; -1 if the gradient was not applied."""
+    """Updates between the worker's last pull and its gradient; -1 if the gradient was not applied, or not yet."""
     stop: bool
     admitted: bool
     """False: answered only so that the worker can take part in a pause or end; it must ask again before it goes on."""
@@ -50,25 +52,34 @@ class Applied(NamedTuple):
     staleness: int
 
 
-@dataclass
-class _Pending:
+@dataclass(slots=True)
+class _Given:
+    """What came with one push: a contribution, or none."""
+
+    worker: int
+    clock: int
+    sender: int
+    contribution: Contribution | None
+    staleness: int = -1
+
+
+class _Waiting(NamedTuple):
     """A worker that waits for its answer."""
 
     pause_at: int
-    clock: int
-    gradients: Sequence[Tensor] | None
-    staleness: int = -1
+    given: _Given | None
 
 
 @final
 class Shard:
-    """Applies gradients to `parameters` as the rule admits them. Sans-IO: no socket, no thread, no clock.
+    """Applies contributions to `parameters` as the rule admits them. Sans-IO: no socket, no thread, no clock.
 
     Args:
         parameters: the tensors this server owns, updated in place.
         optimizer: over those tensors.
-        rule: decides which gradients form an update and who may go on; each shard's own.
-        max_updates: gradients beyond this many updates are dropped.
+        rule: decides which contributions form an update and who may go on; each shard's own.
+        aggregator: joins the contributions to an update.
+        max_updates: contributions beyond this many updates are dropped.
     """
 
     def __init__(
@@ -77,23 +88,25 @@ class Shard:
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         rule: AdmissionRule,
+        aggregator: Aggregator = MEAN,
         max_updates: int | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.optimizer = optimizer
         self.iteration = 0
-        self._rule = rule
+        self._rule, self._aggregator = rule, aggregator
         self._shapes = [parameter.shape for parameter in self.parameters]
         self._step = _step_of(optimizer)
         self._max_updates = max_updates
-        self._means = [torch.zeros_like(parameter, dtype=_wide(parameter.dtype)) for parameter in self.parameters]
+        self._sums = [torch.zeros_like(parameter, dtype=_wide(parameter.dtype)) for parameter in self.parameters]
         self._initial: Groups = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
         self._in_force: Groups = self._initial
         self._groups: dict[int, tuple[int, Groups]] = {}
         self._pulled_at: dict[int, int] = {}
-        self._pending: dict[int, _Pending] = {}
+        self._given: dict[int, _Given] = {}  # by sender
+        self._waiting: dict[int, _Waiting] = {}  # by worker
         self._stop = False
         self._applied: list[Applied] = []
 
@@ -116,8 +129,11 @@ class Shard:
         pause_at: int,
         stop: bool = False,
         groups: Groups | None = None,
+        sender: int | None = None,
+        weight: float = 1.0,
+        kind: ContributionKind = "gradient",
     ) -> list[Answer]:
-        """A gradient arrived: one tensor a parameter, or None where the worker has none to give for this clock.
+        """A contribution arrived: one tensor a parameter, or None where there is none to give for this clock.
 
         The tensors are read when the update is made, so they must stay as they are until the worker's answer.
 
@@ -126,20 +142,27 @@ class Shard:
             stop: tell every worker to stop after this clock.
             groups: what the worker's LR schedulers set, from this gradient on; one mapping for each of the optimizer's
                 groups.
+            sender: whom the worker pushes for; none: for itself.
+            weight: of the contribution among others.
 
         Raises:
-            ProtocolError: the worker is not at this clock.
-            ValueError: gradients or groups are not of this server's shape.
+            ProtocolError: the sender is not the worker's, or not at this clock.
+            ValueError: tensors, weight or groups are not of this server's form.
         """
-        if gradients is not None:
-            self._check(worker, gradients)
+        sender = worker if sender is None else sender
+        contribution = None if gradients is None else Contribution(sender, weight, kind, gradients)
+        if contribution is not None:
+            self._check(worker, contribution)
         if groups is not None and len(groups) != len(self._initial):
             raise ValueError(f"worker {worker} has {len(groups)} parameter groups, this server {len(self._initial)}")
-        contributors = self._rule.push(worker, clock)
+        if self._rule.worker_of(sender) != worker:
+            raise ProtocolError(f"worker {worker} pushed for sender {sender}, which is not its own")
+        contributors = self._rule.push(sender, clock)
         if groups is not None:
             self._groups[worker] = (clock, groups)
         self._stop = self._stop or stop
-        self._pending[worker] = _Pending(pause_at, clock, gradients)
+        self._given[sender] = given = _Given(worker, clock, sender, contribution)
+        self._waiting[worker] = _Waiting(pause_at, given)
         self._update(contributors)
         return list(self._answers())
 
@@ -150,9 +173,10 @@ class Shard:
             ProtocolError: the worker has left, or its last gradient is still waiting for others.
         """
         self._rule.require_active(worker)
-        if self._rule.is_held(worker):
+        waiting = self._waiting.get(worker)
+        if waiting is not None and waiting.given is not None and self._rule.is_held(waiting.given.sender):
             raise ProtocolError(f"worker {worker} asks for admission while its gradient waits for others")
-        self._pending[worker] = _Pending(pause_at, self._rule.clock_of(worker), None)
+        self._waiting[worker] = _Waiting(pause_at, None)
         return list(self._answers())
 
     def follow(self, worker: int, clock: int, contributors: Sequence[int]) -> list[Answer]:
@@ -170,6 +194,16 @@ class Shard:
         self._update(self._rule.follow(worker, clock, tuple(contributors)))
         return list(self._answers())
 
+    def join(self, worker: int) -> int:
+        """The worker takes part from here on; returns the clock at which it does.
+
+        Raises:
+            ProtocolError: it does already.
+        """
+        self._rule.join(worker)
+        self.pulled(worker)
+        return self._rule.clock_of(worker)
+
     def leave(self, worker: int) -> list[Answer]:
         """The worker pushes no more; nobody waits for it from here on."""
         self._update(self._rule.leave(worker))
@@ -185,66 +219,75 @@ class Shard:
         applied, self._applied = self._applied, []
         return applied
 
-    def _check(self, worker: int, gradients: Sequence[Tensor]) -> None:
-        if [gradient.shape for gradient in gradients] != self._shapes:
-            shapes = [tuple(gradient.shape) for gradient in gradients]
+    def _check(self, worker: int, contribution: Contribution) -> None:
+        tensors = contribution.tensors
+        if [tensor.shape for tensor in tensors] != self._shapes:
+            shapes = [tuple(tensor.shape) for tensor in tensors]
             expected = [tuple(shape) for shape in self._shapes]
             raise ValueError(f"worker {worker} pushed gradients of shapes {shapes}; this server owns {expected}")
+        weight, kind = contribution.weight, contribution.kind
+        if kind not in _KINDS or type(weight) not in _NUMBERS or not 0 < weight < math.inf:
+            raise ValueError(f"worker {worker} pushed a {kind!r} of weight {weight!r}")
 
-    def _update(self, contributors: Sequence[int]) -> None:
-        pushed = [self._pending[worker] for worker in contributors]
-        gradients = [push.gradients for push in pushed if push.gradients is not None]
-        # One worker without a gradient voids the clock: what one process would do with the combined batch.
-        if not pushed or len(gradients) < len(pushed) or self._is_over():
+    def _update(self, senders: Sequence[int]) -> None:
+        if not senders:
             return
-        self._adopt_groups(contributors)
-        self._average(gradients)
+        given = [self._given.pop(sender) for sender in senders]
+        contributions = [each.contribution for each in given if each.contribution is not None]
+        # One sender without a gradient voids the clock: what one process would do with the combined batch.
+        if len(contributions) < len(given) or self._is_over():
+            return
+        self._adopt_groups(given)
+        joined = self._aggregator.aggregate(contributions, self._sums)
+        for parameter, tensor in zip(self.parameters, joined, strict=True):
+            parameter.grad = tensor if tensor.dtype == parameter.dtype else tensor.to(parameter.dtype)
         self._step()
         self.iteration += 1
-        for worker, push in zip(contributors, pushed, strict=True):
-            push.staleness = self.iteration - 1 - self._pulled_at.get(worker, 0)
-            self._applied.append(Applied(self.iteration, worker, push.clock, push.staleness))
+        for each in given:
+            each.staleness = self.iteration - 1 - self._pulled_at.get(each.worker, 0)
+            self._applied.append(Applied(self.iteration, each.worker, each.clock, each.staleness))
 
-    def _adopt_groups(self, contributors: Sequence[int]) -> None:
+    def _adopt_groups(self, given: Sequence[_Given]) -> None:
         """Update with what the gradient's own worker set; of several workers, with what was set last."""
-        known = [self._groups[worker] for worker in contributors if worker in self._groups]
+        known = [self._groups[each.worker] for each in given if each.worker in self._groups]
         groups = max(known, key=lambda entry: entry[0])[1] if known else self._initial
         if groups is not self._in_force:
-            for own, given in zip(self.optimizer.param_groups, groups, strict=True):
-                own.update({name: value for name, value in given.items() if name not in _IMPLEMENTATION})
+            for own, new in zip(self.optimizer.param_groups, groups, strict=True):
+                own.update({name: value for name, value in new.items() if name not in _IMPLEMENTATION})
             self._in_force = groups
 
     def _is_over(self) -> bool:
         return self._max_updates is not None and self.iteration >= self._max_updates
 
-    def _average(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Set each parameter's gradient to the mean, summed in worker order so that the result is reproducible.
-
-        float16 and bfloat16 are summed in float32.
-        """
-        for index, parameter in enumerate(self.parameters):
-            if len(gradients) == 1:
-                parameter.grad = gradients[0][index]
-                continue
-            mean = self._means[index]
-            torch.add(gradients[0][index].to(mean.dtype), gradients[1][index], out=mean)
-            for more in gradients[2:]:
-                mean.add_(more[index])
-            divide(mean, len(gradients))
-            parameter.grad = mean.to(parameter.dtype)
-
     def _answers(self) -> Iterator[Answer]:
-        for worker, push in list(self._pending.items()):
+        for worker, (pause_at, given) in list(self._waiting.items()):
             admitted = self._rule.is_admitted(worker)
-            held = self._rule.is_held(worker)
-            # A held gradient is still read by the update to come. Without one, a worker need not be admitted to
-            # take part in a pause, nor to end.
-            if held or not (admitted or self._stop or self.iteration >= push.pause_at):
+            # What is no longer here has become an update, or been dropped.
+            held = given is not None and given.sender in self._given and self._rule.is_held(given.sender)
+            # Without a held contribution, a worker need not be admitted to take part in a pause, nor to end.
+            if not admitted and (held or not (self._stop or self.iteration >= pause_at)):
                 continue
-            del self._pending[worker]
-            clock = self._rule.clock_of(worker)
-            contributors = self._rule.contributors
-            yield Answer(worker, self.iteration, clock, push.staleness, self._stop, admitted, contributors)
+            del self._waiting[worker]
+            staleness = -1
+            if given is not None:
+                staleness = given.staleness
+                self._keep(given) if held else self._given.pop(given.sender, None)
+            yield Answer(
+                worker,
+                self.iteration,
+                self._rule.clock_of(worker),
+                staleness,
+                self._stop,
+                admitted,
+                self._rule.contributors,
+            )
+
+    @staticmethod
+    def _keep(given: _Given) -> None:
+        """The worker goes on and will write to its memory, but what it gave is still to be read."""
+        if given.contribution is not None:
+            copies = [tensor.clone() for tensor in given.contribution.tensors]
+            given.contribution = given.contribution._replace(tensors=copies)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

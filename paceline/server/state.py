@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.layout import Layout, Slot
+from paceline.messages import Raw, WireError, from_frames, to_frames
 from paceline.server.ranges import KeyRange, Piece
 
 # States of torch.optim that are one number a tensor, which a parameter without dimensions cannot tell by its shape.
 _SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def pack(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[memoryview]]:
+    """A message's body and payload that hold these tensors."""
+    described = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in state.items()]
+    return {"tensors": described}, to_frames(list(state.values()))
+
+
+def unpack(body: Mapping[str, Any], payload: Sequence[Raw]) -> dict[str, Tensor]:
+    """
+    Raises:
+        WireError: this is nothing that `pack` gives.
+    """
+    try:
+        state = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, dtype, shape in body["tensors"]}
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise WireError(f"refused an optimizer state that cannot be read: {error}") from None
+    from_frames(payload, list(state.values()))
+    return state
 
 
 def export_state(

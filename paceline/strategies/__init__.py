@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import UsageError, unknown
@@ -14,71 +15,106 @@ from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """A name of the command line: a strategy with some options fixed."""
 
     name: str
     strategy: type[Strategy]
-    fixed: Mapping[str, Any]
-    options: tuple[str, ...]
-    summary: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    leaves_out: tuple[str, ...] = ()
+    """Options that have no effect with those that are fixed."""
+    summary: str = ""
     alias_of: str | None = None
 
     @property
     def is_another_name(self) -> bool:
-        """Whether it is an alias that fixes nothing of its own, as `ring` does."""
+        """Whether it is an alias that fixes nothing of its own, as `ps-sync` does."""
         return self.alias_of is not None and self.fixed == STRATEGIES[self.alias_of].fixed
 
     @property
     def docs(self) -> dict[str, tuple[Any, str]]:
         """The options a user may set, with default and documentation."""
-        docs = option_docs(self.strategy)
-        return {name: docs[name] for name in self.options}
+        hidden = {*self.fixed, *self.leaves_out}
+        return {name: doc for name, doc in option_docs(self.strategy).items() if name not in hidden}
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return tuple(self.docs)
 
 
-_PS: tuple[str, ...] = ("servers", "nonfinite")
-_PS_SYNCHRONOUS = (*_PS, "backup_workers", "combine")
-_PS_ASYNCHRONOUS = (*_PS, "torn_reads")
+_SYNCHRONOUS, _ASYNCHRONOUS = ("backup_workers", "combine"), ("torn_reads", "staleness")
 _TRUTHS = {"true": True, "false": False}
-_ENTRIES = (
-    Entry("single", Single, {}, ("nonfinite",), Single.summary),
-    Entry("all-reduce", AllReduce, {}, ("algorithm", "bucket_mb", "nonfinite"), AllReduce.summary),
+_BSP = {"consistency": "bsp"}
+_ASP = {"consistency": "asp"}
+
+STRATEGIES: dict[str, Entry] = {}
+"""Every strategy by its name on the command line."""
+
+
+def register(entry: Entry) -> None:
+    """Give a strategy a name for `build`, `paceline compare`, the planner and reports.
+
+    A package does the same for the command line with an entry point of the group `paceline.strategies`.
+
+    Raises:
+        UsageError: the name is taken by another strategy.
+    """
+    if STRATEGIES.setdefault(entry.name, entry) != entry:
+        raise UsageError(f"there is a strategy {entry.name!r} already: {STRATEGIES[entry.name].summary}")
+
+
+for _entry in (
+    Entry(name="single", strategy=Single, summary=Single.summary),
+    Entry(name="all-reduce", strategy=AllReduce, summary=AllReduce.summary),
     Entry(
-        "ring",
-        AllReduce,
-        {"algorithm": "ring"},
-        ("bucket_mb", "nonfinite"),
-        "all-reduce with algorithm=ring",
+        name="ring",
+        strategy=AllReduce,
+        fixed={"algorithm": "ring"},
+        summary="all-reduce with algorithm=ring",
         alias_of="all-reduce",
     ),
     Entry(
-        "ps-bsp",
-        ParameterServer,
-        {"consistency": "bsp"},
-        _PS_SYNCHRONOUS,
-        "parameter server, bulk synchronous: one update a clock, with the mean of all gradients",
-    ),
-    Entry("ps-sync", ParameterServer, {"consistency": "bsp"}, _PS_SYNCHRONOUS, "the same as ps-bsp", alias_of="ps-bsp"),
-    Entry(
-        "ps-ssp",
-        ParameterServer,
-        {"consistency": "ssp"},
-        (*_PS_ASYNCHRONOUS, "staleness"),
-        "parameter server, stale synchronous: nobody runs more than `staleness` clocks ahead",
+        name="ps-bsp",
+        strategy=ParameterServer,
+        fixed=_BSP,
+        leaves_out=_ASYNCHRONOUS,
+        summary="parameter server, bulk synchronous: one update a clock, with the mean of all gradients",
     ),
     Entry(
-        "ps-asp",
-        ParameterServer,
-        {"consistency": "asp"},
-        _PS_ASYNCHRONOUS,
-        "parameter server, asynchronous: every gradient is applied on arrival, nobody waits",
+        name="ps-sync",
+        strategy=ParameterServer,
+        fixed=_BSP,
+        leaves_out=_ASYNCHRONOUS,
+        summary="the same as ps-bsp",
+        alias_of="ps-bsp",
     ),
     Entry(
-        "ps-async", ParameterServer, {"consistency": "asp"}, _PS_ASYNCHRONOUS, "the same as ps-asp", alias_of="ps-asp"
+        name="ps-ssp",
+        strategy=ParameterServer,
+        fixed={"consistency": "ssp"},
+        leaves_out=_SYNCHRONOUS,
+        summary="parameter server, stale synchronous: nobody runs more than `staleness` clocks ahead",
     ),
-)
-STRATEGIES: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+    Entry(
+        name="ps-asp",
+        strategy=ParameterServer,
+        fixed=_ASP,
+        leaves_out=(*_SYNCHRONOUS, "staleness"),
+        summary="parameter server, asynchronous: every gradient is applied on arrival, nobody waits",
+    ),
+    Entry(
+        name="ps-async",
+        strategy=ParameterServer,
+        fixed=_ASP,
+        leaves_out=(*_SYNCHRONOUS, "staleness"),
+        summary="the same as ps-asp",
+        alias_of="ps-asp",
+    ),
+):
+    register(_entry)
+for _point in importlib.metadata.entry_points(group="paceline.strategies"):
+    register(_point.load())
 
 
 def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:
@@ -116,19 +152,19 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
 
 
 def name_of(strategy: Strategy) -> str:
-    """The command line's name for a strategy."""
-    for entry in _ENTRIES:
-        same_class = type(strategy) is entry.strategy
-        if same_class and all(getattr(strategy, key) == value for key, value in entry.fixed.items()):
-            if entry.alias_of is None and not (entry.name == "all-reduce" and _is_ring(strategy)):
-                return entry.name
-            if entry.name == "ring":
-                return entry.name
-    raise unknown("strategy", type(strategy).__name__, STRATEGIES)
+    """The command line's name for a strategy: of the entries that fit, the first that fixes most options.
 
-
-def _is_ring(strategy: Strategy) -> bool:
-    return isinstance(strategy, AllReduce) and strategy.algorithm == "ring"
+    A strategy that nobody has registered goes by its class.
+    """
+    fitting = [
+        entry
+        for entry in STRATEGIES.values()
+        if type(strategy) is entry.strategy
+        and all(getattr(strategy, key) == value for key, value in entry.fixed.items())
+    ]
+    if not fitting:
+        return type(strategy).__name__
+    return max(fitting, key=lambda entry: len(entry.fixed)).name
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.base import Collective, OptimizerSpec, Store, Timing
+from paceline.aggregate import MEAN, Aggregator
+from paceline.comm.base import Collective, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
-from paceline.layout import TensorSpec
+from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule
+from paceline.server.state import export_state, import_state
+from paceline.strategies.global_model import averaged
+from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
+from paceline.strategies.replica import Replica
+from paceline.strategies.traits import Traits
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
 
@@ -29,7 +36,7 @@ class Context:
     """What an engine gives one worker."""
 
     rank: int
-    size: int
+    membership: Membership
     local_rank: int
     local_size: int
     device: torch.device
@@ -39,17 +46,10 @@ class Context:
     pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
 
-
-@dataclass(frozen=True)
-class Replica:
-    """A worker's model and optimizer, and how their parameters are called."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    parameters: tuple[nn.Parameter, ...]
-    """Those that the optimizer updates and that require gradients, in the order of its groups."""
-    specs: tuple[TensorSpec, ...]
-    optimizer_spec: OptimizerSpec
+    @property
+    def size(self) -> int:
+        """How many workers train together."""
+        return self.membership.size
 
 
 class StepOutcome(NamedTuple):
@@ -65,25 +65,21 @@ class StepOutcome(NamedTuple):
 
 
 class Synchronizer(ABC):
-    """What happens between `backward()` and the next `forward()` on one worker."""
+    """What happens between `backward()` and the next `forward()` on one worker.
+
+    What most strategies do not need has a default here: the optimizer steps on this worker, all workers hold the same
+    parameters, and nobody waits between steps.
+    """
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
-    """Asked once a step: does this worker want all to stop?"""
+    """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
     facts: Mapping[str, float] = {}
     """What was measured or chosen at the start, for the records."""
 
-    @property
-    @abstractmethod
-    def timings(self) -> tuple[Timing, ...]:
-        """The running totals that this worker's steps are accounted from."""
-
-    @abstractmethod
-    def set_weight(self, weight: float) -> None:
-        """The next backward passes are of a batch with this share of its global batch, times the number of workers."""
-
-    @abstractmethod
-    def set_synchronizing(self, on: bool) -> bool:
-        """Whether backward passes from here on exchange gradients; returns what was set before."""
+    def __init__(self, context: Context, replica: Replica) -> None:
+        self.context, self.replica = context, replica
+        self.iteration = 0
+        """Global iterations so far, in the strategy's unit."""
 
     @abstractmethod
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
@@ -96,31 +92,54 @@ class Synchronizer(ABC):
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
 
-    @abstractmethod
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        """The running totals that this worker's steps are accounted from."""
+        return (self.context.collective.timing,)
+
+    def set_weight(self, weight: float) -> None:  # noqa: B027
+        """The next backward passes are of a batch with this share of its global batch, times the number of workers."""
+
+    def set_synchronizing(self, on: bool) -> bool:
+        """Whether backward passes from here on exchange gradients; returns what was set before."""
+        return True
+
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         """Block until this worker may compute its next gradient."""
+        return StepOutcome(self.iteration)
 
-    @abstractmethod
-    def refresh(self) -> None:
-        """Make this worker's model the global one. Called while all workers pause."""
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        """The model that is evaluated and saved. Collective call, while all workers pause.
 
-    @abstractmethod
-    def leave(self) -> None:
+        By default this worker's, with the mean over workers of its floating-point buffers. What was changed for it is
+        as before at the end. Strategies whose workers differ give the mean of their parameters: `averaged`.
+        """
+        with averaged(self.replica.model.buffers(), self.context.collective):
+            yield self.replica.model
+
+    def leave(self) -> None:  # noqa: B027
         """This worker takes no further step; nobody is to wait for it."""
 
-    @abstractmethod
     def optimizer_state(self) -> dict[str, Tensor]:
-        """State as full tensors keyed `<parameter index>.<state name>`, wherever it is held."""
+        """State as full tensors keyed `<parameter index>.<state name>`, wherever it is held. Rank 0's is saved."""
+        return export_state(self.replica.optimizer, self.replica.parameters)
 
-    @abstractmethod
-    def restore(self, state: dict[str, Tensor], *, iteration: int) -> None:
-        """Continue from a checkpoint: this worker's model holds the parameters, `state` the optimizer's state.
+    def own_state(self) -> dict[str, OwnState]:
+        """What a checkpoint has to hold of this worker besides: what differs from worker to worker."""
+        return {}
 
-        Called by every worker, with the same values.
+    def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
+        """Continue from a checkpoint: this worker's model holds the global parameters.
+
+        Args:
+            state: of the optimizer, the same for all workers.
+            own: what `own_state` gave, or what became of it with another number of workers or another strategy.
         """
+        import_state(self.replica.optimizer, self.replica.parameters, state)
+        self.iteration = iteration
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Undo every hook on the model."""
 
 
@@ -136,29 +155,14 @@ class Strategy(ABC):
         require_choice("nonfinite", self.nonfinite, get_args(NonFinitePolicy))
         self.validate()
 
+    @property
     @abstractmethod
-    def validate(self) -> None:
-        """Raise UsageError for a value that is out of range or has no effect."""
+    def traits(self) -> Traits:
+        """What holds for every run under this strategy."""
 
-    @abstractmethod
-    def check(self, *, num_workers: int) -> None:
-        """Raise UsageError where the strategy cannot run with so many workers."""
-
-    @abstractmethod
-    def is_lock_step(self) -> bool:
-        """Whether no worker ends a step without every other, so that all are always at the same step."""
-
-    @abstractmethod
-    def is_synchronous(self) -> bool:
-        """Whether an iteration is one update with the mean of many workers' gradients, rather than one gradient's."""
-
-    @abstractmethod
-    def num_servers(self) -> int:
-        """Servers the engine has to place."""
-
-    @abstractmethod
-    def admission_rule(self, *, num_workers: int) -> AdmissionRule | None:
-        """A fresh rule for one server; none where there are no servers."""
+    def aggregator(self) -> Aggregator:
+        """How servers join the contributions to one update."""
+        return MEAN
 
     @abstractmethod
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
@@ -167,6 +171,16 @@ class Strategy(ABC):
         Raises:
             UsageError: the strategy cannot honour something the optimizer or the model asks for.
         """
+
+    def validate(self) -> None:  # noqa: B027
+        """Raise UsageError for a value that is out of range or has no effect."""
+
+    def check(self, *, num_workers: int) -> None:  # noqa: B027
+        """Raise UsageError where the strategy cannot run with so many workers."""
+
+    def admission_rule(self, members: Membership) -> AdmissionRule | None:
+        """A fresh rule for one server; none where there are no servers."""
+        return None
 
 
 def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from paceline.strategies.base import Replica
+    from paceline.strategies.replica import Replica
 
 
 class Pacing(ABC):

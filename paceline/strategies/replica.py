@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +15,19 @@ from paceline.comm.base import Collective, OptimizerSpec
 from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import TensorSpec
 from paceline.server.shard import build_optimizer
-from paceline.strategies.base import Replica
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A worker's model and optimizer, and how their parameters are called."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    parameters: tuple[nn.Parameter, ...]
+    """Those that the optimizer updates and that require gradients, in the order of its groups."""
+    specs: tuple[TensorSpec, ...]
+    optimizer_spec: OptimizerSpec
+
 
 # An update of one element depends on that element alone, so that servers may cut a tensor anywhere.
 _ELEMENT_WISE = frozenset(

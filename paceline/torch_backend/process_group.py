@@ -11,7 +11,6 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import PrefixStore
 
 from paceline.comm import base
@@ -77,38 +76,21 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- reductions ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> GroupWork:
-        opts = opts or dist.AllreduceOptions()
         return self.allreduce_coalesced([_only(tensors)], opts, label="all_reduce")
 
     def allreduce_coalesced(
         self, tensors: list[Tensor], opts: Any = None, *, label: str = "all_reduce_coalesced"
     ) -> GroupWork:
-        opts = opts or dist.AllreduceCoalescedOptions()
-        op = opts.reduceOp
-
-        def start() -> base.Work:
-            return _AllOf([all_reduce(self._collective, tensor, op) for tensor in tensors])
-
-        return self._submit(label, start, tensors, opts, never_blocks=not is_bitwise(op))
+        return self._reduce(label, tensors, tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> GroupWork:
-        tensor = _only(tensors)
+        is_root = opts.rootRank == self._collective.rank
         # Only the root's tensor is to change.
-        target = tensor if opts.rootRank == self._collective.rank else tensor.detach().clone()
-
-        def start() -> base.Work:
-            return all_reduce(self._collective, target, opts.reduceOp)
-
-        return self._submit("reduce", start, tensors, opts, never_blocks=not is_bitwise(opts.reduceOp))
+        targets = tensors if is_root else [_only(tensors).detach().clone()]
+        return self._reduce("reduce", targets, tensors, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> GroupWork:
-        opts = opts or dist.ReduceScatterOptions()
-        output, parts = _only(outputs), _only(inputs)
-
-        def run() -> None:
-            _fill(output, reduce_scatter(self._collective, parts, opts.reduceOp))
-
-        return self._submit("reduce_scatter", _blocking(run), outputs, opts)
+        return self._reduce_scatter([_only(outputs)], [_only(inputs)], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -116,52 +98,37 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> GroupWork:
-        opts = opts or dist.ReduceScatterOptions()
-
-        def run() -> None:
-            for output, whole in zip(outputs, inputs, strict=True):
-                parts = _split(whole, [output.numel()] * self._collective.size)
-                _fill(output, reduce_scatter(self._collective, parts, opts.reduceOp))
-
-        return self._submit("reduce_scatter", _blocking(run), outputs, opts)
+        size = self._collective.size
+        parts = [_split(whole, [output.numel()] * size) for output, whole in zip(outputs, inputs, strict=True)]
+        return self._reduce_scatter(outputs, parts, opts)
 
     # ---- one to all, all to one, all to all ----------------------------------------------------------------------
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> GroupWork:
-        tensor = _only(tensors)
-        run = partial(self._collective.broadcast, tensor, root=opts.rootRank)
-        return self._submit("broadcast", _blocking(run), tensors, opts)
+        run = partial(self._collective.broadcast, _only(tensors), root=opts.rootRank)
+        return self._run("broadcast", run, tensors, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> GroupWork:
-        opts = opts or AllgatherOptions()
-        targets, tensor = _only(outputs), _only(inputs)
-
-        def run() -> None:
-            _fill_each(targets, self._collective.all_gather(tensor))
-
-        return self._submit("all_gather", _blocking(run), targets, opts)
+        return self.allgather_coalesced([[target] for target in _only(outputs)], [_only(inputs)], opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> GroupWork:
         """`outputs[rank][i]` gets that rank's i-th input."""
-        opts = opts or AllgatherOptions()
 
         def run() -> None:
             for position, tensor in enumerate(inputs):
                 _fill_each([theirs[position] for theirs in outputs], self._collective.all_gather(tensor))
 
-        return self._submit("all_gather", _blocking(run), [target for targets in outputs for target in targets], opts)
+        return self._run("all_gather", run, [target for targets in outputs for target in targets], opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> GroupWork:
-        opts = opts or AllgatherOptions()
-
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 _fill_parts(output, self._collective.all_gather(tensor))
 
-        return self._submit("all_gather", _blocking(run), outputs, opts)
+        return self._run("all_gather", run, outputs, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> GroupWork:
         tensor = _only(inputs)
@@ -172,7 +139,7 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if gathered is not None:
                 _fill_each(targets, gathered)
 
-        return self._submit("gather", _blocking(run), targets, opts)
+        return self._run("gather", run, targets, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> GroupWork:
         output = _only(outputs)
@@ -180,21 +147,18 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def run() -> None:
             _fill(output, self._collective.scatter(inputs[0] if inputs else None, root=opts.rootRank))
 
-        return self._submit("scatter", _blocking(run), outputs, opts)
+        return self._run("scatter", run, outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> GroupWork:
-        opts = opts or dist.AllToAllOptions()
-
         def run() -> None:
             _fill_each(outputs, self._collective.all_to_all(inputs))
 
-        return self._submit("all_to_all", _blocking(run), outputs, opts)
+        return self._run("all_to_all", run, outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> GroupWork:
         """Splits count rows of the first dimension; without them the rows are split evenly."""
-        opts = opts or dist.AllToAllOptions()
         size = self._collective.size
         parts = _split(input, _in_elements(input, input_splits, size=size))
         lengths = _in_elements(output, output_splits, size=size)
@@ -205,10 +169,10 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 _require_length(part, length, rank)
             _fill_parts(output, received)
 
-        return self._submit("all_to_all", _blocking(run), [output], opts)
+        return self._run("all_to_all", run, [output], opts)
 
     def barrier(self, opts: Any = None) -> GroupWork:
-        return self._submit("barrier", _blocking(self._collective.barrier), [], opts or dist.BarrierOptions())
+        return self._run("barrier", self._collective.barrier, [], opts)
 
     # ---- messages ------------------------------------------------------------------------------------------------
 
@@ -281,7 +245,7 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def end(_: object) -> None:
             error = next((one.exception() for one in batch if one.exception() is not None), None)
-            whole.succeed() if error is None else whole.fail(error)
+            whole.end(error)
 
         whole = GroupWork("coalesced operations", base.Finished, [], wait)
         torch.futures.collect_all([one.get_future() for one in batch]).add_done_callback(end)
@@ -294,17 +258,35 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
+    def _reduce(self, label: str, targets: list[Tensor], outputs: list[Tensor], opts: Any) -> GroupWork:
+        op = _reduce_op(opts)
+
+        def start() -> base.Work:
+            return _AllOf([all_reduce(self._collective, target, op) for target in targets])
+
+        return self._submit(label, start, outputs, opts, never_blocks=not is_bitwise(op))
+
+    def _reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> GroupWork:
+        def run() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                _fill(output, reduce_scatter(self._collective, parts, _reduce_op(opts)))
+
+        return self._run("reduce_scatter", run, outputs, opts)
+
+    def _run(self, label: str, run: Callable[[], None], outputs: list[Tensor], opts: Any) -> GroupWork:
+        """Submit an operation that blocks."""
+
+        def start() -> base.Work:
+            run()
+            return base.Finished()
+
+        return self._submit(label, start, outputs, opts, never_blocks=False)
+
     def _submit(
-        self,
-        label: str,
-        start: Callable[[], base.Work],
-        outputs: list[Tensor],
-        opts: Any,
-        *,
-        never_blocks: bool = False,
+        self, label: str, start: Callable[[], base.Work], outputs: list[Tensor], opts: Any, *, never_blocks: bool
     ) -> GroupWork:
         work = GroupWork(label, start, outputs, self._lane.help)
-        self._lane.submit(work, is_async=opts.asyncOp, never_blocks=never_blocks)
+        self._lane.submit(work, is_async=opts is None or opts.asyncOp, never_blocks=never_blocks)
         return self._add(work)
 
     def _add(self, work: GroupWork) -> GroupWork:
@@ -328,12 +310,8 @@ class _AllOf(base.Work):
             work.wait()
 
 
-def _blocking(run: Callable[[], None]) -> Callable[[], base.Work]:
-    def start() -> base.Work:
-        run()
-        return base.Finished()
-
-    return start
+def _reduce_op(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
 def _only(items: Sequence[T]) -> T:
@@ -380,5 +358,4 @@ def _fill_each(targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
 
 
 def _fill_parts(target: Tensor, results: Sequence[Tensor]) -> None:
-    """Write the results one after another."""
     _fill(target, torch.cat([result.view(-1) for result in results]))

@@ -21,8 +21,8 @@ NO_TIMEOUT = timedelta(0)  # what torch passes where the caller gave none
 class GroupWork(Work):
     """One operation of a process group.
 
-    Whoever drives the operation calls `succeed` or `fail` once. A thread that waits lends a hand: `help` drives the
-    operation in that thread where it can, and else waits for whoever drives it.
+    Whoever drives the operation calls `end` once. A thread that waits calls `help`, which drives the
+    operation in that thread, or else waits for whoever drives it.
     """
 
     def __init__(
@@ -48,13 +48,18 @@ class GroupWork(Work):
         self._trigger: Any = None
         self._future: Any = None
 
-    def succeed(self) -> None:
-        """The outputs are in place. Runs the future's callbacks in this thread."""
-        self._end(None)
-
-    def fail(self, error: BaseException) -> None:
-        """The outputs will never be in place. Runs the future's callbacks in this thread."""
-        self._end(error)
+    def end(self, error: BaseException | None = None) -> None:
+        """The outputs are in place, or never will be. Runs the future's callbacks in this thread."""
+        with self._lock:
+            self._error = error
+            self.is_over = True
+            trigger = self._trigger
+        self._over.set()
+        # They may hold tensors.
+        del self.start
+        self.under_way = None
+        if trigger is not None:
+            trigger.set_result(None)
 
     def wait_until_over(self, timeout_s: float | None) -> None:
         """Sleep until someone else has ended the operation."""
@@ -102,7 +107,7 @@ class GroupWork(Work):
         with self._lock:
             if self._future is None:
                 self._trigger = torch.futures.Future()
-                # By way of `then`: only an error that a callback raises is one for C++ too.
+                # `then`, because C++ sees only errors that a callback raises.
                 self._future = self._trigger.then(self._settle)
                 is_over = self.is_over
             else:
@@ -115,15 +120,3 @@ class GroupWork(Work):
         if self._error is not None:
             raise self._error
         return self._outputs
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._error = error
-            self.is_over = True
-            trigger = self._trigger
-        self._over.set()
-        # Views of tensors may hang on them.
-        del self.start
-        self.under_way = None
-        if trigger is not None:
-            trigger.set_result(None)

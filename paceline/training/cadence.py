@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 from paceline.config import RunConfig
 
 NEVER = 2**62
+_AGREE_S = 1.0
 
 
 @final
@@ -22,6 +24,8 @@ class Cadence:
         """Whether the script has registered an evaluation."""
         self.evaluated_at = -1
         self.checkpointed_at = -1
+        self._agree_at = NEVER
+        self._agree_interval = 1
 
     def is_over(self, iteration: int) -> bool:
         return iteration >= (self._config.max_steps or NEVER)
@@ -29,12 +33,20 @@ class Cadence:
     def next_pause(self) -> int:
         """The iteration at which all workers are to meet next."""
         config = self._config
-        due = [config.max_steps or NEVER]
+        due = [config.max_steps or NEVER, self._agree_at]
         if config.eval_every is not None and self.evaluates:
             due.append((max(0, self.evaluated_at) // config.eval_every + 1) * config.eval_every)
         if config.checkpoint_every is not None:
             due.append((max(0, self.checkpointed_at) // config.checkpoint_every + 1) * config.checkpoint_every)
         return min(due)
+
+    def agree_after(self, iteration: int, *, time_s: float, iterations_per_s: float) -> None:
+        """Name the iteration at which all workers meet next to agree on whether to stop: in a second, or when the time
+        is over, if that is sooner. Intervals at most double, since first steps are unlike later ones."""
+        left_s = (self._config.max_time_s or math.inf) - time_s
+        wanted = int(min(_AGREE_S, left_s) * iterations_per_s)
+        self._agree_interval = max(1, min(wanted, 2 * self._agree_interval))
+        self._agree_at = iteration + self._agree_interval
 
     def is_evaluation_due(self, iteration: int, *, at_end: bool) -> bool:
         every = self._config.eval_every

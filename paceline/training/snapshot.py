@@ -14,8 +14,8 @@ from paceline.checkpoint import Checkpoint, WorkerState
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.seeding import random_state, set_random_state
-from paceline.strategies.base import Replica
-from paceline.strategies.replica import hyperparameters
+from paceline.strategies.own_state import OwnState
+from paceline.strategies.replica import Replica, hyperparameters
 from paceline.training.sharding import ShardedLoader
 
 
@@ -29,7 +29,15 @@ class Snapshot:
     extra: dict[str, Any]
 
 
-def take(replica: Replica, loader: ShardedLoader, extra: Mapping[str, Any], *, steps: int, samples: int) -> Snapshot:
+def take(
+    replica: Replica,
+    loader: ShardedLoader,
+    extra: Mapping[str, Any],
+    *,
+    own: Mapping[str, OwnState],
+    steps: int,
+    samples: int,
+) -> Snapshot:
     worker = WorkerState(
         steps=steps,
         samples=samples,
@@ -37,6 +45,8 @@ def take(replica: Replica, loader: ShardedLoader, extra: Mapping[str, Any], *, s
         num_batches_done=loader.num_batches_done,
         random_state=random_state(),
         buffers={name: buffer.detach().cpu().clone() for name, buffer in replica.model.named_buffers()},
+        own={name: state.tensor.detach().cpu().clone() for name, state in own.items()},
+        fates={name: state.fate for name, state in own.items()},
     )
     groups = [dict(group) for group in hyperparameters(replica.optimizer)]
     return Snapshot(worker, groups, {name: thing.state_dict() for name, thing in extra.items()})

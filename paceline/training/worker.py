@@ -18,6 +18,7 @@ from paceline.comm.base import ReduceOp
 from paceline.config import RunConfig
 from paceline.engines import torchrun
 from paceline.engines.world import World, current, enter
+from paceline.membership import Membership
 from paceline.records import NullReporter, summarise
 from paceline.strategies.base import Context, Strategy
 from paceline.strategies.single import Single
@@ -66,17 +67,17 @@ class Worker:
         self._collective = context.collective
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
         world.at_end.append(self._session.finish)
-        world.progress = lambda: self._session.steps
+        world.progress = lambda: self._session.run.steps
 
     @property
     def iteration(self) -> int:
         """Global iterations so far, as the literature counts them: updates, or gradients applied."""
-        return self._session.iteration
+        return self._session.run.iteration
 
     @property
     def metrics(self) -> dict[str, float]:
         """What the last evaluation returned, on every worker."""
-        return dict(self._session.last_metrics)
+        return dict(self._session.pauses.last_metrics)
 
     def prepare(
         self, model: Model, optimizer: Optimizer, loader: DataLoader[Item], **stateful: Any
@@ -184,7 +185,14 @@ class Worker:
 
 def _alone(seed: int) -> World:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    context = Context(rank=0, size=1, local_rank=0, local_size=1, device=device, collective=AloneCollective())
+    context = Context(
+        rank=0,
+        membership=Membership.first(1),
+        local_rank=0,
+        local_size=1,
+        device=device,
+        collective=AloneCollective(),
+    )
     return World(context, Single(), RunConfig(seed=seed), NullReporter())
 
 

@@ -49,7 +49,7 @@ def main() -> None:
     }
     model = models[args.model]()
     # The study's servers add up the gradients that they are given; Paceline's take the mean of what makes an update.
-    num_added = worker.size if worker.strategy.is_synchronous() else 1
+    num_added = worker.size if worker.strategy.traits.is_synchronous else 1
     optimizer = torch.optim.SGD(model.parameters(), args.lr * num_added, args.momentum)
     loader = DataLoader(cifar10.train, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)

@@ -20,8 +20,8 @@ import torch
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, OptimizerSpec
-from paceline.comm.servers.group import ServerAddress, ServerGroup
-from paceline.comm.servers.service import ParameterService, ServerSpec
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.wire import Keys
@@ -30,9 +30,11 @@ from paceline.engines.scripting import run_program
 from paceline.engines.world import World, enter
 from paceline.errors import RunFailed
 from paceline.layout import Layout
+from paceline.membership import Membership
 from paceline.records import Record, RecordWriter, Reporter
 from paceline.running.result import Result
 from paceline.server.ranges import KeyRange
+from paceline.server.spec import ServerSpec
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
 from tests.conformance.settings import config_of
@@ -104,7 +106,7 @@ def _servers(plan: Strategy) -> Iterator[tuple[Keys, list[ParameterService], lis
     keys, records = Keys.generate(), list[Record]()
     services = [
         ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=_ListReporter(records, Path()))
-        for index in range(plan.num_servers())
+        for index in range(plan.traits.num_servers)
     ]
     threads = [threading.Thread(target=service.serve) for service in services]
     for thread in threads:
@@ -136,9 +138,9 @@ def _watch(
             if kind == "configure":
                 layout, spec, ranges = content
                 for service, pieces in zip(services, ranges, strict=True):
-                    rule = plan.admission_rule(num_workers=len(processes))
+                    rule = plan.admission_rule(Membership.first(len(processes)))
                     assert rule is not None
-                    service.configure(ServerSpec(layout, pieces, spec, rule, config.max_steps))
+                    service.configure(ServerSpec(layout, pieces, spec, rule, config.max_steps, plan.aggregator()))
                 process.connection.send("configured")
                 continue
             del running[connection]  # type: ignore[arg-type]
@@ -232,7 +234,7 @@ def _work(
         ends.append(collective)
         store = None
         if servers:
-            store = ServerGroup(
+            store = connect_servers(
                 keys,
                 servers=servers,
                 collective=collective,
@@ -241,7 +243,7 @@ def _work(
                 deadline_s=config.deadline_s,
             )
             ends.append(store)
-        context = Context(rank, size, rank, size, torch.device("cpu"), collective, store)
+        context = Context(rank, Membership.first(size), rank, size, torch.device("cpu"), collective, store)
         restored = Checkpoint.decode(checkpoint, where="the checkpoint") if checkpoint is not None else None
         world = World(context, plan, config, _ListReporter(records, out), restored)
         enter(world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -73,8 +74,9 @@ def part_of(loader: DataLoader[Any], rank: int, num_workers: int, seed: int) -> 
     )
 
 
+@functools.cache
 def train_alone(script: Script, num_workers: int, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The final state of the script's model in one process with the batches of `num_workers`."""
+    """The final state of the script's model in one process with the batches of `num_workers`, computed once."""
     torch.manual_seed(seed)
     model = script(Reference(num_workers, seed=seed))
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

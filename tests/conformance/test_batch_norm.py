@@ -55,15 +55,6 @@ def train_resnet(worker: Any, *, num_steps: int, dtype: torch.dtype) -> Any:
 @functools.cache
 def train_resnet_replicas(num_steps: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Two replicas in one process, each with its worker's batches; both step with their mean gradient."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the workers have: convolutions on several threads may round differently
-    try:
-        return _train_resnet_replicas(num_steps, dtype)
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _train_resnet_replicas(num_steps: int, dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(0)
     models = [resnet(dtype)]
     models.append(copy.deepcopy(models[0]))

@@ -83,7 +83,7 @@ def keep_model_after_the_loop(worker: Worker, out: Path) -> None:
     """Where nobody waits for it, rank 0 makes its last step after the others have left the loop."""
     model, optimizer, loader = prepared(worker)
     for number, (x, y, _) in enumerate(loader, start=1):
-        if worker.rank == 0 and number == len(loader) and not worker.strategy.is_synchronous():
+        if worker.rank == 0 and number == len(loader) and not worker.strategy.traits.is_synchronous:
             while not (out / "model-1.kept").exists():
                 time.sleep(0.01)
         step(worker, model, optimizer, x, y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RunFailed
-from tests.conformance import local_engine
+from tests.conformance import local_engine, virtual_engine
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import (
     BATCH_SIZE,
@@ -33,25 +34,37 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ps-bsp": ("ps-bsp", {}),
     "ps-bsp-3": ("ps-bsp", {"servers": 3}),
 }
+IN_PROCESSES = {
+    *((case, strategy) for case in FOR_EVERY_STRATEGY for strategy in ("all-reduce", "ps-bsp-3")),
+    ("clip by norm, uneven tail", "ring"),
+    ("clip by norm, uneven tail", "ps-bsp"),
+}
 PARAMETER_SERVERS = [name for name in STRATEGIES if name.startswith("ps")]
 
 
-@pytest.mark.parametrize(
-    ("case", "strategy"),
-    [
+def every_script_under_every_strategy(engine: Any, quick: Collection[tuple[str, str]] | None = None) -> list[Any]:
+    """If `quick` names some, the others are left to `make test-slow`."""
+    return [
         pytest.param(
-            case,
-            strategy,
-            marks=[pytest.mark.slow] if strategy in ("ring", "ps-bsp") and case not in FOR_EVERY_STRATEGY else [],
+            engine, case, strategy, marks=[] if quick is None or (case, strategy) in quick else [pytest.mark.slow]
         )
         for case in SCRIPTS
         for strategy in STRATEGIES
+    ]
+
+
+# What a script means to a strategy is the same on every engine. Processes differ in how data moves.
+@pytest.mark.parametrize(
+    ("engine", "case", "strategy"),
+    [
+        *every_script_under_every_strategy(virtual_engine),
+        *every_script_under_every_strategy(local_engine, IN_PROCESSES),
     ],
 )
-def test_two_workers_equal_one_process(case: str, strategy: str, tmp_path: Path) -> None:
+def test_two_workers_equal_one_process(engine: Any, case: str, strategy: str, tmp_path: Path) -> None:
     script, tolerance = SCRIPTS[case]
     name, options = STRATEGIES[strategy]
-    result = local_engine.run(partial(launched, script), strategy=name, options=options, workers=2, out=tmp_path)
+    result = engine.run(partial(launched, script), strategy=name, options=options, workers=2, out=tmp_path)
     expected = train_alone(script, 2)
     assert result.iteration >= NUM_SAMPLES // (2 * BATCH_SIZE) // 3 * NUM_EPOCHS
     assert_close(result.model_state(), expected, tolerance)

@@ -19,7 +19,7 @@ from tests.conformance.scripts import launched as launched_reference
 from tests.conformance.test_asynchrony import SLOW_S, largest_lead, train_apart, up_to
 from tests.conformance.test_resume import assert_same, train_everything
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 SLOW = pytest.mark.slow
 ROW = {row.name: row for row in ROWS}
 
@@ -46,7 +46,10 @@ def train_and_look(worker: paceline.Worker, out: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["all-reduce", "ps-bsp-3-servers", pytest.param("ps-bsp-backup", marks=SLOW), pytest.param("ps-asp", marks=SLOW)],
+    [
+        "ps-bsp",
+        *(pytest.param(name, marks=SLOW) for name in ("all-reduce", "ps-bsp-3-servers", "ps-bsp-backup", "ps-asp")),
+    ],
 )
 def test_run_keeps_its_promises(name: str, tmp_path: Path) -> None:
     """Budget, cadence, records and files together."""
@@ -74,8 +77,8 @@ def test_run_keeps_its_promises(name: str, tmp_path: Path) -> None:
     ("name", "case"),
     [
         ("all-reduce", "clip by norm, uneven tail"),
-        ("ps-bsp", "clip by norm, uneven tail"),
-        pytest.param("ps-bsp-3-servers", "one-cycle schedule, betas", marks=pytest.mark.slow),
+        pytest.param("ps-bsp", "clip by norm, uneven tail", marks=SLOW),
+        pytest.param("ps-bsp-3-servers", "one-cycle schedule, betas", marks=SLOW),
     ],
 )
 def test_workers_equal_one_process(name: str, case: str, tmp_path: Path) -> None:
@@ -84,7 +87,8 @@ def test_workers_equal_one_process(name: str, case: str, tmp_path: Path) -> None
     assert_close(result.model_state(), train_alone(script, 2), tolerance)
 
 
-def test_optimizer_defined_in_the_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ps-bsp", pytest.param("ps-bsp-3-servers", marks=SLOW)])
+def test_optimizer_defined_in_the_script(name: str, tmp_path: Path) -> None:
     """Servers get the class from the function itself, not from a module that they can import."""
 
     class SignSGD(torch.optim.Optimizer):
@@ -98,11 +102,11 @@ def test_optimizer_defined_in_the_script(tmp_path: Path) -> None:
                     parameter.sub_(parameter.grad.sign() * group["lr"])
 
     script = partial(train, optimizer=partial(SignSGD, lr=0.01))
-    result = run(ROW["ps-bsp-3-servers"], partial(launched_reference, script), tmp_path / "run")
+    result = run(ROW[name], partial(launched_reference, script), tmp_path / "run")
     assert_close(result.model_state(), train_alone(script, 2), EXACT)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", ["ps-bsp-3-servers"])
 def test_run_resumes_in_place(name: str, tmp_path: Path) -> None:
     program = partial(launched, train_everything, tmp_path)
@@ -126,7 +130,7 @@ def test_run_resumes_in_place(name: str, tmp_path: Path) -> None:
     assert resumed.samples == whole.samples
 
 
-@pytest.mark.slow
+@SLOW
 def test_stale_synchronous_run_with_a_slow_worker(tmp_path: Path) -> None:
     row = Row("ps-ssp", "ps-ssp", 3, {"staleness": 2, "servers": 2})
     script = partial(train_apart, goal=partial(up_to, 2), slow_s=SLOW_S)

@@ -104,7 +104,7 @@ def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
 
 
 @every_deterministic_row
-@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_run_that_ended_by_its_budget_goes_on_bit_for_bit(row: Row, optimizer: str, tmp_path: Path) -> None:
     script = partial(train_everything, optimizer=optimizer)
     row.run(script, tmp_path / "whole", max_steps=NUM_STEPS, eval_every=7)
@@ -159,7 +159,7 @@ def train_long(worker: Worker, out: Path) -> None:
         ("ps-bsp-3-servers", "all-reduce"),
     ],
 )
-@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_resume_under_another_strategy(first: str, second: str, optimizer: str, tmp_path: Path) -> None:
     script = partial(train_everything, optimizer=optimizer)
     ROW[first].run(script, tmp_path / "whole", max_steps=NUM_STEPS)

@@ -24,9 +24,6 @@ from paceline.training.worker import Worker
 from tests.conformance.rows import keep, kept, loader_of, network, prepared, problem, step, train
 from tests.conformance.virtual_cluster import SCRIPT, STEP_S, cluster_of, run, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- determinism -----------------------------------------------------------------------------------------------------
 
 

@@ -22,9 +22,6 @@ from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of
 NUM_STEPS = 20
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def step_s(result: Result) -> float:
     """Of the steps after the first, in which scripts are looked at."""
     own = [step.time_s for step in result.steps if step.worker == 0]
@@ -125,7 +122,7 @@ def noting(moments: list[float], worker: Worker, out: Path) -> None:
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 4, bias=False))
     model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: moments.append(worker._session.clock.now_s))
+        parameter.register_post_accumulate_grad_hook(lambda _: moments.append(worker._session.run.clock.now_s))
     for x, y, _ in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()

@@ -21,8 +21,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 every_strategy = pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp"])
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CLUSTER = cluster_of(gbit_per_s=0.01, distribution="exponential")
 
 

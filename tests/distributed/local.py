@@ -1,14 +1,10 @@
-"""Runs in this process's Ray, which is started once a module."""
+"""Runs in this process's Ray."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import ray
 
 import paceline
 from paceline import Result
@@ -34,17 +30,6 @@ class Listener:
 
     def of(self, who: str) -> list[str]:
         return [line for speaker, line in self.lines if speaker == who]
-
-
-@contextmanager
-def local_ray() -> Iterator[None]:
-    assert threading.current_thread() is threading.main_thread()
-    settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(address="local", num_cpus=4, object_store_memory=80_000_000, **settings)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def run_text(directory: Path, text: str, *, listener: Listener | None = None, **options: Any) -> Result:

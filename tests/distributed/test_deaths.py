@@ -20,7 +20,7 @@ LIMIT_S = 60.0  # the deadline, at which the survivors would find out by themsel
     ("strategy", "victim", "num_workers"),
     [
         ("all-reduce", "worker-1", 3),
-        ("ps-asp", "worker-0", 2),
+        pytest.param("ps-asp", "worker-0", 2, marks=pytest.mark.slow),
         ("ps-bsp", "server-1", 2),
     ],
 )

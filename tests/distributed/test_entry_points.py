@@ -49,6 +49,7 @@ def test_torchrun(start, tmp_path: Path) -> None:
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_torchrun_with_the_demo_script(start) -> None:
     torchrun = str(Path(sys.executable).parent / "torchrun")
     command = start("--standalone", "--nproc-per-node", 2, DEMO_SCRIPT, "--epochs", 3, program=torchrun)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,10 @@ import paceline
 from paceline import Result, RunFailed, UsageError
 from paceline.checkpoint import Checkpoint
 from tests.distributed.harness import TRAIN, pids
-from tests.distributed.local import Listener, local_ray, run_text
+from tests.distributed.local import Listener, run_text
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_ray() -> Iterator[None]:
-    with local_ray():
-        yield
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
+SLOW = pytest.mark.slow
 
 
 def train(tmp_path: Path, fault: str, *arguments: object, workers: int = 2, **options: Any) -> Result:
@@ -44,7 +38,7 @@ def failure(tmp_path: Path, fault: str, *arguments: object, kind: type[Exception
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+@pytest.mark.parametrize("strategy", ["all-reduce", pytest.param("ps-asp", marks=SLOW)])
 def test_exception_is_shown_once_with_the_scripts_frames(tmp_path: Path, strategy: str) -> None:
     message = failure(tmp_path, "raise", "--rank", 1, "--step", 5, strategy=strategy, workers=3)
     assert message.startswith(f"worker 1 (process {pids(tmp_path / 'out')['worker-1']}) failed after step 4: ")
@@ -57,6 +51,7 @@ def test_exception_is_shown_once_with_the_scripts_frames(tmp_path: Path, strateg
     assert "worker 2" not in message
 
 
+@SLOW
 def test_exception_in_the_evaluation(tmp_path: Path) -> None:
     message = failure(tmp_path, "raise-in-evaluation", eval_every=10)
     assert message.splitlines()[0].startswith("worker 0 ")
@@ -65,6 +60,7 @@ def test_exception_in_the_evaluation(tmp_path: Path) -> None:
     assert {file for file in files if "/torch/" not in file} == {str(TRAIN)}
 
 
+@SLOW
 def test_exception_in_a_data_loader_process(tmp_path: Path) -> None:
     message = failure(tmp_path, "raise-in-loader", "--loaders", 2)
     assert re.match(r"worker \d \(process \d+\) failed after step \d+: LookupError: Caught LookupError", message)
@@ -72,16 +68,19 @@ def test_exception_in_a_data_loader_process(tmp_path: Path) -> None:
     assert str(TRAIN) in message
 
 
+@SLOW
 def test_exit_with_a_status(tmp_path: Path) -> None:
     message = failure(tmp_path, "exit", "--rank", 0, "--step", 3)
     assert re.fullmatch(r"worker 0 \(process \d+\) failed after step 2: the script ended with sys.exit\(3\)", message)
 
 
+@SLOW
 def test_os_exit_counts_as_a_death(tmp_path: Path) -> None:
     message = failure(tmp_path, "vanish", "--rank", 1, "--step", 5)
     assert re.fullmatch(r"worker 1 \(process \d+\) died during step 5", message)
 
 
+@SLOW
 def test_import_error(tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         run_text(tmp_path, "import no_such_module\n", workers=2)
@@ -122,7 +121,7 @@ print("without an end", end="")
     ("fault", "named"),
     [
         ("other-shape", r"rank 0 has 0.weight of shape \[16, 8\].* rank 1 has 0.weight of shape \[17, 8\]"),
-        ("other-dtype", r"2.weight .*float32.* rank 1 has 2.weight .*float64"),
+        pytest.param("other-dtype", r"2.weight .*float32.* rank 1 has 2.weight .*float64", marks=SLOW),
     ],
 )
 def test_mismatched_models_are_refused(tmp_path: Path, fault: str, named: str) -> None:
@@ -132,6 +131,7 @@ def test_mismatched_models_are_refused(tmp_path: Path, fault: str, named: str) -
     assert "\n" not in message
 
 
+@SLOW
 def test_mismatched_tensors_in_a_collective(tmp_path: Path) -> None:
     text = """
 import torch
@@ -143,6 +143,7 @@ worker.all_reduce(torch.zeros(3 + worker.rank))
         run_text(tmp_path, text, workers=2)
 
 
+@SLOW
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
 def test_nonfinite_gradient_is_reported_and_the_servers_stay_finite(tmp_path: Path, strategy: str) -> None:
     message = failure(tmp_path, "nan", "--rank", 1, "--step", 4, strategy=strategy, checkpoint_every=1)
@@ -155,12 +156,14 @@ def test_nonfinite_gradient_is_reported_and_the_servers_stay_finite(tmp_path: Pa
     assert all(tensor.isfinite().all() for tensor in Checkpoint.decode(raw, where="checkpoint.pt").model.values())
 
 
+@SLOW
 def test_nonfinite_gradient_in_the_first_step_names_the_rank_it_came_from(tmp_path: Path) -> None:
     # In its first step ps-bsp averages gradients among workers, after which all have the NaN.
     message = failure(tmp_path, "nan", "--rank", 1, "--step", 1, strategy="ps-bsp", workers=3)
     assert re.match(r"worker 1 \(process \d+\) failed after step 0: step 1: .*'0.weight' on rank 1 is not", message)
 
 
+@SLOW
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
 def test_nonfinite_gradients_can_be_skipped(tmp_path: Path, strategy: str) -> None:
     result = train(
@@ -194,6 +197,7 @@ def test_another_cluster_than_the_connected_one_is_refused(tmp_path: Path) -> No
     assert train(tmp_path / "own", "none", address=own, max_steps=2).iteration == 2
 
 
+@SLOW
 def test_target_metric_that_only_running_shows_unknown_is_refused_before_training(tmp_path: Path) -> None:
     text = """
 import torch

@@ -2,54 +2,49 @@
 
 from __future__ import annotations
 
-import sys
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.distributed.harness import TRAIN, events
-
-pytestmark = pytest.mark.ray
-INTERRUPTED = 130
-PATIENT = """
-import os, signal, sys
-from paceline.cli import main
+import paceline
 from paceline.engines.ray import supervisor
-supervisor._FAREWELL_S = 1e9
-"""
-SERVER_DIES_AT_THE_END = """
-part = supervisor.Supervisor._part
-def kill_and_part(self):
-    os.kill(self._members.pids["server-0"], signal.SIGKILL)
-    part(self)
-supervisor.Supervisor._part = kill_and_part
-"""
-INTERRUPT_BEFORE_THE_VERDICT = """
-def judge(*_, **__):
-    raise KeyboardInterrupt
-supervisor.judge = judge
-"""
-END = "sys.exit(main())"
+from paceline.engines.ray.supervisor import Supervisor
+from tests.distributed.harness import TRAIN, events
+from tests.distributed.local import Listener
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 
-def test_a_server_that_dies_once_all_workers_have_ended(start, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_FAREWELL_S", 1e9)
+
+
+def test_a_server_that_dies_once_all_workers_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Supervisor._part
+
+    def kill_and_part(self: Supervisor) -> None:
+        os.kill(self._members.pids["server-0"], signal.SIGKILL)
+        part(self)
+
+    monkeypatch.setattr(Supervisor, "_part", kill_and_part)
+    arguments = ["--steps", "5"]
+    result = paceline.run(
+        TRAIN, strategy="ps-asp", workers=1, arguments=arguments, out=tmp_path / "out", watcher=Listener()
+    )
+    assert result.iteration == 5
+
+
+def test_an_interrupt_beside_a_dead_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*statements: Any, **standing: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervisor, "judge", interrupted)
     out = tmp_path / "out"
-    command = start(
-        "-c", PATIENT + SERVER_DIES_AT_THE_END + END, "run", TRAIN, "--strategy", "ps-asp", "--workers", 1,
-        "--out", out, "--", "--steps", 5, program=sys.executable,
-    )  # fmt: skip
-    command.wait()
-    assert command.status == 0
-    command.assert_nothing_left()
-
-
-def test_an_interrupt_beside_a_dead_worker(start, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = start(
-        "-c", PATIENT + INTERRUPT_BEFORE_THE_VERDICT + END, "run", TRAIN, "--workers", 1, "--out", out, "--",
-        "--fault", "kill", "--rank", 0, "--step", 3, "--results", out, program=sys.executable,
-    )  # fmt: skip
-    command.wait()
-    assert command.status == INTERRUPTED
+    arguments = ["--fault", "kill", "--rank", "0", "--step", "3", "--results", str(out)]
+    with pytest.raises(KeyboardInterrupt):
+        paceline.run(TRAIN, workers=1, arguments=arguments, out=out, watcher=Listener())
     assert "interrupted" in [event["name"] for event in events(out)]
-    command.assert_nothing_left()

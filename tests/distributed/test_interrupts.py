@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline import Result
 from tests.distributed.harness import TRAIN, Command, is_training, wait_until
+from tests.distributed.local import Listener
 
 pytestmark = pytest.mark.ray
 INTERRUPTED = 130
@@ -28,6 +30,7 @@ def begin(start, out: Path, strategy: str = "all-reduce", *arguments: object) ->
     return command
 
 
+@pytest.mark.usefixtures("ray_here")
 def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = begin(start, out, "ps-asp")
@@ -45,13 +48,10 @@ def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path) -> None
     saved = Result.open(out).iteration
     assert f"saved at iteration {saved} in {out}" in told[0]
 
-    again = start(
-        "run", TRAIN, "--strategy", "ps-asp", "--workers", 2, "--resume", out, "--out", out, "--max-steps", saved + 20,
-        "--", "--steps", 100_000,
+    result = paceline.run(
+        TRAIN, strategy="ps-asp", workers=2, resume=out, out=out, max_steps=saved + 20, watcher=Listener(),
+        arguments=["--steps", "100000"],
     )  # fmt: skip
-    assert again.wait() is not None
-    assert again.status == 0
-    result = Result.open(out)
     assert result.iteration == saved + 20
     assert (out / "model.safetensors").exists()
     for rank in range(2):
@@ -59,6 +59,7 @@ def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path) -> None
         assert steps == list(range(1, len(steps) + 1)), f"worker {rank} lost or repeated a step"
 
 
+@SLOW
 def test_second_interrupt_ends_at_once(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     # A hanging worker cannot save, so that the first interrupt is still waited for, here for as long as it takes.
@@ -79,7 +80,7 @@ def test_second_interrupt_ends_at_once(start, tmp_path: Path) -> None:
     command.assert_nothing_left()
 
 
-@pytest.mark.slow
+@SLOW
 def test_one_sigterm_to_a_run_that_cannot_save(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = start("run", TRAIN, "--workers", 2, "--out", out, "--", "--fault", "hang", "--step", 3, "--results", out)

@@ -1,4 +1,7 @@
-"""`paceline probe` on this machine, and what becomes of it when something is wrong."""
+"""`paceline probe` on this machine, and what becomes of it when something is wrong.
+
+All are slow: tests/unit/test_probing*.py have the command, its steps and its network in one process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from paceline.cluster.reading import load
 from tests.distributed.harness import TRAIN, Command, wait_until
 from tests.distributed.local import Listener
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 DEMO = Path(paceline.__file__).with_name("demo_script.py")
 
 
@@ -40,7 +43,6 @@ def test_a_probe_of_this_machine_is_a_cluster_to_simulate(start: Callable[..., C
     assert result.training_time_s == pytest.approx(num_steps * cluster.compute.step_s, rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_script_that_fails_is_named_and_no_file_is_written(start: Callable[..., Command], tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("raise KeyError('images')\n")
     command = start("probe", "bad.py")
@@ -52,7 +54,6 @@ def test_a_script_that_fails_is_named_and_no_file_is_written(start: Callable[...
     command.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_an_interrupt_leaves_nothing_behind(start: Callable[..., Command], tmp_path: Path) -> None:
     command = start("probe", TRAIN, "--steps", "100000", "--max-time", "600", "--", "--step-s", "0.01")
     assert wait_until(lambda: "2/3" in _said(command), within_s=120)

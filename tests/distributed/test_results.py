@@ -16,15 +16,9 @@ from paceline import ParameterServer, Result, RunFailed
 from paceline.checkpoint import Checkpoint
 from paceline.records import EvaluationRecord, EventRecord, StepRecord, UpdateRecord
 from tests.distributed.harness import TRAIN
-from tests.distributed.local import Listener, local_ray, run_text
+from tests.distributed.local import Listener, run_text
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_ray() -> Iterator[None]:
-    with local_ray():
-        yield
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 
 def test_result_directory_is_complete(tmp_path: Path) -> None:
@@ -93,6 +87,7 @@ def test_result_directory_is_complete(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, saved.model[name]) for name, tensor in model.items())
 
 
+@pytest.mark.slow
 def test_logged_numbers_are_kept(tmp_path: Path) -> None:
     text = """
 import torch
@@ -167,6 +162,7 @@ def test_full_disk_is_named_and_the_last_checkpoint_is_intact(small_disk: Path, 
     assert not list(out.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_full_disk_under_the_records(small_disk: Path, tmp_path: Path) -> None:
     (small_disk / "filler").write_bytes(bytes(290_000))
     with pytest.raises(RunFailed, match=f"cannot write records: No space left on device in {small_disk}/out"):

@@ -32,6 +32,7 @@ MARK = "PACELINE_TEST_CLUSTER"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    ray.shutdown()  # the Ray of earlier modules: a process has one at a time
     os.environ[MARK] = uuid.uuid4().hex  # known to all processes of this cluster
     settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
     cluster = Cluster(initialize_head=True, head_node_args=settings)
@@ -55,7 +56,7 @@ def train_alone(optimizer: str) -> dict[str, torch.Tensor]:
     [
         ("all-reduce", {}, 4, "momentum"),
         pytest.param("all-reduce", {}, 2, "adamw", marks=pytest.mark.slow),
-        ("ps-bsp", {"servers": 3}, 2, "adam"),
+        pytest.param("ps-bsp", {"servers": 3}, 2, "adam", marks=pytest.mark.slow),
         pytest.param("ps-bsp", {"servers": 1}, 2, "adamw", marks=pytest.mark.slow),
     ],
 )
@@ -83,6 +84,7 @@ def test_synchronous_strategies_equal_one_process(
     assert nodes == sorted(nodes, key=nodes.index), "ranks run host by host"
 
 
+@pytest.mark.slow
 def test_asynchronous_servers(cluster: Cluster, tmp_path: Path) -> None:
     result = paceline.run(
         TRAIN, strategy="ps-asp", workers=2, options={"servers": 2}, max_steps=100, address=cluster.address,
@@ -93,7 +95,8 @@ def test_asynchronous_servers(cluster: Cluster, tmp_path: Path) -> None:
     assert result.metrics["loss"] < 1.2
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", pytest.param("ps-bsp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
 def test_killed_worker_on_the_other_node(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
     out = tmp_path / "out"
     with pytest.raises(RunFailed) as caught:

@@ -51,10 +51,10 @@ def test_trials_are_a_seed_after_the_other() -> None:
 def test_a_strategy_with_options() -> None:
     variant = Variant.parse("ps-bsp:servers=3:backup_workers=1")
     assert variant.label == "ps-bsp servers=3 backup_workers=1"
-    assert variant.strategy.num_servers() == 3
-    assert variant.strategy.is_synchronous(), "a clock is one update, though it does not wait for everybody"
-    assert not Variant.parse("ps-ssp").strategy.is_synchronous()
-    assert Variant.parse("ring").strategy.is_synchronous()
+    assert variant.strategy.traits.num_servers == 3
+    assert variant.strategy.traits.is_synchronous, "a clock is one update, though it does not wait for everybody"
+    assert not Variant.parse("ps-ssp").strategy.traits.is_synchronous
+    assert Variant.parse("ring").strategy.traits.is_synchronous
 
 
 @pytest.mark.parametrize(

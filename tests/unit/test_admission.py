@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, Following, ProtocolError, StaleSynchronous
 
 RULES = {
-    "bsp": lambda n: BulkSynchronous(num_workers=n),
-    "backup": lambda n: BulkSynchronous(num_workers=n, backup_workers=n - 1),
-    "ssp": lambda n: StaleSynchronous(num_workers=n, staleness=2),
-    "asp": lambda n: StaleSynchronous(num_workers=n),
+    "bsp": lambda n: BulkSynchronous(Membership.first(n)),
+    "backup": lambda n: BulkSynchronous(Membership.first(n), backup_workers=n - 1),
+    "ssp": lambda n: StaleSynchronous(Membership.first(n), staleness=2),
+    "asp": lambda n: StaleSynchronous(Membership.first(n)),
 }
 
 
@@ -27,7 +28,7 @@ def push(rule: AdmissionRule, worker: int) -> tuple[int, ...]:
 
 
 def test_bsp_closes_a_clock_only_with_the_last_worker() -> None:
-    rule = BulkSynchronous(num_workers=3)
+    rule = BulkSynchronous(Membership.first(3))
     for clock in range(4):
         assert push(rule, 2) == ()
         assert push(rule, 0) == ()
@@ -41,7 +42,7 @@ def test_bsp_closes_a_clock_only_with_the_last_worker() -> None:
 
 @given(n=st.integers(1, 6), data=st.data())
 def test_bsp_updates_with_everyone_in_any_order(n: int, data: st.DataObject) -> None:
-    rule = BulkSynchronous(num_workers=n)
+    rule = BulkSynchronous(Membership.first(n))
     for _ in range(3):
         order = data.draw(st.permutations(range(n)))
         formed = [push(rule, worker) for worker in order]
@@ -49,7 +50,7 @@ def test_bsp_updates_with_everyone_in_any_order(n: int, data: st.DataObject) -> 
 
 
 def test_backup_workers_the_first_count_and_the_late_jump_ahead() -> None:
-    rule = BulkSynchronous(num_workers=4, backup_workers=2)
+    rule = BulkSynchronous(Membership.first(4), backup_workers=2)
     assert rule.push(3, 0) == ()
     assert rule.push(1, 0) == (1, 3)
     # Workers 0 and 2 have missed clock 0: dropped, not held, and sent on to the clock that is open.
@@ -68,7 +69,7 @@ def test_backup_workers_the_first_count_and_the_late_jump_ahead() -> None:
 @given(n=st.integers(1, 6), data=st.data())
 def test_backup_workers_every_update_has_exactly_n_minus_b(n: int, data: st.DataObject) -> None:
     b = data.draw(st.integers(0, n - 1))
-    rule = BulkSynchronous(num_workers=n, backup_workers=b)
+    rule = BulkSynchronous(Membership.first(n), backup_workers=b)
     known = [0] * n  # the clock each worker was last told
     num_updates = 0
     for _ in range(40):
@@ -88,7 +89,7 @@ def test_backup_workers_every_update_has_exactly_n_minus_b(n: int, data: st.Data
 
 
 def test_bsp_leaving_closes_the_clock_that_waits_only_for_the_leaver() -> None:
-    rule = BulkSynchronous(num_workers=3)
+    rule = BulkSynchronous(Membership.first(3))
     push(rule, 0)
     push(rule, 1)
     assert rule.leave(2) == (0, 1)
@@ -100,7 +101,7 @@ def test_bsp_leaving_closes_the_clock_that_waits_only_for_the_leaver() -> None:
 
 
 def test_bsp_the_gradient_of_a_worker_that_left_still_counts() -> None:
-    rule = BulkSynchronous(num_workers=2)
+    rule = BulkSynchronous(Membership.first(2))
     push(rule, 0)
     assert rule.leave(0) == ()
     assert push(rule, 1) == (0, 1)
@@ -109,11 +110,11 @@ def test_bsp_the_gradient_of_a_worker_that_left_still_counts() -> None:
 @pytest.mark.parametrize("clock", [1, 7])
 def test_bsp_refuses_a_future_clock(clock: int) -> None:
     with pytest.raises(ProtocolError, match=f"worker 1 pushed for clock {clock} while clock 0"):
-        BulkSynchronous(num_workers=2).push(1, clock)
+        BulkSynchronous(Membership.first(2)).push(1, clock)
 
 
 def test_bsp_refuses_a_second_gradient_for_a_clock() -> None:
-    rule = BulkSynchronous(num_workers=2)
+    rule = BulkSynchronous(Membership.first(2))
     push(rule, 0)
     with pytest.raises(ProtocolError):
         rule.push(0, 0)
@@ -121,7 +122,7 @@ def test_bsp_refuses_a_second_gradient_for_a_clock() -> None:
 
 
 def test_backup_workers_the_first_to_leave_ends_it_for_all() -> None:
-    rule = BulkSynchronous(num_workers=3, backup_workers=1)
+    rule = BulkSynchronous(Membership.first(3), backup_workers=1)
     push(rule, 0)
     assert not rule.is_over
     assert rule.leave(2) == (0,), "the gradient that waited for the leaver alone still counts"
@@ -132,7 +133,7 @@ def test_backup_workers_the_first_to_leave_ends_it_for_all() -> None:
 
 
 def test_only_backup_workers_make_shards_follow() -> None:
-    deciding = BulkSynchronous(num_workers=3, backup_workers=1)
+    deciding = BulkSynchronous(Membership.first(3), backup_workers=1)
     assert isinstance(deciding.for_another_shard(), Following)
     assert deciding.contributors == ()
     push(deciding, 2)
@@ -145,7 +146,7 @@ def test_only_backup_workers_make_shards_follow() -> None:
         assert type(other) is type(rule)
         assert other.clock_of(0) == 0, "a state of its own"
         assert rule.contributors is None
-    ssp = StaleSynchronous(num_workers=2, staleness=1, torn_reads=True).for_another_shard()
+    ssp = StaleSynchronous(Membership.first(2), staleness=1, torn_reads=True).for_another_shard()
     assert ssp.torn_reads
     push(ssp, 0)
     push(ssp, 0)
@@ -157,7 +158,7 @@ def test_only_backup_workers_make_shards_follow() -> None:
 
 @given(n=st.integers(1, 6), staleness=st.integers(0, 4), data=st.data())
 def test_ssp_bound_holds_and_somebody_can_always_go_on(n: int, staleness: int, data: st.DataObject) -> None:
-    rule = StaleSynchronous(num_workers=n, staleness=staleness)
+    rule = StaleSynchronous(Membership.first(n), staleness=staleness)
     clocks = dict.fromkeys(range(n), 0)
     weights = data.draw(st.lists(st.integers(1, 50), min_size=n, max_size=n), label="speeds")
     schedule = [worker for worker in range(n) for _ in range(weights[worker])]
@@ -178,7 +179,7 @@ def test_ssp_bound_holds_and_somebody_can_always_go_on(n: int, staleness: int, d
 
 
 def test_ssp_zero_is_lock_step() -> None:
-    rule = StaleSynchronous(num_workers=3, staleness=0)
+    rule = StaleSynchronous(Membership.first(3), staleness=0)
     for _ in range(3):
         for worker in (2, 0, 1):
             assert rule.is_admitted(worker)
@@ -188,7 +189,7 @@ def test_ssp_zero_is_lock_step() -> None:
 
 
 def test_ssp_staleness_two_lets_the_fast_one_start_its_third_clock_ahead_of_none() -> None:
-    rule = StaleSynchronous(num_workers=2, staleness=2)
+    rule = StaleSynchronous(Membership.first(2), staleness=2)
     for _ in range(2):
         push(rule, 0)
         assert rule.is_admitted(0)
@@ -201,14 +202,14 @@ def test_ssp_staleness_two_lets_the_fast_one_start_its_third_clock_ahead_of_none
 
 
 def test_asp_never_waits() -> None:
-    rule = StaleSynchronous(num_workers=2)
+    rule = StaleSynchronous(Membership.first(2))
     for _ in range(1000):
         push(rule, 0)
         assert rule.is_admitted(0)
 
 
 def test_ssp_nobody_waits_for_a_worker_that_left() -> None:
-    rule = StaleSynchronous(num_workers=3, staleness=1)
+    rule = StaleSynchronous(Membership.first(3), staleness=1)
     push(rule, 1)
     for _ in range(2):
         push(rule, 0)
@@ -224,7 +225,7 @@ def test_ssp_nobody_waits_for_a_worker_that_left() -> None:
 @pytest.mark.parametrize("clock", [-1, 1, 5])
 def test_ssp_refuses_a_clock_that_is_not_the_workers(clock: int) -> None:
     with pytest.raises(ProtocolError, match=rf"worker 1 pushed for clock {clock}, but is at 0"):
-        StaleSynchronous(num_workers=2).push(1, clock)
+        StaleSynchronous(Membership.first(2)).push(1, clock)
 
 
 # --- all ------------------------------------------------------------------------------------------------------------
@@ -246,12 +247,12 @@ def test_a_worker_that_left_is_refused(name: str) -> None:
 
 
 def test_settings_out_of_range() -> None:
-    for num_workers, backup_workers in ((0, 0), (2, 2), (2, -1)):
+    for num_workers, backup_workers in ((2, 2), (2, -1)):
         with pytest.raises(ValueError, match=r"_workers must be"):
-            BulkSynchronous(num_workers=num_workers, backup_workers=backup_workers)
+            BulkSynchronous(Membership.first(num_workers), backup_workers=backup_workers)
     for staleness in (-1, math.nan):
         with pytest.raises(ValueError, match="staleness must be"):
-            StaleSynchronous(num_workers=1, staleness=staleness)
+            StaleSynchronous(Membership.first(1), staleness=staleness)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_settings_out_of_range() -> None:
     [("x", (0, 1)), (True, (0, 1)), (float("inf"), (0, 1)), (0, (0, 1)), (2, ([1],)), (2, (0, 99)), (2, (0, 0))],
 )
 def test_a_follower_refuses_what_nobody_can_have_decided(clock: Any, contributors: Any) -> None:
-    rule = Following(num_workers=3)
+    rule = Following(Membership.first(3))
     for clock_before in range(2):
         for worker in range(2):
             assert rule.push(worker, clock_before) == ()

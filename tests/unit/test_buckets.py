@@ -42,7 +42,7 @@ class Script:
 
     @property
     def whole_pass(self) -> list[int | str]:
-        return [*range(len(self.buckets.flats)), "end"]
+        return [*range(len(self.buckets.buckets)), "end"]
 
     def are_views(self) -> bool:
         return all(p.grad is view for p, view in zip(self.parameters, self.buckets.views, strict=True))
@@ -100,7 +100,7 @@ def test_gradients_are_views_however_they_were_cleared(clear: Callable[[Script],
         backward(script.model, X * scale)
         assert_gradients(script, reference(X * scale))
         # The buckets hold them too: what is sent is what the optimizer sees.
-        assert script.buckets.flats[0].data_ptr() == script.parameters[-1].grad.data_ptr()
+        assert script.buckets.buckets[0].flat.data_ptr() == script.parameters[-1].grad.data_ptr()
     assert script.announced == script.whole_pass * 3
 
 
@@ -135,7 +135,7 @@ def test_gradients_are_final_when_their_bucket_is_announced() -> None:
 
     script.buckets._on_bucket = look
     backward(script.model, X)
-    assert seen == [True] * len(script.buckets.flats)
+    assert seen == [True] * len(script.buckets.buckets)
 
 
 def test_buckets_are_announced_during_backward() -> None:
@@ -188,22 +188,22 @@ def test_flags_tell_which_parameters_have_gradients() -> None:
     script.model(X, [1, 3]).backward()
     buckets = script.buckets
     for view in buckets.views:
-        assert view.untyped_storage().data_ptr() == buckets.flats[0].untyped_storage().data_ptr()
+        assert view.untyped_storage().data_ptr() == buckets.buckets[0].flat.untyped_storage().data_ptr()
     buckets.views[0].fill_(99.0)  # stale: the parameter has no gradient
-    buckets.fill_tail(0, stop=True, nonfinite=False)
+    buckets.fill_flags(0, stop=True, nonfinite=False)
     assert buckets.views[0].eq(0).all(), "a parameter without a gradient gives zeros"
-    assert buckets.read_tail(0) == (False, True)
+    assert buckets.read_flags(0) == (False, True)
     assert [p.grad is not None for p in script.parameters] == [i in (2, 3, 6, 7) for i in range(12)]
     # What another rank added: it had a gradient for parameter 0, and one that was not finite.
-    tail = buckets.flats[0][-buckets.layout.segments[0].tail :]
+    tail = buckets.buckets[0].flat[-buckets.layout.segments[0].tail :]
     tail[0] = 0.5
     position = [slot.index for slot in buckets.layout.segments[0].slots].index(0)
     tail[2 + position] = 0.5
     buckets.views[0].fill_(0.25)
-    assert buckets.read_tail(0) == (True, True)
+    assert buckets.read_flags(0) == (True, True)
     assert script.parameters[0].grad is buckets.views[0]
     tail[2 + position] = 0.0
-    buckets.read_tail(0)
+    buckets.read_flags(0)
     assert script.parameters[0].grad is None
 
 
@@ -214,8 +214,8 @@ def test_tails_round_trip_in_every_dtype(dtype: torch.dtype, stop: bool, nonfini
     script = Script(nn.Linear(3, 3).to(dtype))
     for index, parameter in enumerate(script.parameters):
         parameter.grad = torch.full_like(parameter, index + 1)
-    script.buckets.fill_tail(0, stop=stop, nonfinite=nonfinite)
-    assert script.buckets.read_tail(0) == (nonfinite, stop)
+    script.buckets.fill_flags(0, stop=stop, nonfinite=nonfinite)
+    assert script.buckets.read_flags(0) == (nonfinite, stop)
     assert [view.unique().tolist() for view in script.buckets.views] == [[1.0], [2.0]], "flags lie apart"
 
 
@@ -320,7 +320,7 @@ def test_the_parameter_with_a_non_finite_gradient_is_named(bad: float, dtype: to
             other.grad = torch.ones_like(other)
         assert parameter.grad is not None
         parameter.grad.view(-1)[-1] = bad
-        script.buckets.fill_tail(0, stop=True, nonfinite=True)
+        script.buckets.fill_flags(0, stop=True, nonfinite=True)
         assert script.buckets.find_nonfinite(0) == script.names[index]
     assert script.parameters[-1].grad is script.buckets.views[-1]
 
@@ -332,7 +332,7 @@ def test_a_sum_that_overflows_is_not_taken_for_a_non_finite_gradient(dtype: torc
     script = Script(mlp().to(dtype), bucket_bytes=10**6)
     for parameter in script.parameters:
         parameter.grad = torch.full_like(parameter, large)
-    script.buckets.fill_tail(0, stop=False, nonfinite=False)
+    script.buckets.fill_flags(0, stop=False, nonfinite=False)
     assert script.buckets.find_nonfinite(0) is None
 
 
@@ -341,7 +341,7 @@ def test_infinities_of_both_signs_do_not_cancel() -> None:
     for parameter in script.parameters:
         parameter.grad = torch.zeros_like(parameter)
     script.parameters[2].grad.view(-1)[:2] = torch.tensor([math.inf, -math.inf])
-    script.buckets.fill_tail(0, stop=False, nonfinite=False)
+    script.buckets.fill_flags(0, stop=False, nonfinite=False)
     assert script.buckets.find_nonfinite(0) == "2.weight"
 
 

@@ -112,8 +112,9 @@ def test_scatter(world: World) -> None:
 def test_only_what_is_needed_moves() -> None:
     with World("shared_memory", 3) as trio:
         gathered, scattered = zip(*trio.run(run_counted), strict=True)
-    assert gathered == (4_000_000, 8_000_000, 4_000_000)
-    assert scattered == (4_000_000, 8_000_000, 4_000_000)
+    expected = pytest.approx((4_000_000, 8_000_000, 4_000_000), abs=1000)  # ranks also tell each other shapes
+    assert gathered == expected
+    assert scattered == expected
 
 
 def run_counted(collective: Collective) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.server.shard import Answer, Shard
 
@@ -162,7 +163,7 @@ RANDOMS = st.integers(0, 2**32).map(random.Random)
 def test_bsp_everyone_reaches_every_pause(
     n: int, num_servers: int, randomness: random.Random, void_rate: float
 ) -> None:
-    fleet = run_fleet(lambda n: BulkSynchronous(num_workers=n), n, num_servers, randomness, void_rate)
+    fleet = run_fleet(lambda n: BulkSynchronous(Membership.first(n)), n, num_servers, randomness, void_rate)
     # All servers have made the same updates of the same clocks, and stopped exactly at the pause.
     assert {shard.iteration for shard in fleet.shards} == {fleet.pause_at}
     assert len({tuple(worker.clocks) for worker in fleet.workers}) == 1
@@ -174,7 +175,7 @@ def test_backup_workers_everyone_reaches_every_pause_and_shards_agree(
 ) -> None:
     b = data.draw(st.integers(0, n - 1))
     rule = partial(BulkSynchronous, backup_workers=b)
-    fleet = run_fleet(lambda n: rule(num_workers=n), n, num_servers, randomness, void_rate)
+    fleet = run_fleet(lambda n: rule(Membership.first(n)), n, num_servers, randomness, void_rate)
     assert {shard.iteration for shard in fleet.shards} == {fleet.pause_at}
     assert len({shard.parameters[0].item() for shard in fleet.shards}) == 1, "the same gradients counted everywhere"
 
@@ -190,7 +191,7 @@ def test_ssp_everyone_reaches_every_pause(
     n: int, staleness: float, num_servers: int, randomness: random.Random, void_rate: float
 ) -> None:
     def make_rule(n: int) -> AdmissionRule:
-        return StaleSynchronous(num_workers=n, staleness=staleness)
+        return StaleSynchronous(Membership.first(n), staleness=staleness)
 
     fleet = run_fleet(make_rule, n, num_servers, randomness, void_rate)
     for shard in fleet.shards:

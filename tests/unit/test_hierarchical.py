@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.base import REDUCE_OPS, Collective, ReduceOp
-from paceline.comm.hierarchical.collective import HierarchicalCollective, connect_hierarchical
-from paceline.comm.world_ranks import in_world
+from paceline.comm.hierarchical.collective import HierarchicalCollective
+from paceline.comm.rank_errors import in_world
 from paceline.errors import UsageError
 from tests.unit.collective_harness import MEETING_S, World, caught, later, wait_for
 from tests.unit.many_works import run_many, sums_of_many
@@ -33,7 +33,7 @@ _opened: list[HierarchicalCollective] = []  # of one of the processes
 
 def open_hierarchical(world: Collective, path: str, hosts: Hosts, deadline_s: float) -> None:
     store = dist.FileStore(path, world.size)
-    collective = connect_hierarchical(store, rank=world.rank, hosts=hosts, address="127.0.0.1", deadline_s=MEETING_S)
+    collective = HierarchicalCollective(store, rank=world.rank, hosts=hosts, address="127.0.0.1", deadline_s=MEETING_S)
     collective.set_deadline(deadline_s)
     _opened.append(collective)
 
@@ -302,7 +302,7 @@ def run_refusals(collective: Collective) -> list[tuple[str, str, float]]:
 def test_hosts_that_do_not_hold_every_rank_once() -> None:
     for hosts in (((0, 1), (1, 2)), ((0,), (2,)), ()):
         with pytest.raises(UsageError, match="hosts must hold each of ranks"):
-            connect_hierarchical(dist.HashStore(), rank=0, hosts=hosts, address="127.0.0.1")
+            HierarchicalCollective(dist.HashStore(), rank=0, hosts=hosts, address="127.0.0.1")
 
 
 def test_errors_speak_of_world_ranks() -> None:

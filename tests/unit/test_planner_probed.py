@@ -16,8 +16,6 @@ from paceline.planner.simulator import simulate
 from tests.conformance import virtual_cluster
 from tests.unit.test_planner_predict import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WORK = StepWork(tensor_bytes=(1_000_000,) * 4, samples=1)
 RING = ("all-reduce", {"algorithm": "ring"}, "")
 TREE = ("all-reduce", {"algorithm": "tree"}, "")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, ProtocolError, StaleSynchronous
 from paceline.server.shard import Applied, Shard, build_optimizer
 
@@ -53,7 +54,7 @@ def test_bsp_equals_one_optimizer_with_the_mean_gradient(name: str, n: int) -> N
     groups = [{k: v for k, v in group.items() if k != "params"} for group in reference.param_groups]
     served = [parameter.clone() for parameter in start]
     optimizer = build_optimizer(optimizer_class, reference.defaults, groups, [served[:2], served[2:]])
-    shard = Shard(parameters=served, optimizer=optimizer, rule=BulkSynchronous(num_workers=n))
+    shard = Shard(parameters=served, optimizer=optimizer, rule=BulkSynchronous(Membership.first(n)))
     for clock in range(6):
         gradients = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(n)]
         untouched = copy.deepcopy(gradients)
@@ -80,7 +81,7 @@ def test_many_shards_equal_one(name: str, cut_at: list[int]) -> None:
 
     def make(parameter: Tensor) -> Shard:
         optimizer = build_optimizer(optimizer_class, settings, [{}], [[parameter]])
-        rule = BulkSynchronous(num_workers=2)
+        rule = BulkSynchronous(Membership.first(2))
         return Shard(parameters=[parameter], optimizer=optimizer, rule=rule, max_updates=4)
 
     twin = make(start.clone())
@@ -119,7 +120,7 @@ def test_updates_are_fused_where_the_script_leaves_the_choice() -> None:
 def test_hyperparameters_that_change_leave_the_kernel_as_it_is() -> None:
     parameter = torch.zeros(3)
     optimizer = build_optimizer(torch.optim.SGD, {"lr": 1.0}, [{}], [[parameter]])
-    shard = Shard(parameters=[parameter], optimizer=optimizer, rule=BulkSynchronous(num_workers=1))
+    shard = Shard(parameters=[parameter], optimizer=optimizer, rule=BulkSynchronous(Membership.first(1)))
     shard.push(0, 0, [torch.ones(3)], pause_at=NEVER, groups=[{"lr": 2.0, "fused": None, "foreach": None}])
     assert optimizer.param_groups[0]["fused"] is True
     assert parameter.tolist() == [-2.0] * 3
@@ -127,7 +128,7 @@ def test_hyperparameters_that_change_leave_the_kernel_as_it_is() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_sum_does_not_depend_on_the_order_of_arrival(order: tuple[int, ...]) -> None:
-    shard = make_shard(BulkSynchronous(num_workers=3))
+    shard = make_shard(BulkSynchronous(Membership.first(3)))
     # Summed in worker order the large ones cancel first and 1 remains; in another order the 1 is lost.
     for worker in order:
         shard.push(worker, 0, ones((1e9, -1e9, 1.0)[worker]), pause_at=NEVER)
@@ -140,7 +141,7 @@ def test_half_precision_is_averaged_in_float32(dtype: torch.dtype) -> None:
     shard = Shard(
         parameters=[parameter],
         optimizer=torch.optim.SGD([parameter], lr=1.0),
-        rule=BulkSynchronous(num_workers=3),
+        rule=BulkSynchronous(Membership.first(3)),
     )
     # The sum is infinite in float16, and 256 + 1 is 256 in bfloat16.
     gradients = {torch.float16: (60000.0, 60000.0, 60000.0), torch.bfloat16: (256.0, 1.0, 1.0)}[dtype]
@@ -152,7 +153,7 @@ def test_half_precision_is_averaged_in_float32(dtype: torch.dtype) -> None:
 
 
 def test_asynchronous_gradients_are_applied_one_by_one() -> None:
-    shard = make_shard(StaleSynchronous(num_workers=2))
+    shard = make_shard(StaleSynchronous(Membership.first(2)))
     for number, (worker, clock) in enumerate([(0, 0), (0, 1), (1, 0), (0, 2)], 1):
         (answer,) = shard.push(worker, clock, ones(), pause_at=NEVER)
         assert (answer.worker, answer.iteration, answer.clock) == (worker, number, clock + 1)
@@ -160,7 +161,7 @@ def test_asynchronous_gradients_are_applied_one_by_one() -> None:
 
 
 def test_backup_workers_drop_the_late_gradient() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=3, backup_workers=1))
+    shard = make_shard(BulkSynchronous(Membership.first(3), backup_workers=1))
     assert shard.push(0, 0, ones(3.0), pause_at=NEVER) == []
     assert [answer.worker for answer in shard.push(2, 0, ones(1.0), pause_at=NEVER)] == [0, 2]
     (late,) = shard.push(1, 0, ones(100.0), pause_at=NEVER)
@@ -170,7 +171,7 @@ def test_backup_workers_drop_the_late_gradient() -> None:
 
 
 def test_with_backup_workers_the_first_to_leave_ends_the_run_of_all() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=4, backup_workers=1))
+    shard = make_shard(BulkSynchronous(Membership.first(4), backup_workers=1))
     for worker in (0, 1, 2):
         shard.push(worker, 0, ones(), pause_at=NEVER)
     shard.pulled(0)
@@ -186,7 +187,7 @@ def test_with_backup_workers_the_first_to_leave_ends_the_run_of_all() -> None:
 
 
 def test_a_following_shard_waits_for_the_decision_and_for_the_gradients_it_names() -> None:
-    deciding = BulkSynchronous(num_workers=3, backup_workers=1)
+    deciding = BulkSynchronous(Membership.first(3), backup_workers=1)
     shard = make_shard(deciding.for_another_shard())
     assert shard.follows
     assert shard.push(0, 0, ones(3.0), pause_at=NEVER, stop=True) == []
@@ -203,7 +204,7 @@ def test_a_following_shard_waits_for_the_decision_and_for_the_gradients_it_names
 
 
 def test_a_worker_waits_until_a_following_shard_has_come_to_its_clock() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=3, backup_workers=1).for_another_shard())
+    shard = make_shard(BulkSynchronous(Membership.first(3), backup_workers=1).for_another_shard())
     shard.push(2, 0, ones(), pause_at=NEVER)
     assert shard.follow(2, 1, [0, 1]) == [], "here clock 0 is still open"
     shard.push(0, 0, ones(), pause_at=NEVER)
@@ -211,14 +212,14 @@ def test_a_worker_waits_until_a_following_shard_has_come_to_its_clock() -> None:
 
 
 def test_a_decision_is_refused_by_a_shard_that_decides_for_itself() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=2))
+    shard = make_shard(BulkSynchronous(Membership.first(2)))
     assert not shard.follows
     with pytest.raises(ProtocolError, match="decides for itself"):
         shard.follow(0, 1, [0, 1])
 
 
 def test_a_leaver_completes_the_clock_of_the_others() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=2))
+    shard = make_shard(BulkSynchronous(Membership.first(2)))
     assert shard.push(0, 0, ones(), pause_at=NEVER) == []
     (answer,) = shard.leave(1)
     assert (answer.worker, answer.iteration, answer.staleness) == (0, 1, 0)
@@ -228,7 +229,7 @@ def test_a_leaver_completes_the_clock_of_the_others() -> None:
 
 
 def test_one_void_gradient_voids_the_clock_of_all() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=2))
+    shard = make_shard(BulkSynchronous(Membership.first(2)))
     shard.push(0, 0, ones(), pause_at=NEVER)
     answers = shard.push(1, 0, None, pause_at=NEVER)
     assert [(a.worker, a.iteration, a.clock, a.staleness, a.admitted) for a in answers] == [
@@ -243,7 +244,7 @@ def test_one_void_gradient_voids_the_clock_of_all() -> None:
 
 
 def test_a_void_gradient_is_no_update_but_a_clock() -> None:
-    shard = make_shard(StaleSynchronous(num_workers=2, staleness=0))
+    shard = make_shard(StaleSynchronous(Membership.first(2), staleness=0))
     assert shard.push(0, 0, None, pause_at=NEVER) == []
     answers = shard.push(1, 0, ones(), pause_at=NEVER)
     assert [(a.worker, a.iteration, a.staleness) for a in answers] == [(0, 1, -1), (1, 1, 0)]
@@ -251,7 +252,7 @@ def test_a_void_gradient_is_no_update_but_a_clock() -> None:
 
 @pytest.mark.parametrize("rule", [BulkSynchronous, StaleSynchronous])
 def test_no_update_beyond_the_last(rule: Callable[..., AdmissionRule]) -> None:
-    shard = make_shard(rule(num_workers=1), max_updates=2)
+    shard = make_shard(rule(Membership.first(1)), max_updates=2)
     staleness = [shard.push(0, clock, ones(), pause_at=NEVER)[0].staleness for clock in range(4)]
     assert staleness == [0, 1, -1, -1] or staleness == [0, 0, -1, -1]
     assert shard.iteration == 2
@@ -259,7 +260,7 @@ def test_no_update_beyond_the_last(rule: Callable[..., AdmissionRule]) -> None:
 
 
 def test_hyperparameters_hold_from_the_gradient_they_came_with() -> None:
-    shard = make_shard(StaleSynchronous(num_workers=1))
+    shard = make_shard(StaleSynchronous(Membership.first(1)))
     shard.push(0, 0, ones(), pause_at=NEVER)
     shard.push(0, 1, ones(), pause_at=NEVER, groups=[{"lr": 10.0}])
     assert torch.equal(shard.parameters[2], torch.full((5,), -11.0))
@@ -268,7 +269,7 @@ def test_hyperparameters_hold_from_the_gradient_they_came_with() -> None:
 
 
 def test_each_gradient_is_applied_with_its_own_workers_hyperparameters() -> None:
-    shard = make_shard(StaleSynchronous(num_workers=2))
+    shard = make_shard(StaleSynchronous(Membership.first(2)))
     shard.push(0, 0, ones(), pause_at=NEVER, groups=[{"lr": 10.0}])
     shard.push(1, 0, ones(), pause_at=NEVER)
     assert torch.equal(shard.parameters[2], torch.full((5,), -11.0))
@@ -277,7 +278,7 @@ def test_each_gradient_is_applied_with_its_own_workers_hyperparameters() -> None
 
 
 def test_a_late_worker_does_not_turn_the_hyperparameters_back() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=3, backup_workers=1))
+    shard = make_shard(BulkSynchronous(Membership.first(3), backup_workers=1))
     for worker in (0, 1):
         shard.push(worker, 0, ones(), pause_at=NEVER, groups=[{"lr": 10.0}])
     shard.push(2, 0, ones(), pause_at=NEVER, groups=[{"lr": 100.0}])
@@ -288,7 +289,7 @@ def test_a_late_worker_does_not_turn_the_hyperparameters_back() -> None:
 
 
 def test_a_refused_push_changes_no_hyperparameter() -> None:
-    shard = make_shard(StaleSynchronous(num_workers=1))
+    shard = make_shard(StaleSynchronous(Membership.first(1)))
     with pytest.raises(ProtocolError):
         shard.push(0, 7, ones(), pause_at=NEVER, groups=[{"lr": 10.0}])
     with pytest.raises(ValueError, match="2 parameter groups"):
@@ -303,7 +304,7 @@ def test_a_refused_push_changes_no_hyperparameter() -> None:
     ids=["transposed", "too few", "none"],
 )
 def test_mismatched_shapes_are_refused_and_change_nothing(gradients: Sequence[Tensor]) -> None:
-    shard = make_shard(BulkSynchronous(num_workers=2))
+    shard = make_shard(BulkSynchronous(Membership.first(2)))
     with pytest.raises(ValueError, match=r"worker 1 pushed gradients of shapes .* this server owns"):
         shard.push(1, 0, gradients, pause_at=NEVER)
     shard.push(0, 0, ones(), pause_at=NEVER)
@@ -311,7 +312,7 @@ def test_mismatched_shapes_are_refused_and_change_nothing(gradients: Sequence[Te
 
 
 def test_asking_for_admission_with_a_held_gradient_is_refused() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=2))
+    shard = make_shard(BulkSynchronous(Membership.first(2)))
     shard.push(0, 0, ones(), pause_at=NEVER)
     with pytest.raises(ProtocolError, match="worker 0 asks for admission while its gradient waits"):
         shard.wait(0, pause_at=NEVER)
@@ -320,19 +321,19 @@ def test_asking_for_admission_with_a_held_gradient_is_refused() -> None:
 
 
 def test_a_worker_that_left_may_not_ask() -> None:
-    shard = make_shard(StaleSynchronous(num_workers=2, staleness=1))
+    shard = make_shard(StaleSynchronous(Membership.first(2), staleness=1))
     shard.leave(1)
     with pytest.raises(ProtocolError):
         shard.wait(1, pause_at=NEVER)
 
 
 def test_the_word_to_stop_reaches_also_the_worker_that_waits_for_admission() -> None:
-    shard = make_shard(StaleSynchronous(num_workers=2, staleness=0))
+    shard = make_shard(StaleSynchronous(Membership.first(2), staleness=0))
     assert shard.push(0, 0, ones(), pause_at=NEVER) == []
     shard.push(1, 0, ones(), pause_at=NEVER)
     assert shard.push(0, 1, ones(), pause_at=NEVER) == []
     shard.leave(1)
-    shard = make_shard(StaleSynchronous(num_workers=3, staleness=0))
+    shard = make_shard(StaleSynchronous(Membership.first(3), staleness=0))
     assert shard.push(0, 0, ones(), pause_at=NEVER) == []
     answers = shard.push(1, 0, ones(), pause_at=NEVER, stop=True)
     # Worker 2 has not come, so neither is admitted; but neither needs to be.
@@ -340,14 +341,14 @@ def test_the_word_to_stop_reaches_also_the_worker_that_waits_for_admission() -> 
 
 
 def test_the_word_to_stop_does_not_release_a_held_gradient() -> None:
-    shard = make_shard(BulkSynchronous(num_workers=2))
+    shard = make_shard(BulkSynchronous(Membership.first(2)))
     assert shard.push(0, 0, ones(), pause_at=NEVER, stop=True) == []
     answers = shard.push(1, 0, ones(), pause_at=NEVER)
     assert [(a.worker, a.stop, a.admitted, a.staleness) for a in answers] == [(0, True, True, 0), (1, True, True, 0)]
 
 
 def test_a_pause_answers_who_is_not_admitted() -> None:
-    shard = make_shard(StaleSynchronous(num_workers=2, staleness=0))
+    shard = make_shard(StaleSynchronous(Membership.first(2), staleness=0))
     assert shard.push(0, 0, ones(), pause_at=2) == []
     (answer,) = shard.wait(0, pause_at=1)
     assert (answer.iteration, answer.admitted) == (1, False)
@@ -361,7 +362,7 @@ def test_a_pause_answers_who_is_not_admitted() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_asp_staleness_at_constant_speed_is_n_minus_one(n: int) -> None:
-    shard = make_shard(StaleSynchronous(num_workers=n))
+    shard = make_shard(StaleSynchronous(Membership.first(n)))
     clocks = [0] * n
     for _ in range(20):
         for worker in range(n):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm import connecting
+from paceline.comm import connecting, hosts
 from paceline.comm.alone import AloneCollective
 from paceline.comm.hierarchical.collective import HierarchicalCollective
 from paceline.comm.process_group.collective import TorchCollective
@@ -71,34 +71,41 @@ def test_what_carries_a_group(quartet: TorchWorld, hosts: str, collective: type,
         assert results == [6.0, 6.0, [0.0, 1.0, 2.0, 3.0], (rank - 1) % 4]
 
 
+def test_a_gpu_for_each_rank_means_nccl() -> None:
+    hosts = [[0, 1], [2]]
+    assert connecting.transport(hosts, ["a", "b", "c"]) == "nccl"
+    assert connecting.transport(hosts, ["a", "b", None]) == "hierarchical"
+    assert connecting.transport([[0, 1]], ["a", "a"]) == "shared memory"
+
+
 def test_one_rank_needs_no_store() -> None:
     store: Any = None
     assert isinstance(connecting.connect(store, rank=0, size=1, deadline_s=1.0), AloneCollective)
 
 
 def test_a_host_is_the_same_in_all_its_processes(quartet: TorchWorld) -> None:
-    assert set(quartet.run(identify)) == {connecting.host_identity()}
+    assert set(quartet.run(identify)) == {hosts.host_identity()}
 
 
 def identify(_: int) -> str:
-    return connecting.host_identity()
+    return hosts.host_identity()
 
 
 def test_the_interface_of_gloo_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert connecting.own_ip_address() == "127.0.0.1"
+    assert hosts.own_ip_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
     with pytest.raises(UsageError, match=r"nonesuch0.*there are .*lo"):
-        connecting.own_ip_address()
+        hosts.own_ip_address()
 
 
 def test_the_address_is_not_the_loopbacks_while_another_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    ways = {"master": "127.0.1.1", connecting._ELSEWHERE: "10.1.2.3"}
-    monkeypatch.setattr(connecting, "_start_of_way_to", ways.get)
+    ways = {"master": "127.0.1.1", hosts._ELSEWHERE: "10.1.2.3"}
+    monkeypatch.setattr(hosts, "_source_of_packets_to", ways.get)
     monkeypatch.setenv("MASTER_ADDR", "master")
-    assert connecting.own_ip_address() == "10.1.2.3"
+    assert hosts.own_ip_address() == "10.1.2.3"
     ways["master"] = "10.9.9.9"
-    assert connecting.own_ip_address() == "10.9.9.9"
-    monkeypatch.setattr(connecting, "_start_of_way_to", lambda host: None)
-    assert connecting.own_ip_address() == "127.0.0.1"
+    assert hosts.own_ip_address() == "10.9.9.9"
+    monkeypatch.setattr(hosts, "_source_of_packets_to", lambda host: None)
+    assert hosts.own_ip_address() == "127.0.0.1"

@@ -78,4 +78,4 @@ def test_hanging_worker_is_named_by_those_who_gave_up() -> None:
     ],
 )
 def test_which_strategies_keep_workers_in_step(name: str, options: dict[str, int], expected: bool) -> None:
-    assert build(name, options).is_lock_step() is expected
+    assert build(name, options).traits.lock_step is expected

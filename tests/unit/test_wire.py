@@ -54,6 +54,7 @@ MESSAGES = st.builds(
     iteration=LONGS,
     pause_at=LONGS,
     staleness=LONGS,
+    tensor_bytes=LONGS,
     waiting_s=st.floats(allow_nan=False),
     body=BODIES,
     payload=st.lists(st.binary(max_size=20), max_size=4),
@@ -138,7 +139,7 @@ def test_a_pickle_is_never_read() -> None:
             Message.decode(frames(parts), epoch=7)
 
 
-@pytest.mark.parametrize("field", ["clock", "iteration", "pause_at", "staleness"])
+@pytest.mark.parametrize("field", ["clock", "iteration", "pause_at", "staleness", "tensor_bytes"])
 def test_a_number_that_does_not_fit_is_no_message(field: str) -> None:
     with pytest.raises(struct.error):
         Message(Kind.PULL, 0, **{field: 2**63}).encode()

@@ -14,10 +14,10 @@ from paceline.comm.reduction import Reduction
 def all_to_all(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> None:
     """As `AllReduceAlgorithm`; every rank gets everyone's part for it, reduces in rank order, sends the result back.
 
-    The direct exchange of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-    MPICH", International Journal of High Performance Computing Applications 19(1), 2005, section 4.4 (pairwise
-    exchange), but with all pairs at once, followed by a direct all-gather. It is what n parameter servers, one on each
-    worker, would do. Every rank sends 2 (n - 1) / n times the tensor, in 2 rounds of n - 1 messages each.
+    This is the pairwise exchange of Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+    operations in MPICH", International Journal of High Performance Computing Applications 19(1), 2005, section 4.4, but
+    with all pairs at once, followed by a direct all-gather. Every rank sends 2 (n - 1) / n times the tensor, in 2
+    rounds of n - 1 messages each.
     """
     flat = as_flat(tensor, op)
     rank, size = collective.rank, collective.size
@@ -27,8 +27,8 @@ def all_to_all(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean"
     mine = chunks[rank]
     parts = [torch.empty_like(mine) for _ in range(size)]
     parts[rank].copy_(mine)
-    others = [(rank + distance) % size for distance in range(1, size)]  # not all to the same rank first
-    # The receives first, as in `exchange`. A result comes to where a part was that the other has taken by then.
+    others = [(rank + distance) % size for distance in range(1, size)]  # so that not all send to one rank first
+    # Receives first, as in `exchange`. A result overwrites the part that its sender has taken by then.
     arriving = [start_receiving(collective, parts[other], source=other) for other in others]
     returning = [work for other in others for work in start_receiving(collective, chunks[other], source=other)]
     sending: list[Work] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,11 @@ from paceline.comm.base import Collective
 def halving_doubling(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> None:
     """As `AllReduceAlgorithm`; pairs of ranks exchange halves of what is left, then give back what they reduced.
 
-    Rabenseifner's algorithm, as in Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
-    in MPICH", International Journal of High Performance Computing Applications 19(1), 2005, section 4.5. The first and
-    largest exchange is with the next rank, which is most likely to be near. Among n = 2**k ranks each sends
-    2 (n - 1) / n times the tensor, in 2 log2(n) rounds. Of other numbers the ranks from 2**k on, with k as large as
-    possible, first add their tensor to a partner's and wait for the result: one tensor more from either, and 2 rounds.
+    This is Rabenseifner's algorithm, as in Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+    operations in MPICH", International Journal of High Performance Computing Applications 19(1), 2005, section 4.5. The
+    first and largest exchange is with the next rank, which is most likely to be near. Each of n = 2**k ranks sends
+    2 (n - 1) / n times the tensor, in 2 log2(n) rounds. If there are more than 2**k ranks, the others first add their
+    tensor to a partner's and then wait for the result: either sends one tensor more, in 2 more rounds.
 
     Half precision is rounded at each of the log2(n) exchanges of a sum.
     """
@@ -34,7 +36,7 @@ def halving_doubling(collective: Collective, tensor: Tensor, *, op: SumOrMean = 
     if has_guest:
         wait_for(start_receiving(collective, scratch, source=rank + num_pairing))
         total.add(scratch)
-    given: list[tuple[int, slice, slice]] = []  # partner, what this rank kept and what it gave up, of each halving
+    given: list[tuple[int, slice, slice]] = []  # of each halving: partner, what this rank kept, what it gave up
     start, stop, distance = 0, flat.numel(), 1
     while distance < num_pairing:
         partner, middle = rank ^ distance, (start + stop) // 2
@@ -44,10 +46,7 @@ def halving_doubling(collective: Collective, tensor: Tensor, *, op: SumOrMean = 
         start, stop = kept.start, kept.stop
         total.store(gone.start, gone.stop)
         incoming = scratch[: stop - start]
-
-        def add(piece: Tensor, at: int, start: int = start) -> None:
-            total.add(piece, start + at)
-
+        add = partial(total.add, shift=start)
         exchange(collective, flat[gone], destination=partner, incoming=incoming, source=partner, arrived=add)
         distance *= 2
     total.store(start, stop, divisor=divisor_of(op, size=size))

@@ -15,19 +15,16 @@ SumOrMean = Literal["sum", "mean"]
 
 @final
 class PartialSum:
-    """What this rank has summed so far of a stretch of the tensor.
-
-    float16 and bfloat16 are summed in float32, and rounded where they are stored to be sent on or kept.
-    """
+    """What this rank has summed so far of a stretch of the tensor; float16 and bfloat16 are summed in float32."""
 
     def __init__(self, flat: Tensor) -> None:
-        """Begin with this rank's own 1-D `flat`, which `store` overwrites; other dtypes are summed in it."""
+        """Begin with this rank's own 1-D `flat`, which `store` overwrites."""
         self._flat = flat
         self._total = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 
-    def add(self, part: Tensor, at: int = 0) -> None:
-        """Add another rank's `part`, whose first element belongs at index `at`."""
-        self._total[at : at + part.numel()].add_(part)
+    def add(self, part: Tensor, at: int = 0, *, shift: int = 0) -> None:
+        """Add another rank's `part`, whose first element belongs at index `at + shift`."""
+        self._total[at + shift : at + shift + part.numel()].add_(part)
 
     def store(self, start: int = 0, stop: int | None = None, *, divisor: int = 1) -> None:
         """Write elements `start` to `stop` of the sum, divided by `divisor`, to the tensor."""
@@ -50,5 +47,4 @@ def as_flat(tensor: Tensor, op: SumOrMean) -> Tensor:
 
 
 def divisor_of(op: SumOrMean, *, size: int) -> int:
-    """What the sum over `size` ranks is divided by."""
     return size if op == "mean" else 1

@@ -14,15 +14,15 @@ from paceline.comm.reduction import Reduction
 def reduce_broadcast(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> None:
     """As `AllReduceAlgorithm`; all send to rank 0, which reduces in rank order and sends the result back.
 
-    The shape of Dean and Ghemawat, "MapReduce: simplified data processing on large clusters", OSDI 2004, section 3.1,
-    with one reducer. Rank 0 sends (and receives) n - 1 times the tensor, the others send it once, in 2 rounds.
+    It has the shape of MapReduce with one reducer (Dean and Ghemawat, "MapReduce: simplified data processing on large
+    clusters", OSDI 2004, section 3.1). Rank 0 sends and receives n - 1 times the tensor, the others once, in 2 rounds.
     """
     flat = as_flat(tensor, op)
     if collective.rank == 0:
         _reduce(collective, flat, op)
     else:
         sending = start_sending(collective, flat, destination=0)
-        # The result comes to the same place; rank 0 has taken this rank's part by then.
+        # The result overwrites this rank's part, which rank 0 has taken by then.
         wait_for(start_receiving(collective, flat, source=0))
         wait_for(sending)
 

@@ -13,9 +13,9 @@ from paceline.comm.base import Collective
 def ring(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> None:
     """As `AllReduceAlgorithm`, with one chunk of the tensor for each rank.
 
-    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of Parallel and
-    Distributed Computing 69(2), 2009, the algorithm on a logical ring: reduce-scatter, then all-gather. Every rank
-    sends to the next one only: 2 (n - 1) / n times the tensor, in 2 (n - 1) rounds.
+    Every rank sends to the next one only, in a reduce-scatter and then an all-gather: 2 (n - 1) / n times the tensor,
+    in 2 (n - 1) rounds (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    Journal of Parallel and Distributed Computing 69(2), 2009).
 
     Half precision is rounded at each of the n - 1 hops of a sum.
     """

@@ -15,11 +15,10 @@ from paceline.comm.base import Collective, Work
 def tree(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> None:
     """As `AllReduceAlgorithm`; half of the tensor is reduced and broadcast along each of two trees.
 
-    Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
-    Computing 35(12), 2009, the reduction followed by the broadcast: a rank that has children in one tree is a leaf of
-    the other, so that none is idle and none is loaded twice. (Of an odd number, rank 0 has children in both.) A rank
-    sends at most 2 times the tensor (rank 0 of an odd number 2.5 times), in 2 log2(n) rounds; pieces follow one
-    another, so that the rounds of a large tensor overlap.
+    A rank that has children in one tree is a leaf of the other, so that none is idle and none is loaded twice (Sanders,
+    Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12),
+    2009). A rank sends at most 2 times the tensor, in 2 log2(n) rounds; among an odd number of ranks rank 0 has
+    children in both trees and sends 2.5 times the tensor. The rounds of a large tensor overlap, piece by piece.
 
     Half precision is rounded once at each level of a tree.
     """
@@ -28,10 +27,10 @@ def tree(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> N
         return
     places = _places(collective.rank, collective.size)
     halves = [pieces_of(half) for half in chunks_of(flat, 2)]
-    # The tree first in which this rank is a leaf and waits for nobody: if pieces of both took turns, each tree would
-    # wait for the other (40 MB among 8 ranks on simulated links of 1 Gbit/s: 3.1 s so, 0.9 s without turns). On the
-    # way back it is last. Rank 0 of an odd number is no leaf; of 3, both trees' messages come to it from the same
-    # rank, whose order this is: the second tree's first.
+    # On the way up a rank begins with the tree in which it is a leaf and waits for nobody; on the way back it ends with
+    # that. If the trees took turns, each would wait for the other (40 MB among 8 ranks on simulated links of 1 Gbit/s:
+    # 3.1 s instead of 0.9 s). Where rank 0 is no leaf the second tree comes first: of 3 ranks, one sends it both
+    # trees' messages in that order.
     backwards = zip(reversed(places), reversed(halves), strict=True)
     trees = sorted(backwards, key=lambda tree: bool(tree[0].children))
     up = [(place, piece) for place, pieces in trees for piece in pieces]
@@ -46,7 +45,7 @@ def tree(collective: Collective, tensor: Tensor, *, op: SumOrMean = "mean") -> N
         total.store(divisor=divisor_of(op, size=collective.size) if place.parent is None else 1)
         if place.parent is not None:
             sending.append(collective.send(piece, destination=place.parent))
-    # The result comes to where the sum was, which the parent has taken by then.
+    # The result overwrites the sum, which the parent has taken by then.
     returning = [None if place.parent is None else collective.recv(piece, source=place.parent) for place, piece in down]
     for (place, piece), result in zip(down, returning, strict=True):
         if result is not None:
@@ -65,34 +64,28 @@ class _Place:
 
 def edges(size: int) -> list[list[tuple[int, int]]]:
     """Parent and child, as ranks, of every edge; of each of the two trees."""
+    # In the second tree the ranks are numbered so that odd ones, the leaves of the first, have even positions.
+    second = (size - 1, -1) if size % 2 == 0 else (-1, 1)
     found = []
-    for offset, direction in ((0, 1), _second(size)):
+    for offset, direction in ((0, 1), second):  # rank r has position offset + direction * r (modulo size)
         ranks = [direction * (position - offset) % size for position in range(size)]
         parents = [_parent(position, size) for position in range(size)]
         found.append([(ranks[above], ranks[place]) for place, above in enumerate(parents) if above is not None])
     return found
 
 
-def _places(rank: int, size: int) -> tuple[_Place, _Place]:
-    return _place(rank, size, 0, 1), _place(rank, size, *_second(size))
-
-
-def _second(size: int) -> tuple[int, int]:
-    """In the second tree the ranks are numbered so that odd ones, the leaves of the first, have even positions."""
-    return (size - 1, -1) if size % 2 == 0 else (-1, 1)
-
-
-def _place(rank: int, size: int, offset: int, direction: int) -> _Place:
-    """Where a rank stands in the tree in which rank r has position offset + direction * r (modulo size)."""
-    ranks = {(offset + direction * other) % size: other for other in range(size)}
-    position = (offset + direction * rank) % size
-    parent = _parent(position, size)
-    children = tuple(ranks[other] for other in range(size) if _parent(other, size) == position)
-    return _Place(None if parent is None else ranks[parent], children)
+def _places(rank: int, size: int) -> tuple[_Place, ...]:
+    return tuple(
+        _Place(
+            next((parent for parent, child in tree if child == rank), None),
+            tuple(child for parent, child in tree if parent == rank),
+        )
+        for tree in edges(size)
+    )
 
 
 def _parent(position: int, size: int) -> int | None:
-    """In-order binary tree: odd positions are leaves, the lowest set bit says the level, 0 is above all others."""
+    """In this in-order binary tree odd positions are leaves, the lowest set bit is the level, and 0 is the root."""
     if position == 0:
         return None
     bit = position & -position

@@ -21,7 +21,7 @@ class AllReduceAlgorithm(Protocol):
 
 @final
 class AlgorithmWork(Work):
-    """Runs when it is waited for: messages of two all-reduces must not mix, and nothing but a call advances them."""
+    """Runs when it is waited for, so that messages of two all-reduces do not mix."""
 
     def __init__(
         self, collective: Collective, algorithm: AllReduceAlgorithm, tensor: Tensor, *, op: SumOrMean = "mean"

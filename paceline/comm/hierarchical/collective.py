@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import final
 
 import torch
@@ -14,13 +13,14 @@ from torch.distributed import PrefixStore
 
 from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective, Finished, ReduceOp, Timing, Work
+from paceline.comm.hierarchical.host_shares import Division, HostShares
 from paceline.comm.hierarchical.stages import Passage, Stages
 from paceline.comm.process_group.collective import TorchCollective, connect_gloo
 from paceline.comm.process_group.reducing import to_wire
+from paceline.comm.rank_errors import FAILURES, in_world
 from paceline.comm.reduction import require_reducible
-from paceline.comm.shared_memory.shares import Division, Shares
-from paceline.comm.shared_memory.steps import SMALL_BYTES
-from paceline.comm.world_ranks import FAILURES, in_world
+from paceline.comm.shared_memory.plans import SMALL_BYTES
+from paceline.comm.works import GuardedWork, OwnedWork
 from paceline.errors import Aborted, PacelineError, UsageError
 
 _NUM_SLOTS = 64
@@ -28,83 +28,79 @@ _NUM_SLOTS = 64
 
 @final
 class HierarchicalCollective(Collective):
-    """All-reduces meet three times: on the host, across hosts, and on the host again.
+    """All-reduces in three stages: the ranks of a host meet, then hosts, then the ranks of a host again.
 
-    With the same number of ranks on every host each rank reduces its share of the host's memory, all-reduces that share
-    with the ranks of its number on the other hosts, and hands it round its host: every byte crosses the network as
-    often as if a host were one rank, and all ranks' connections carry some (Cho et al., "BlueConnect: decomposing
-    all-reduce for deep learning on heterogeneous network hierarchy", MLSys 2019). With different numbers, and for small
-    tensors, where latency counts, the first rank of a host reduces and sends everything (Jia et al., "Highly scalable
-    deep learning training system with mixed-precision", 2018, the hierarchical all-reduce).
+    Where all hosts have as many ranks, each rank reduces its share of the host's memory, all-reduces that share with
+    the ranks of its number on the other hosts, and hands it round its host. So a byte crosses the network as often as
+    if a host were one rank, over all ranks' connections (Cho et al., "BlueConnect: decomposing all-reduce for deep
+    learning on heterogeneous network hierarchy", MLSys 2019). Elsewhere, and for small tensors, whose time is latency,
+    the first rank of a host reduces and sends everything (Jia et al., "Highly scalable deep learning training system
+    with mixed-precision", 2018, the hierarchical all-reduce).
 
     Tensors in memory from `allocate` are reduced where they lie, small ones from anywhere through staging slots. Large
     tensors that lie elsewhere, and all other operations, go through a flat gloo group of the whole world.
 
-    Errors speak of world ranks. Tensors of an all-reduce are compared between the ranks of a host, not between hosts.
-    One thread at a time may use a collective, except for `abort`.
+    Errors name world ranks. The ranks of a host compare what they all-reduce; hosts do not. One thread at a time may
+    use a collective, except for `abort`.
     """
 
     def __init__(
-        self,
-        *,
-        world: TorchCollective,
-        across: TorchCollective | None,
-        hosts: Sequence[Sequence[int]],
-        deadline_s: float | None = 300.0,
+        self, store: Store, *, rank: int, hosts: Sequence[Sequence[int]], address: str, deadline_s: float | None = 300.0
     ) -> None:
-        """Meet the other ranks. Collective call; owns both groups from here on. `connect_hierarchical` makes them.
+        """Meet the other ranks. Collective call.
 
         Args:
-            world: all ranks.
-            across: the ranks with this one's number on their host, in the order of `hosts`; None unless this rank is
-                the first of its host or all hosts have as many.
+            store: where the ranks find one another; no other group may use its keys.
             hosts: the ranks of each host, every rank of the world once.
+            address: IP address of this host on the network to be used.
 
         Raises:
-            UsageError: the groups do not fit the hosts.
+            UsageError: the hosts do not hold every rank once, or no network interface of this host has the address.
             PeerLost, DeadlineExceeded: another rank is gone or did not come.
         """
-        self.rank = world.rank
-        self.size = world.size
-        self._host = _host_of(self.rank, hosts, size=self.size)
-        local_rank = self._host.index(self.rank)
+        self.rank = rank
+        self.size = sum(len(host) for host in hosts)
+        self._host = _host_of(rank, hosts, size=self.size)
+        local_rank = self._host.index(rank)
         self._is_even = len({len(host) for host in hosts}) == 1
-        if (across is not None) != (self._is_even or local_rank == 0):
-            raise UsageError(f"rank {self.rank} {'needs a' if across is None else 'takes no'} group across the hosts")
         self.timing = Timing()
-        self._world = world
-        self._across = across
         self._failure: PacelineError | None = None
-        self._shares = Shares(
+
+        def connect(name: str, ranks: Sequence[int]) -> TorchCollective:
+            return connect_gloo(
+                PrefixStore(name, store),
+                rank=ranks.index(rank),
+                size=len(ranks),
+                address=address,
+                deadline_s=deadline_s,
+            )
+
+        self._world = connect("world", range(self.size))
+        partners = [host[local_rank] for host in hosts] if self._is_even or local_rank == 0 else []
+        self._across = connect(f"across-{local_rank}", partners) if partners else None
+        self._shares = HostShares(
             rank=local_rank,
             ranks=self._host,
             gather=self._gather_on_host,
-            meet=world.barrier,
+            meet=self._world.barrier,
             deadline_s=deadline_s,
         )
+        self._stages = Stages(self._shares, self._across, partners=partners, size=self.size)
         self._timings = [self._shares.timing, *(group.timing for group in self._groups())]
-        partners = () if across is None else tuple(host[local_rank] for host in hosts)
-        self._stages = Stages(self._shares, across, partners=partners, size=self.size)
         self._slots = self._shares.allocate(_NUM_SLOTS * SMALL_BYTES).view(_NUM_SLOTS, SMALL_BYTES)
         self._slot_users: list[Work] = [Finished()] * _NUM_SLOTS
         self._num_staged = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """A zeroed uint8 tensor of shape (num_bytes,) that every rank of the host maps until `close`.
-
-        Raises:
-            TensorMismatch: ranks ask for different sizes.
-            ValueError: `num_bytes` is not positive.
-            OSError: there is no descriptor or no address space left, here.
-        """
+        """As `SharedMemoryCollective.allocate`; every rank of the host maps the tensor."""
         if num_bytes <= 0:
             raise ValueError(f"an allocation needs at least one byte, not {num_bytes}")
         self.require_equal("the size of an allocation", num_bytes)
-        with self.failing():
+        with self._failing():
             try:
                 return self._shares.allocate(num_bytes)
             except OSError as error:
-                self._end(Aborted(f"allocation failed: {error}"))  # the others need not find out by waiting
+                self._end(Aborted(f"allocation failed: {error}"))
                 raise
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
@@ -117,7 +113,7 @@ class HierarchicalCollective(Collective):
         self._check()
         require_reducible(op, tensor.dtype)
         flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
-        to_wire(flat[:0], op)  # what gloo cannot reduce is to fail before anyone has begun
+        to_wire(flat[:0], op)  # raises for what gloo cannot reduce, before anyone has begun
         if flat.numel() == 0:
             return Finished()
         is_small = flat.nbytes <= SMALL_BYTES
@@ -126,11 +122,8 @@ class HierarchicalCollective(Collective):
             return self._start(division, copy_back)
         if is_small:
             return self._reduce_in_slot(flat, op, copy_back)
-        with self.failing():
-            return _FlatWork(self, self._world.all_reduce(tensor, op=op))
-
-    def persistent_all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Callable[[], Work]:
-        return partial(self.all_reduce, tensor, op=op)
+        with self._failing():
+            return GuardedWork(self._world.all_reduce(tensor, op=op), self._failing)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         with self._among_all() as world:
@@ -153,13 +146,13 @@ class HierarchicalCollective(Collective):
             return world.reduce_scatter(tensors, op=op)
 
     def send(self, tensor: Tensor, *, destination: int) -> Work:
-        """As `Collective.send`; over gloo on the same host too, since only gloo goes on sending while a rank waits."""
-        with self.failing():
-            return _FlatWork(self, self._world.send(tensor, destination=destination))
+        """As `Collective.send`; over gloo on the same host too, since gloo alone sends on while a rank waits."""
+        with self._failing():
+            return GuardedWork(self._world.send(tensor, destination=destination), self._failing)
 
     def recv(self, tensor: Tensor, *, source: int) -> Work:
-        with self.failing():
-            return _FlatWork(self, self._world.recv(tensor, source=source))
+        with self._failing():
+            return GuardedWork(self._world.recv(tensor, source=source), self._failing)
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         with self._among_all() as world:
@@ -184,31 +177,33 @@ class HierarchicalCollective(Collective):
         for group in self._groups():
             group.close()
 
-    def advance(self) -> None:
-        """Move what is under way on, without blocking."""
-        with self.failing():
-            self._stages.advance()
+    def poll(self, passage: Passage) -> bool:
+        """Move what is under way on, without blocking; whether `passage` is over."""
+        if not passage.is_over:
+            with self._failing():
+                self._stages.advance()
+        return passage.is_over
 
     def wait(self, passage: Passage) -> None:
-        """Block until one all-reduce is over."""
-        with self.failing():
-            self._stages.wait(passage)
+        if not passage.is_over:
+            with self._failing():
+                self._stages.wait(passage)
 
     @contextmanager
     def _among_all(self) -> Iterator[TorchCollective]:
-        """The flat group, for an operation that blocks: what is under way ends before, as nothing would move it on."""
-        with self.failing():
+        """The flat group, for an operation that blocks. All-reduces end first: nothing would move them on meanwhile."""
+        with self._failing():
             self._stages.finish()
             yield self._world
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
         """End the collective, here and for the other ranks of the host, with what fails inside."""
         self._check()
         try:
             yield
         except FAILURES as error:
-            self._check()  # an abort comes as whatever it broke
+            self._check()  # an abort shows as the failure of whatever it broke
             named = type(error)(in_world(str(error), range(self.size)))
             self._end(named)
             raise named from None
@@ -216,11 +211,11 @@ class HierarchicalCollective(Collective):
             self._sum_up()
 
     def _start(self, division: Division, finish: Callable[[], None] | None) -> Work:
-        with self.failing():
-            return _StagedWork(self, self._stages.submit(division, finish))
+        with self._failing():
+            return OwnedWork(self, self._stages.submit(division, finish))
 
     def _reduce_in_slot(self, flat: Tensor, op: ReduceOp, copy_back: Callable[[], None] | None) -> Work:
-        """A small tensor that lies elsewhere, by way of memory that the host shares."""
+        """Reduce a small tensor that lies elsewhere in memory that the host shares."""
         number = self._num_staged % _NUM_SLOTS
         self._num_staged += 1
         self._slot_users[number].wait()
@@ -242,7 +237,7 @@ class HierarchicalCollective(Collective):
         return [everywhere[rank] for rank in self._host]
 
     def _sum_up(self) -> None:
-        """Bring the one reading that callers hold up to date with those of all parts."""
+        """Add up the parts' timings into the one that callers hold."""
         self.timing.communication_s = sum(timing.communication_s for timing in self._timings)
         self.timing.waiting_s = sum(timing.waiting_s for timing in self._timings)
         self.timing.moved_bytes = sum(timing.moved_bytes for timing in self._timings)
@@ -262,72 +257,6 @@ class HierarchicalCollective(Collective):
         self._shares.leave(error)
         for group in self._groups():
             group.abort(str(error))
-
-
-@final
-class _StagedWork(Work):
-    def __init__(self, collective: HierarchicalCollective, passage: Passage) -> None:
-        self._collective = collective
-        self._passage = passage
-
-    def poll(self) -> bool:
-        if not self._passage.is_over:
-            self._collective.advance()
-        return self._passage.is_over
-
-    def wait(self) -> None:
-        if not self._passage.is_over:
-            self._collective.wait(self._passage)
-
-
-@final
-class _FlatWork(Work):
-    def __init__(self, collective: HierarchicalCollective, work: Work) -> None:
-        self._collective = collective
-        self._work: Work | None = work
-
-    def poll(self) -> bool:
-        if self._work is not None:
-            with self._collective.failing():
-                if self._work.poll():
-                    self._work = None
-        return self._work is None
-
-    def wait(self) -> None:
-        if self._work is not None:
-            with self._collective.failing():
-                self._work.wait()
-            self._work = None
-
-
-def connect_hierarchical(
-    store: Store, *, rank: int, hosts: Sequence[Sequence[int]], address: str, deadline_s: float | None = 300.0
-) -> HierarchicalCollective:
-    """Meet the other ranks. Collective call.
-
-    Args:
-        store: where the ranks find one another; no other group may use its keys.
-        hosts: the ranks of each host, every rank of the world once.
-        address: IP address of this host on the network to be used.
-
-    Raises:
-        UsageError: the hosts do not hold every rank once, or no network interface of this host has the address.
-        PeerLost, DeadlineExceeded: another rank is gone or did not come.
-    """
-    size = sum(len(host) for host in hosts)
-    host = _host_of(rank, hosts, size=size)
-    number = host.index(rank)
-    world = connect_gloo(PrefixStore("world", store), rank=rank, size=size, address=address, deadline_s=deadline_s)
-    across = None
-    if number == 0 or len({len(each) for each in hosts}) == 1:
-        across = connect_gloo(
-            PrefixStore(f"across-{number}", store),
-            rank=[tuple(each) for each in hosts].index(host),
-            size=len(hosts),
-            address=address,
-            deadline_s=deadline_s,
-        )
-    return HierarchicalCollective(world=world, across=across, hosts=hosts, deadline_s=deadline_s)
 
 
 def _host_of(rank: int, hosts: Sequence[Sequence[int]], *, size: int) -> tuple[int, ...]:

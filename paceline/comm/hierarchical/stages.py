@@ -1,15 +1,17 @@
-"""All-reduces on their way through a host and the network: reduced here, then across hosts, then handed round here."""
+"""Moves all-reduces from stage to stage: reduced on this host, then across hosts, then handed round this host."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from paceline.comm.base import Collective, Finished, Work
-from paceline.comm.shared_memory.shares import Division, Shares
-from paceline.comm.world_ranks import NamedWork, naming
+from paceline.comm.hierarchical.host_shares import Division, HostShares
+from paceline.comm.rank_errors import naming
+from paceline.comm.works import GuardedWork
 
 
 @dataclass(eq=False)
@@ -26,12 +28,12 @@ class Passage:
 
 @final
 class Stages:
-    """Moves all-reduces on, from each stage to the next in the order in which they were started.
+    """Moves all-reduces from each stage to the next in the order in which they were started.
 
-    Every rank of a stage therefore takes part in the same order, whoever is ready first.
+    So every rank of a stage takes part in the same order, whoever is ready first.
     """
 
-    def __init__(self, shares: Shares, across: Collective | None, *, partners: Sequence[int], size: int) -> None:
+    def __init__(self, shares: HostShares, across: Collective | None, *, partners: Sequence[int], size: int) -> None:
         """How the stages reach other ranks.
 
         Args:
@@ -42,14 +44,18 @@ class Stages:
         """
         self._shares = shares
         self._across = across
-        self._partners = partners
+        self._guard = partial(naming, partners)
         self._size = size
         self._reducing: deque[Passage] = deque()
         self._crossing: deque[Passage] = deque()
         self._handed_round: deque[Passage] = deque()
+        self._moves = (
+            (self._reducing, self._cross),
+            (self._crossing, self._hand_round),
+            (self._handed_round, self._end),
+        )
 
     def submit(self, division: Division, finish: Callable[[], None] | None) -> Passage:
-        """Start an all-reduce; never blocks."""
         passage = Passage(division, finish, self._shares.reduce(division))
         self._reducing.append(passage)
         self.advance()
@@ -57,21 +63,15 @@ class Stages:
 
     def advance(self) -> None:
         """Move everything on as far as possible without blocking."""
-        while self._reducing and self._reducing[0].work.poll():
-            self._cross(self._reducing.popleft())
-        while self._crossing and self._crossing[0].work.poll():
-            self._hand_round(self._crossing.popleft())
-        while self._handed_round and self._handed_round[0].work.poll():
-            self._end(self._handed_round.popleft())
+        for stage, move_on in self._moves:
+            while stage and stage[0].work.poll():
+                move_on(stage.popleft())
 
     def wait(self, passage: Passage) -> None:
-        """Block until it is over.
-
-        Always on what started first: every rank can go on with that, whichever work it waits for itself.
-        """
+        """Block until it is over, always on what started first: every rank can go on with that."""
         self.advance()
         while not passage.is_over:
-            oldest = next(stage[0] for stage in (self._handed_round, self._crossing, self._reducing) if stage)
+            oldest = next(stage[0] for stage, _ in reversed(self._moves) if stage)
             oldest.work.wait()
             self.advance()
 
@@ -81,8 +81,7 @@ class Stages:
             self.wait(passage)
 
     def close(self) -> None:
-        """Forget all that is under way."""
-        for stage in (self._reducing, self._crossing, self._handed_round):
+        for stage, _ in self._moves:
             stage.clear()
 
     def _cross(self, passage: Passage) -> None:
@@ -90,8 +89,9 @@ class Stages:
         if self._across is None or division.total.numel() == 0:
             passage.work = Finished()
         else:
-            with naming(self._partners):
-                passage.work = NamedWork(self._across.all_reduce(division.total, op=division.op), self._partners)
+            with self._guard():
+                work = self._across.all_reduce(division.total, op=division.op)
+            passage.work = GuardedWork(work, self._guard)
         self._crossing.append(passage)
 
     def _hand_round(self, passage: Passage) -> None:

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, final
 
 from paceline.comm.base import Timing, Work
 from paceline.comm.process_group.gloo_messages import WatchedMessage
 from paceline.comm.process_group.peer_watch import PeerWatch
-from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, TensorMismatch, UsageError
+from paceline.comm.rank_errors import disagreement, late
+from paceline.comm.works import OwnedWork
+from paceline.errors import PacelineError, PeerLost, UsageError
 
 LOOK_INTERVAL_S = 0.2
-# NCCL's waits return when the work is enqueued, so its works are asked in turn.
+# NCCL's waits return when the work is enqueued, so its works are asked again and again.
 _ASK_INTERVAL_S = 50e-6
-# What was sent before a rank left may still arrive for so long, and so may word of why it left.
+# For so long what a rank sent before it left may still arrive, and so may word of why it left.
 _GRACE_S = 1.0
+
+
+@dataclass(eq=False)
+class _Operation:
+    """An operation on a backend, from when it is issued."""
+
+    name: str
+    start: Callable[[], Any] | None
+    finish: Callable[[], None] | None
+    number: int = 0
+    """0 of a message."""
+    peer: int | None = None
+    """The other rank of a message."""
+    started: Any = None
+    """The backend's work, while there is one."""
+    is_agreed: bool = True
+    is_told: bool = False
+    is_over: bool = False
 
 
 @final
@@ -26,58 +47,48 @@ class TorchCalls:
     """Starts operations in their order, waits for them and finds out who keeps them.
 
     Collective operations are numbered. A rank that has waited for a while tells the others the number and what the
-    operation is: so a deadline names who is missing, and ranks that disagree find out. Operations of a form that is new
-    start only when all ranks have told the same, since a disagreement would end the processes of gloo. Once a form was
-    agreed on, nothing is told, and a step costs what it costs the backend.
+    operation is: so a deadline names who is missing, and ranks that disagree find out. An operation of a new form
+    starts only when all ranks have told the same, since gloo ends the processes of ranks that disagree. Once a form was
+    agreed on, nothing is told.
     """
 
-    def __init__(self, *, timing: Timing, deadline_s: float | None, is_nccl: bool) -> None:
+    def __init__(self, watch: PeerWatch, *, timing: Timing, deadline_s: float | None, is_nccl: bool) -> None:
+        """Owns `watch` from here on."""
         self.deadline_s = deadline_s
         self._timing = timing
-        self._watch: PeerWatch | None = None
+        self._watch = watch
         self._is_nccl = is_nccl
         self._failure: PacelineError | None = None
         self._num_issued = 0
-        self._to_start: deque[TorchWork] = deque()
-        self._under_way: dict[int, TorchWork] = {}
+        self._to_start: deque[_Operation] = deque()
+        self._under_way: dict[int, _Operation] = {}
         self._agreed: set[str] = set()
         self._last_look_s = 0.0
         self._gone_since_s: float | None = None
 
-    def watch(self, watch: PeerWatch) -> None:
-        """From now on compare what ranks ask for, and tell who keeps them. Owns `watch` from here on."""
-        self._watch = watch
-
     def submit(
-        self,
-        operation: str,
-        start: Callable[[], Any],
-        *,
-        num_bytes: int,
-        finish: Callable[[], None] | None = None,
-        must_agree: bool = False,
-    ) -> TorchWork:
+        self, operation: str, start: Callable[[], Any], *, num_bytes: int, finish: Callable[[], None] | None = None
+    ) -> Work:
         """Issue a collective operation; never blocks.
 
         Args:
-            operation: what it is, in the words of an error.
+            operation: what it is, in the words of an error, which all ranks must agree on.
             start: starts it on the backend.
             num_bytes: what this rank moves.
             finish: is called once when the operation is over.
-            must_agree: all ranks must issue one of the same words, which is looked into the first time.
         """
         self.check()
         self._num_issued += 1
-        work = TorchWork(self, operation, start, finish, number=self._num_issued)
+        work = _Operation(operation, start, finish, number=self._num_issued)
         self._timing.moved_bytes += num_bytes
         self._under_way[work.number] = work
-        if must_agree and self._watch is not None and operation not in self._agreed:
+        if operation not in self._agreed:
             self._agreed.add(operation)
             work.is_agreed = False
             self._tell(work)
         self._to_start.append(work)
         self._start_all()
-        return work
+        return OwnedWork(self, work)
 
     def submit_message(
         self,
@@ -87,15 +98,15 @@ class TorchCalls:
         peer: int,
         num_bytes: int,
         finish: Callable[[], None] | None = None,
-    ) -> TorchWork:
+    ) -> Work:
         """Issue a message to or from one other rank; never blocks."""
         self.check()
-        work = TorchWork(self, operation, start, finish, peer=peer)
+        work = _Operation(operation, start, finish, peer=peer)
         self._timing.moved_bytes += num_bytes
         self._start(work)
-        return work
+        return OwnedWork(self, work)
 
-    def poll(self, work: TorchWork) -> bool:
+    def poll(self, work: _Operation) -> bool:
         """Advance without blocking; whether the work is over."""
         if work.is_over:
             return True
@@ -106,8 +117,7 @@ class TorchCalls:
             self._look(work)
         return work.is_over
 
-    def wait(self, work: TorchWork) -> None:
-        """Block until the work is over."""
+    def wait(self, work: _Operation) -> None:
         if work.is_over:
             return
         started_s = time.perf_counter()
@@ -139,16 +149,14 @@ class TorchCalls:
         """Refuse everything from now on and tell the others; callable from any thread, the first reason stays."""
         if self._failure is None:
             self._failure = error
-            if self._watch is not None:
-                self._watch.leave(self._num_completed(), str(error))
+            self._watch.leave(self._num_completed(), str(error))
 
     def close(self) -> None:
         """Leave, and give back what this holds. A second call does nothing."""
         self.leave(UsageError("it was closed"))
         self._to_start.clear()
         self._under_way.clear()
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
 
     def _num_completed(self) -> int:
         # A copy: another thread may abort while this one works.
@@ -158,121 +166,106 @@ class TorchCalls:
         while self._to_start and self._has_agreement(self._to_start[0]):
             self._start(self._to_start.popleft())
 
-    def _start(self, work: TorchWork) -> None:
+    def _start(self, work: _Operation) -> None:
+        assert work.start is not None  # it is not over
         with self._translated(work):
             work.started = work.start()
 
-    def _is_completed(self, work: TorchWork) -> bool:
+    def _is_completed(self, work: _Operation) -> bool:
         if self._to_start:
             self._start_all()
         return work.started is not None and bool(work.started.is_completed())
 
-    def _complete(self, work: TorchWork) -> None:
+    def _complete(self, work: _Operation) -> None:
         with self._translated(work):
             work.started.wait()
         if work.finish is not None:
             work.finish()
         self._under_way.pop(work.number, None)
-        work.forget()
+        work.is_over = True
+        work.start = work.finish = work.started = None  # they hold tensors
 
-    def _sleep(self, work: TorchWork, timeout_s: float) -> None:
-        """Until the work may be completed; a try."""
+    def _sleep(self, work: _Operation, timeout_s: float) -> None:
+        """Sleep until the work may be over, at most so long."""
         if work.started is None:
-            assert self._watch is not None  # without it every operation starts at once
             self._watch.wait(timeout_s)
         elif isinstance(work.started, WatchedMessage):
             work.started.sleep(timeout_s)
         elif self._is_nccl:
             time.sleep(_ASK_INTERVAL_S)
         else:
-            # gloo leaves an operation alone when a wait for it is over in vain. An event set by a callback took ten
-            # times as long for 12 KB: gloo's thread had to come by the interpreter lock first.
+            # A wait that times out does gloo's operation no harm. An event set by a callback took ten times as long
+            # for 12 KB: gloo's thread first had to get the interpreter lock.
             with suppress(RuntimeError):
                 work.started.wait(timedelta(seconds=timeout_s))
 
-    def _tell(self, work: TorchWork) -> None:
-        if self._watch is not None and work.number and not work.is_told:
+    def _tell(self, work: _Operation) -> None:
+        if work.number and not work.is_told:
             work.is_told = True
-            self._watch.tell(work.number, work.operation)
+            self._watch.tell(work.number, work.name)
 
-    def _has_agreement(self, work: TorchWork) -> bool:
-        if work.is_agreed or self._watch is None:
-            return True
-        self._watch.look()
-        self._compare(self._watch)
-        work.is_agreed = not self._watch.missing(work.number)
+    def _has_agreement(self, work: _Operation) -> bool:
+        if not work.is_agreed:
+            self._hear()
+            work.is_agreed = not self._watch.missing(work.number)
         return work.is_agreed
 
-    def _look(self, work: TorchWork) -> None:
+    def _look(self, work: _Operation) -> None:
         """Raise if the work will never be over; a real look only now and then."""
         now_s = time.perf_counter()
-        if self._watch is None or now_s - self._last_look_s < LOOK_INTERVAL_S:
+        if now_s - self._last_look_s < LOOK_INTERVAL_S:
             return
         self._last_look_s = now_s
         self._tell(work)
-        self._watch.look()
-        self._compare(self._watch)
-        if not self._culprits(self._watch, work):
+        self._hear()
+        if not self._culprits(work):
             self._gone_since_s = None
         elif self._gone_since_s is None:
             self._gone_since_s = now_s
         elif now_s - self._gone_since_s >= _GRACE_S:
             self._lose(work)
 
-    def _compare(self, watch: PeerWatch) -> None:
-        """Raise if another rank takes part in an operation that is under way here, but as something else."""
+    def _hear(self) -> None:
+        """Raise if another rank says that it takes part in an operation that is under way here as something else."""
+        self._watch.look()
         num_completed = self._num_completed()
-        for rank, peer in watch.peers.items():
+        for rank, peer in self._watch.peers.items():
             for number in [number for number in peer.calls if number <= self._num_issued]:
                 theirs, mine = peer.calls[number], self._under_way.get(number)
-                if mine is not None and theirs != mine.operation:
+                if mine is not None and theirs != mine.name:
                     self._tell(mine)
-                    first, second = sorted([(watch.rank, mine.operation), (rank, theirs)])
-                    self.fail(
-                        TensorMismatch(
-                            f"ranks disagree on an operation: rank {first[0]} asks for {first[1]}, rank {second[0]} "
-                            f"for {second[1]}; every rank must make the same calls in the same order"
-                        )
-                    )
+                    self.fail(disagreement({self._watch.rank: mine.name, rank: theirs}))
                 if number <= num_completed:
                     del peer.calls[number]
 
-    def _culprits(self, watch: PeerWatch, work: TorchWork) -> list[str]:
-        """Who is gone, of those that the work needs, and why."""
+    def _culprits(self, work: _Operation) -> list[str]:
+        """Which of the ranks that the work needs are gone, and why."""
         return [
             f"rank {rank} is lost: {peer.departure}"
-            for rank, peer in watch.peers.items()
+            for rank, peer in self._watch.peers.items()
             if peer.departure is not None
             and (work.peer == rank if work.peer is not None else peer.num_completed < work.number)
         ]
 
-    def _lose(self, work: TorchWork, error: object = None) -> NoReturn:
+    def _lose(self, work: _Operation, error: object = None) -> NoReturn:
         culprits: list[str] = []
-        if self._watch is not None:
-            until_s = time.perf_counter() + _GRACE_S
-            while not culprits and time.perf_counter() < until_s:
-                self._watch.wait(0.05)
-                self._watch.look()
-                self._compare(self._watch)
-                culprits = self._culprits(self._watch, work)
+        until_s = time.perf_counter() + _GRACE_S
+        while not culprits and time.perf_counter() < until_s:
+            self._watch.wait(0.05)
+            self._hear()
+            culprits = self._culprits(work)
         why = "; ".join(culprits) if culprits else "a peer is lost"
-        self.fail(PeerLost(f"{why} during {work.operation}" + (f": {error}" if error is not None else "")))
+        self.fail(PeerLost(f"{why} during {work.name}" + (f": {error}" if error is not None else "")))
 
-    def _exceed(self, work: TorchWork) -> NoReturn:
+    def _exceed(self, work: _Operation) -> NoReturn:
         missing = [work.peer] if work.peer is not None else []
-        if self._watch is not None and work.number:
-            self._watch.look()
-            self._compare(self._watch)
+        if work.number:
+            self._hear()
             missing = self._watch.missing(work.number)
-        self.fail(
-            DeadlineExceeded(
-                f"{_they_have(missing)} not taken part in {work.operation} within {self.deadline_s} s; "
-                "see what keeps them, or give a longer deadline"
-            )
-        )
+        self.fail(late(missing, work.name, self.deadline_s))
 
     @contextmanager
-    def _translated(self, work: TorchWork) -> Iterator[None]:
+    def _translated(self, work: _Operation) -> Iterator[None]:
         """Raise the backend's errors as Paceline's, and remember them."""
         try:
             yield
@@ -281,52 +274,3 @@ class TorchCalls:
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 self._exceed(work)
             self._lose(work, error)
-
-
-@final
-class TorchWork(Work):
-    """An operation on a backend, from when it is issued."""
-
-    def __init__(
-        self,
-        calls: TorchCalls,
-        operation: str,
-        start: Callable[[], Any],
-        finish: Callable[[], None] | None,
-        *,
-        number: int = 0,
-        peer: int | None = None,
-    ) -> None:
-        """`number`: of a collective operation; `peer`: the other rank of a message."""
-        self._calls = calls
-        self.operation = operation
-        self.start = start
-        self.finish = finish
-        self.number = number
-        self.peer = peer
-        self.started: Any = None
-        """The backend's work, while there is one."""
-        self.is_agreed = True
-        self.is_told = False
-        self.is_over = False
-
-    def poll(self) -> bool:
-        return self._calls.poll(self)
-
-    def wait(self) -> None:
-        self._calls.wait(self)
-
-    def forget(self) -> None:
-        """The work is over: let go of tensors."""
-        self.is_over = True
-        self.start, self.finish, self.started = _nothing, None, None
-
-
-def _nothing() -> None:
-    pass
-
-
-def _they_have(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "a peer has"
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

@@ -1,8 +1,8 @@
 """Direct connections between ranks of different hosts that tell who is gone, who is missing and who disagrees.
 
 The backends of torch.distributed say that an operation failed, not because of whom. So every pair of ranks keeps a
-TCP connection of its own, over which nothing goes while all is well: the kernel closes it when a process ends, however
-it ends, and a rank that has waited for a while says in which operation.
+TCP connection, silent while all is well. The kernel closes it when a process ends, however it ends, and a rank that has
+waited for a while says over it in which operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ADDRESS = struct.Struct(f"<40sH{_TOKEN_BYTES}s")
 ADDRESS_BYTES = _ADDRESS.size
 _MAX_TEXT_BYTES = 2000
 _MEET_WITHIN_S = 60.0
-# A host that is gone without a word is noticed after 5 s + 3 * 5 s.
+# A host that vanishes is noticed after 5 s + 3 * 5 s.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
@@ -39,7 +39,7 @@ class Peer:
     last_call: int = 0
     """Number of the last operation that it said it takes part in; 0 before it said so."""
     calls: dict[int, str] = field(default_factory=dict)
-    """What the operations are that it said so of, by number; whoever has read an entry may delete it."""
+    """What it said that those operations are, by number; whoever has read an entry may delete it."""
     departure: str | None = None
     """Why it takes part in nothing any more, once that is known."""
     num_completed: int = 0
@@ -51,7 +51,7 @@ class Peer:
 
 @final
 class PeerWatch:
-    """One rank's connections to all others. Nothing here blocks, but for `wait` and the meeting."""
+    """One rank's connections to all others. Only `wait` and `meet` block."""
 
     def __init__(self, rank: int, peers: Mapping[int, Peer]) -> None:
         self.rank = rank
@@ -104,7 +104,6 @@ class PeerWatch:
         self._send(_LEAVE, num_completed, reason)
 
     def look(self) -> None:
-        """Read what the others have said since."""
         for peer in self.peers.values():
             if peer.departure is None:
                 _read(peer)

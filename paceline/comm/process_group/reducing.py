@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.comm.base import ReduceOp
 from paceline.division import divide
 
-# float16 and bfloat16 travel as what they are accumulated in, and dtypes that gloo has no arithmetic for as one it has.
+# Half precision travels as what it is accumulated in, and a dtype that gloo cannot reduce as one that it can.
 _WIRE_DTYPES = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -26,7 +26,7 @@ _OPERATIONS: dict[ReduceOp, Any] = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-# Of truth values as uint8, sum ("or") must not count and product is "and".
+# Truth values travel as uint8: their sum means "or" and their product "and".
 _BOOL_OPERATIONS = {**_OPERATIONS, "sum": dist.ReduceOp.MAX, "product": dist.ReduceOp.MIN}
 
 
@@ -45,7 +45,6 @@ def to_wire(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 
 def options_for(op: ReduceOp, dtype: torch.dtype) -> Any:
-    """The backend's options of an all-reduce."""
     options = dist.AllreduceOptions()
     options.reduceOp = (_BOOL_OPERATIONS if dtype == torch.bool else _OPERATIONS)[op]
     return options

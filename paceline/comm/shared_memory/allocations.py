@@ -16,7 +16,7 @@ from paceline.comm.shared_memory.block import SharedBlock
 class _Allocation:
     """What all ranks allocated in one call."""
 
-    segments: tuple[SharedBlock, ...]
+    blocks: Sequence[SharedBlock]
     """One a rank."""
     start: int
     """Address of this rank's memory in this process."""
@@ -26,13 +26,13 @@ class _Allocation:
 
 
 @dataclass(frozen=True)
-class Place:
+class SharedTensor:
     """A 1-D tensor in allocated memory."""
 
     parts: Sequence[Tensor]
     """The same place in every rank's memory."""
     offset_bytes: int
-    """Of the tensor in all that was allocated: the same on every rank."""
+    """Where the tensor begins, counted through all that was allocated: the same on every rank."""
 
 
 @final
@@ -43,32 +43,32 @@ class Allocations:
         self._rank = rank
         self._all: list[_Allocation] = []
 
-    def add(self, segments: tuple[SharedBlock, ...]) -> None:
-        """`segments`: one a rank, in rank order."""
-        tensor = segments[self._rank].tensor
+    def add(self, blocks: Sequence[SharedBlock]) -> None:
+        """`blocks`: one a rank, in rank order."""
+        tensor = blocks[self._rank].tensor
         offset = sum(allocation.num_bytes for allocation in self._all)
-        self._all.append(_Allocation(segments, tensor.data_ptr(), tensor.numel(), offset))
+        self._all.append(_Allocation(blocks, tensor.data_ptr(), tensor.numel(), offset))
 
     def holds(self, address: int) -> bool:
-        return self._find(address) is not None
+        return self._holding(address) is not None
 
-    def place(self, address: int, num_elements: int, dtype: torch.dtype) -> Place | None:
-        """Of the tensor that begins at an address of this process; none if that is not in allocated memory."""
-        allocation = self._find(address)
+    def find(self, address: int, num_elements: int, dtype: torch.dtype) -> SharedTensor | None:
+        """The tensor that begins at an address of this process; None if that is not in allocated memory."""
+        allocation = self._holding(address)
         if allocation is None:
             return None
         start = address - allocation.start
         stop = start + num_elements * dtype.itemsize
-        parts = [segment.tensor[start:stop].view(dtype) for segment in allocation.segments]
-        return Place(parts, allocation.offset_bytes + start)
+        parts = [block.tensor[start:stop].view(dtype) for block in allocation.blocks]
+        return SharedTensor(parts, allocation.offset_bytes + start)
 
     def close(self) -> None:
-        """Let go of all memory."""
-        for segment in (segment for allocation in self._all for segment in allocation.segments):
-            segment.close()
+        for allocation in self._all:
+            for block in allocation.blocks:
+                block.close()
         self._all = []
 
-    def _find(self, address: int) -> _Allocation | None:
+    def _holding(self, address: int) -> _Allocation | None:
         for allocation in self._all:
             if allocation.start <= address < allocation.start + allocation.num_bytes:
                 return allocation

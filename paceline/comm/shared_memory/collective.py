@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import NoReturn, final
 
 import torch
 from torch import Tensor
 
-from paceline.comm.arguments import flatten, require_from_root, require_one_each, require_other, require_root
-from paceline.comm.base import Collective, ReduceOp, Timing, Work
-from paceline.comm.reduction import require_reducible
-from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.comm.arguments import flatten
+from paceline.comm.base import ReduceOp, Timing, Work
+from paceline.comm.byte_collective import ByteCollective
+from paceline.comm.reduction import Reduction, require_reducible
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock, exchange_blocks
 from paceline.comm.shared_memory.mailbox import BOX_BYTES, Mailbox
 from paceline.comm.shared_memory.pipeline import NUM_SLOTS, Pipeline
 from paceline.comm.shared_memory.plans import ReductionPlans
 from paceline.comm.shared_memory.rendezvous import PAGE_BYTES, Rendezvous
 from paceline.comm.shared_memory.transfers import Transfers
 from paceline.comm.signature import Signature
-from paceline.errors import Aborted, PacelineError, TensorMismatch, UsageError
+from paceline.errors import Aborted, PacelineError, UsageError
 
 SLOT_BYTES = 2**20
 _CONTROL_BYTES = PAGE_BYTES + NUM_SLOTS * SLOT_BYTES
 
 
 @final
-class SharedMemoryCollective(Collective):
+class SharedMemoryCollective(ByteCollective):
     """Ranks are processes of one host; data moves through shared memory, and waits are futex waits.
 
     Tensors in memory from `allocate` are reduced where they lie: each rank reduces its share over all ranks' memory
@@ -68,19 +69,20 @@ class SharedMemoryCollective(Collective):
         """
         if not 0 <= rank < len(addresses) or addresses[rank] != control.address:
             raise UsageError(
-                f"rank {rank} of {len(addresses)} must find its own control segment at its place in addresses"
+                f"rank {rank} of {len(addresses)} must find its own control block at its place in addresses"
             )
         self.rank = rank
         self.size = len(addresses)
+        self.device = torch.device("cpu")
         self.timing = Timing()
         self._rendezvous = Rendezvous(
             rank=rank, addresses=addresses, control=control, deadline_s=deadline_s, timing=self.timing
         )
         self._pipeline = Pipeline(self._rendezvous, self.timing)
-        segments = [peer.segment for peer in self._rendezvous.peers.values()]
-        segments.insert(rank, control)
+        blocks = [peer.block for peer in self._rendezvous.peers.values()]
+        blocks.insert(rank, control)
         staging = [  # [slot][rank]
-            [segment.tensor[PAGE_BYTES + slot * SLOT_BYTES :][:SLOT_BYTES] for segment in segments]
+            [block.tensor[PAGE_BYTES + slot * SLOT_BYTES :][:SLOT_BYTES] for block in blocks]
             for slot in range(NUM_SLOTS)
         ]
         self._plans = ReductionPlans(staging, rank)
@@ -106,9 +108,9 @@ class SharedMemoryCollective(Collective):
             PeerLost, DeadlineExceeded, Aborted: as every operation.
         """
         self._rendezvous.check()
-        segments = self._share(SharedBlock.create(num_bytes))
-        self._plans.add(segments)
-        return segments[self.rank].tensor
+        blocks = self._share(SharedBlock.create(num_bytes))
+        self._plans.add(blocks)
+        return blocks[self.rank].tensor
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         """As `Collective.all_reduce`. Never blocks; the tensor must not be touched until the work is over.
@@ -131,50 +133,30 @@ class SharedMemoryCollective(Collective):
         # Right after a training step, whose code is in no cache, this saves 25 us of looking up.
         return partial(self._pipeline.submit, self._plans.steps(flat, op))
 
-    def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
-        require_root(root, size=self.size)
-        self._transfers.broadcast(tensor, root)
+    def broadcast_bytes(self, signature: Signature, raw: Tensor, root: int) -> None:
+        self._transfers.broadcast(signature, raw, root)
 
-    def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
-        require_root(root, size=self.size)
-        return self._transfers.gather(tensor, root)
+    def gather_bytes(
+        self, signature: Signature, raw: Tensor, lengths: Sequence[int], *, root: int | None
+    ) -> list[Tensor] | None:
+        return self._transfers.gather(signature, raw, lengths, root=root)
 
-    def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
-        """As `Collective.scatter`; elsewhere than on the root the result is on the CPU."""
-        require_from_root(tensors, root=root, rank=self.rank, size=self.size)
-        return self._transfers.scatter(tensors, root)
+    def exchange_bytes(
+        self, signature: Signature, outgoing: Sequence[Tensor], lengths: Sequence[int], *, longest: int
+    ) -> list[Tensor]:
+        return self._transfers.exchange(signature, outgoing, lengths, longest=longest)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self._transfers.all_gather(tensor)
+    def reduce_bytes(self, signature: Signature, outgoing: Sequence[Tensor], reduction: Reduction, out: Tensor) -> None:
+        self._transfers.reduce(signature, outgoing, reduction, out)
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
-        require_one_each(tensors, size=self.size)
-        require_reducible(op, tensors[0].dtype)
-        try:
-            return self._transfers.reduce_scatter(tensors, op, self._plans.reduction(op, tensors[0].dtype))
-        except TensorMismatch as error:
-            self._rendezvous.leave(error)
-            raise
+    def fail(self, error: PacelineError) -> NoReturn:
+        self._rendezvous.fail(error)
 
-    def send(self, tensor: Tensor, *, destination: int) -> Work:
-        """As `Collective.send`. Never blocks; large tensors travel in pieces as the receiver takes them."""
-        require_other(destination, rank=self.rank, size=self.size)
-        flat, _ = flatten(tensor, device_type="cpu")
-        return self._mailbox.send(flat.view(torch.uint8), destination, _message(tensor))
+    def send_bytes(self, signature: Signature, raw: Tensor, destination: int) -> Work:
+        return self._mailbox.send(raw, destination, signature)
 
-    def recv(self, tensor: Tensor, *, source: int) -> Work:
-        """As `Collective.recv`. Never blocks; the tensor must not be touched until the work is over.
-
-        Raises:
-            TensorMismatch: from the work: the source sends something of another dtype or size.
-        """
-        require_other(source, rank=self.rank, size=self.size)
-        flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
-        return self._mailbox.recv(flat.view(torch.uint8), source, _message(tensor), copy_back)
-
-    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        require_one_each(tensors, size=self.size)
-        return self._transfers.all_to_all(tensors)
+    def recv_bytes(self, signature: Signature, raw: Tensor, source: int, finish: Callable[[], None] | None) -> Work:
+        return self._mailbox.recv(raw, source, signature, finish)
 
     def barrier(self) -> None:
         self._transfers.barrier()
@@ -199,28 +181,11 @@ class SharedMemoryCollective(Collective):
         self._plans.close()
         self._transfers.close()
 
-    def _share(self, mine: SharedBlock) -> tuple[SharedBlock, ...]:
-        """Every rank's segment, in rank order; collective call, given this rank's."""
-        address = mine.address
+    def _share(self, mine: SharedBlock) -> list[SharedBlock]:
+        """Every rank's block, in rank order; collective call, given this rank's."""
         try:
-            rows = self.all_gather(torch.tensor([address.pid, address.fd, address.num_bytes]))
-            addresses = [BlockAddress(*row.tolist()) for row in rows]
-            for rank, theirs in enumerate(addresses):
-                if theirs.num_bytes != addresses[0].num_bytes:
-                    raise TensorMismatch(
-                        f"ranks allocate different sizes: rank 0 {addresses[0].num_bytes} bytes, "
-                        f"rank {rank} {theirs.num_bytes} bytes"
-                    )
-            segments = tuple(mine if theirs == address else SharedBlock.open(theirs) for theirs in addresses)
-            self.barrier()
+            return exchange_blocks(mine, self.all_gather, self.barrier)
         except BaseException as error:
             reason = error if isinstance(error, PacelineError) else Aborted(f"allocation failed: {error!r}")
             self._rendezvous.leave(reason)
             raise
-        finally:
-            mine.close_descriptor()
-        return segments
-
-
-def _message(tensor: Tensor) -> Signature:
-    return Signature("message", tensor.dtype, tensor.numel())

@@ -1,9 +1,8 @@
 """Blocking on a 32-bit word of shared memory until another process changes it: Linux futexes (futex(2)).
 
-Ordering. Data written before a word is published must be visible to whoever sees the word. x86 stores become visible
-in program order and loads are not reordered with loads (Intel SDM 3A, section 9.2), so there a plain store of the word
-publishes and a plain load acquires. Elsewhere `fence` makes a foreign call, around which the interpreter unlocks and
-relocks its lock: a release followed by an acquire, which neither earlier nor later accesses cross.
+Whoever sees a word must also see the data written before it. On x86 stores become visible in program order and loads
+are not reordered (Intel SDM 3A, section 9.2), so plain accesses suffice. Elsewhere `fence` makes a foreign call, around
+which the interpreter releases and acquires its lock, and no access crosses both.
 """
 
 from __future__ import annotations
@@ -73,14 +72,6 @@ def wake(address: int) -> None:
         _syscall(_number, address, _WAKE, _EVERYONE, None, None, 0)
 
 
-def _foreign_call() -> None:
-    _libc.getppid()
-
-
-def _nothing() -> None:
-    pass
-
-
 def may_skip_wakes() -> bool:
     """Join those whose stores `flush_others` makes visible; whether that is possible here."""
     return _membarrier(_REGISTER_GLOBAL_EXPEDITED)
@@ -89,9 +80,9 @@ def may_skip_wakes() -> bool:
 def flush_others() -> bool:
     """Make all that joined processes have stored visible, and have them see what this one has; whether that worked.
 
-    The rare side's part of an asymmetric fence (membarrier(2)). Who is about to sleep says so in a word, calls this and
-    looks once more at what it waits for; who stores news then reads that word without a fence of its own, and makes no
-    system call when nobody sleeps. A wake right after a training step, whose code is in no cache, takes 25 us.
+    This is the rare side of an asymmetric fence (membarrier(2)). A process about to sleep says so in a word, calls
+    this and looks once more at what it waits for. A process with news reads that word without a fence, and saves the
+    wake if nobody sleeps: right after a training step, whose code is in no cache, a wake takes 25 us.
     """
     return _membarrier(_GLOBAL_EXPEDITED)
 
@@ -100,5 +91,5 @@ def _membarrier(command: int) -> bool:
     return _membarrier_number is not None and _syscall(_membarrier_number, command, 0, 0, None, None, 0) == 0
 
 
-fence: Callable[[], None] = _nothing if _machine in ("x86_64", "AMD64") else _foreign_call
+fence: Callable[[], object] = (lambda: None) if _machine in ("x86_64", "AMD64") else _libc.getppid
 """To be called between data and the word that publishes it, on both sides."""

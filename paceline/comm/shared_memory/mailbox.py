@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from torch import Tensor
@@ -14,11 +14,12 @@ from paceline.comm.arguments import pieces
 from paceline.comm.base import Timing, Work
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.pipeline import MIXED_INTERVAL_S, Pipeline
-from paceline.comm.shared_memory.rendezvous import FIRST_NUMBER, LOOK_INTERVAL_S, Counter, Rendezvous
+from paceline.comm.shared_memory.rendezvous import FIRST_NUMBER, LOOK_INTERVAL_S, Counter, Obstacle, Rendezvous
 from paceline.comm.signature import SIGNATURE_BYTES, Signature
+from paceline.comm.works import OwnedWork
 from paceline.errors import TensorMismatch
 
-# A box in rank a's segment, meant for rank b, is written by a alone: two words, then a signature a slot, then slots.
+# Rank a alone writes the box for rank b in its block: two words, then a signature a slot, then the slots.
 _SENT, _RECEIVED = 0, 1
 _SIGNATURES_START = 64
 _SIGNATURE_STRIDE = 32
@@ -27,9 +28,6 @@ _NUM_SLOTS = 2
 PIECE_BYTES = 2**18
 BOX_BYTES = _HEADER_BYTES + _NUM_SLOTS * PIECE_BYTES
 
-_Obstacle = tuple[Counter, int]
-"""Which counter of another rank must come how far before a message can go on."""
-
 
 @dataclass(eq=False)
 class _Message:
@@ -37,72 +35,52 @@ class _Message:
 
     signature: Signature
     pieces: deque[Tensor]
+    way: _Way
     finish: Callable[[], None] | None = None
     """What is to be done once when the last piece has moved."""
+
+    def obstacle(self) -> Obstacle:
+        return Obstacle(self.way.awaited, self.way.next_needed(), self.signature)
 
 
 @final
 class _Box:
-    """One rank's side of a channel, as either of the two sees it."""
+    """What one rank writes for one other."""
 
-    def __init__(self, segment: SharedBlock, start: int) -> None:
-        self.words = segment.buffer[start : start + _SIGNATURES_START].cast("I")
+    def __init__(self, block: SharedBlock, number: int) -> None:
+        start = number * BOX_BYTES
+        signatures = start + _SIGNATURES_START
+        self.words = block.buffer[start:signatures].cast("I")
         self.signatures = [
-            segment.buffer[first : first + SIGNATURE_BYTES]
-            for first in range(
-                start + _SIGNATURES_START, start + _SIGNATURES_START + _NUM_SLOTS * _SIGNATURE_STRIDE, _SIGNATURE_STRIDE
-            )
+            block.buffer[signatures + slot * _SIGNATURE_STRIDE :][:SIGNATURE_BYTES] for slot in range(_NUM_SLOTS)
         ]
-        slots_start = start + _HEADER_BYTES
-        self.slots = pieces(segment.tensor[slots_start : start + BOX_BYTES], PIECE_BYTES)
+        self.slots = pieces(block.tensor[start + _HEADER_BYTES : start + BOX_BYTES], PIECE_BYTES)
 
 
 @final
-class _Channel:
-    """Both directions between this rank and one other."""
+@dataclass(eq=False)
+class _Way:
+    """The messages from this rank to one other, or from that one to this, in the order of the calls."""
 
-    def __init__(self, rank: int, mine: _Box, theirs: _Box) -> None:
-        """`mine`: this rank's box for `rank`; `theirs`: that rank's box for this one."""
-        self.rank = rank
-        self.outgoing: deque[_Message] = deque()
-        self.incoming: deque[_Message] = deque()
-        self.num_sent = FIRST_NUMBER
-        self.num_received = FIRST_NUMBER
-        self.sent = Counter(_SENT, mine.words, {rank: theirs.words})
-        self.received = Counter(_RECEIVED, mine.words, {rank: theirs.words})
-        self._mine = mine
-        self._theirs = theirs
+    rank: int
+    """The other rank."""
+    box: _Box
+    """Through which the messages go: the sender's."""
+    progress: Counter
+    """How many pieces this rank has moved."""
+    awaited: Counter
+    """How many the other has."""
+    lead: int
+    """By how many pieces the other must be ahead before this rank moves the next."""
+    moved: int = FIRST_NUMBER
+    messages: deque[_Message] = field(default_factory=deque)
 
-    def room(self) -> _Obstacle:
-        """The piece that the other must have received before the next one finds a free slot."""
-        return self.received, self.num_sent + 1 - _NUM_SLOTS
+    def next_needed(self) -> int:
+        """How far the other must have come before the next piece can move."""
+        return self.moved + self.lead
 
-    def mail(self) -> _Obstacle:
-        """The piece that the other must have sent before the next one can be taken."""
-        return self.sent, self.num_received + 1
-
-    def can_put(self) -> bool:
-        counter, number = self.room()
-        return bool(self.outgoing) and counter.reached(number)
-
-    def can_take(self) -> bool:
-        counter, number = self.mail()
-        return bool(self.incoming) and counter.reached(number)
-
-    def put(self, piece: Tensor, signature: Signature) -> None:
-        self.num_sent += 1
-        slot = self.num_sent % _NUM_SLOTS
-        self._mine.signatures[slot][:] = signature.raw
-        self._mine.slots[slot][: piece.numel()].copy_(piece)
-        self.sent.set(self.num_sent)
-
-    def next_signature(self) -> bytes:
-        return bytes(self._theirs.signatures[(self.num_received + 1) % _NUM_SLOTS])
-
-    def take(self, piece: Tensor) -> None:
-        self.num_received += 1
-        piece.copy_(self._theirs.slots[self.num_received % _NUM_SLOTS][: piece.numel()])
-        self.received.set(self.num_received)
+    def can_move(self) -> bool:
+        return bool(self.messages) and self.awaited.reached(self.next_needed())
 
 
 @final
@@ -110,47 +88,41 @@ class Mailbox:
     """One rank's channels to all others. Messages advance whenever this rank calls anything that waits."""
 
     def __init__(
-        self, rendezvous: Rendezvous, pipeline: Pipeline, segments: Sequence[SharedBlock], timing: Timing
+        self, rendezvous: Rendezvous, pipeline: Pipeline, blocks: Sequence[SharedBlock], timing: Timing
     ) -> None:
-        """`segments`: of all ranks, in rank order; in each, one box for every rank."""
+        """`blocks`: of all ranks, in rank order; in each, one box for every rank."""
         self._rendezvous = rendezvous
         self._pipeline = pipeline
         self._timing = timing
+        self._outgoing: dict[int, _Way] = {}
+        self._incoming: dict[int, _Way] = {}
         rank = rendezvous.rank
-        self._channels = {
-            other: _Channel(other, _Box(segments[rank], other * BOX_BYTES), _Box(segments[other], rank * BOX_BYTES))
-            for other in range(len(segments))
-            if other != rank
-        }
+        for other in rendezvous.peers:
+            mine, theirs = _Box(blocks[rank], other), _Box(blocks[other], rank)
+            sent, received = (Counter(word, mine.words, {other: theirs.words}) for word in (_SENT, _RECEIVED))
+            # A sender fills the slots ahead of the receiver; a receiver needs one piece more than it has.
+            self._outgoing[other] = _Way(other, mine, progress=sent, awaited=received, lead=1 - _NUM_SLOTS)
+            self._incoming[other] = _Way(other, theirs, progress=received, awaited=sent, lead=1)
 
     @staticmethod
-    def prepare(segment: SharedBlock, size: int) -> None:
+    def prepare(block: SharedBlock, size: int) -> None:
         """Set the words of all boxes before anyone sees them."""
         for other in range(size):
-            words = _Box(segment, other * BOX_BYTES).words
+            words = _Box(block, other).words
             Counter.prepare(_SENT, words)
             Counter.prepare(_RECEIVED, words)
 
     def send(self, raw: Tensor, destination: int, signature: Signature) -> Work:
         """Start to send the 1-D uint8 tensor; never blocks."""
         self._rendezvous.check()
-        channel = self._channels[destination]
-        message = _Message(signature, deque(pieces(raw, PIECE_BYTES)))
-        channel.outgoing.append(message)
-        self.advance()
-        return _MessageWork(self, message, channel.room)
+        return self._start(self._outgoing[destination], raw, signature)
 
     def recv(self, raw: Tensor, source: int, signature: Signature, finish: Callable[[], None] | None) -> Work:
         """Start to fill the 1-D uint8 tensor, after those that wait for the same source; never blocks."""
         self._rendezvous.check()
-        channel = self._channels[source]
-        message = _Message(signature, deque(pieces(raw, PIECE_BYTES)), finish)
-        channel.incoming.append(message)
-        self.advance()
-        return _MessageWork(self, message, channel.mail)
+        return self._start(self._incoming[source], raw, signature, finish)
 
-    def wait(self, message: _Message, obstacle: Callable[[], _Obstacle]) -> None:
-        """Block until `message` is over; `obstacle` tells what it waits for."""
+    def wait(self, message: _Message) -> None:
         started_s = time.perf_counter()
         while message.pieces:
             self._rendezvous.check()
@@ -158,85 +130,71 @@ class Mailbox:
             if message.pieces:
                 interval_s = MIXED_INTERVAL_S if self._pipeline.advance() else LOOK_INTERVAL_S
                 self._rendezvous.wait_for_event(
-                    *obstacle(), message.signature, started_s, ready=self._can_advance, interval_s=interval_s
+                    message.obstacle(), started_s, ready=self._can_advance, interval_s=interval_s
                 )
 
-    def poll(self, message: _Message, obstacle: Callable[[], _Obstacle]) -> bool:
+    def poll(self, message: _Message) -> bool:
         """Advance without blocking; whether `message` is over."""
         if message.pieces:
             self._rendezvous.check()
             self.advance()
         if message.pieces:
-            self._rendezvous.look(*obstacle(), message.signature)
+            self._rendezvous.look(message.obstacle())
         return not message.pieces
 
     def advance(self) -> bool:
-        """Put into the channels what they have room for and take out what is awaited; whether any message is left."""
+        """Put into the boxes what they have room for and take out what is awaited; whether any message is left."""
         is_any_left = False
-        for channel in self._channels.values():
-            if channel.outgoing:
-                self._put(channel)
-            if channel.incoming:
-                self._take(channel)
-            is_any_left = is_any_left or bool(channel.outgoing or channel.incoming)
+        for other, outgoing in self._outgoing.items():
+            if outgoing.messages:
+                self._move(outgoing, self._put)
+            incoming = self._incoming[other]
+            if incoming.messages:
+                self._move(incoming, self._take)
+            is_any_left = is_any_left or bool(outgoing.messages or incoming.messages)
         return is_any_left
 
     def close(self) -> None:
-        """Forget all messages and let go of the memory."""
-        self._channels = {}
+        self._outgoing, self._incoming = {}, {}
 
-    def _put(self, channel: _Channel) -> None:
+    def _start(self, way: _Way, raw: Tensor, signature: Signature, finish: Callable[[], None] | None = None) -> Work:
+        message = _Message(signature, deque(pieces(raw, PIECE_BYTES)), way, finish)
+        way.messages.append(message)
+        self.advance()
+        return OwnedWork(self, message)
+
+    def _move(self, way: _Way, move_piece: Callable[[_Way, _Message, int], None]) -> None:
         before_s = time.perf_counter()
-        while channel.can_put():
-            message = channel.outgoing[0]
-            channel.put(message.pieces[0], message.signature)
-            self._moved(channel, channel.outgoing)
+        while way.can_move():
+            message = way.messages[0]
+            number = way.moved + 1
+            move_piece(way, message, number % _NUM_SLOTS)
+            way.moved = number
+            way.progress.set(number)
+            self._rendezvous.ring(way.rank)
+            self._timing.moved_bytes += message.pieces[0].numel()
+            if len(message.pieces) == 1:
+                way.messages.popleft()
+                if message.finish is not None:
+                    message.finish()
+            message.pieces.popleft()  # last: without pieces the message counts as over
         self._timing.communication_s += time.perf_counter() - before_s
 
-    def _take(self, channel: _Channel) -> None:
-        before_s = time.perf_counter()
-        while channel.can_take():
-            message = channel.incoming[0]
-            self._require_agreement(channel, message.signature)
-            channel.take(message.pieces[0])
-            self._moved(channel, channel.incoming)
-        self._timing.communication_s += time.perf_counter() - before_s
+    def _put(self, way: _Way, message: _Message, slot: int) -> None:
+        piece = message.pieces[0]
+        way.box.signatures[slot][:] = message.signature.raw
+        way.box.slots[slot][: piece.numel()].copy_(piece)
 
-    def _moved(self, channel: _Channel, messages: deque[_Message]) -> None:
-        """The first piece of the first message is through."""
-        message = messages[0]
-        self._rendezvous.ring(channel.rank)
-        self._timing.moved_bytes += message.pieces[0].numel()
-        if len(message.pieces) == 1:
-            messages.popleft()
-            if message.finish is not None:
-                message.finish()
-        # Last, so that nobody takes the message for over before it is.
-        message.pieces.popleft()
-
-    def _require_agreement(self, channel: _Channel, signature: Signature) -> None:
-        theirs = channel.next_signature()
-        if theirs != signature.raw:
+    def _take(self, way: _Way, message: _Message, slot: int) -> None:
+        piece, theirs = message.pieces[0], bytes(way.box.signatures[slot])
+        if theirs != message.signature.raw:
             self._rendezvous.fail(
                 TensorMismatch(
-                    f"rank {self._rendezvous.rank} receives {signature} but rank {channel.rank} sends "
+                    f"rank {self._rendezvous.rank} receives {message.signature} but rank {way.rank} sends "
                     f"{Signature.unpack(theirs)}; both must agree"
                 )
             )
+        piece.copy_(way.box.slots[slot][: piece.numel()])
 
     def _can_advance(self) -> bool:
-        return any(channel.can_put() or channel.can_take() for channel in self._channels.values())
-
-
-@final
-class _MessageWork(Work):
-    def __init__(self, mailbox: Mailbox, message: _Message, obstacle: Callable[[], _Obstacle]) -> None:
-        self._mailbox = mailbox
-        self._message = message
-        self._obstacle = obstacle
-
-    def poll(self) -> bool:
-        return self._mailbox.poll(self._message, self._obstacle)
-
-    def wait(self) -> None:
-        self._mailbox.wait(self._message, self._obstacle)
+        return any(way.can_move() for way in (*self._outgoing.values(), *self._incoming.values()))

@@ -1,22 +1,17 @@
-"""The order of work between ranks that share memory: numbered steps, each loaded, exchanged and stored in turn."""
+"""The order of work among ranks that share memory: numbered steps, each loaded, exchanged and stored in turn."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 from paceline.comm.base import Timing, Work
-from paceline.comm.shared_memory.rendezvous import (
-    FIRST_NUMBER,
-    LOOK_INTERVAL_S,
-    NUM_SIGNATURES,
-    Counter,
-    Rendezvous,
-)
+from paceline.comm.shared_memory.rendezvous import FIRST_NUMBER, LOOK_INTERVAL_S, NUM_SIGNATURES, Obstacle, Rendezvous
 from paceline.comm.signature import Signature
+from paceline.comm.works import OwnedWork
 from paceline.errors import Aborted, PacelineError, UsageError
 
 NUM_SLOTS = 4
@@ -24,43 +19,38 @@ MIXED_INTERVAL_S = 1e-3
 """The longest sleep in a collective while messages wait, and the other way round: neither is woken for the other."""
 
 
-class Step(ABC):
-    """One meeting of all ranks."""
+@dataclass(eq=False)
+class Step:
+    """One meeting of all ranks. The three calls get the number of the step's staging slot; a step may lack any."""
 
     signature: Signature
-    uses_slot = True
-    """Whether the step passes data through one of the staging slots."""
-    stores = False
-    """Whether `store` must wait until every rank has exchanged."""
-    moved_bytes = 0
+    load: Callable[[int], object] | None = None
+    """Makes this rank's input readable for all."""
+    exchange: Callable[[int], object] | None = None
+    """Does this rank's part; every rank has loaded."""
+    store: Callable[[int], object] | None = None
+    """Takes the result; every rank has exchanged, if the step awaits that."""
+    uses_slot: bool = True
+    """Whether data passes through one of the staging slots, on any rank."""
+    awaits_all: bool = False
+    """Whether the step is over only when every rank has exchanged."""
+    moved_bytes: int = 0
     """What this rank reads from or writes for others."""
-
     finish: Callable[[], None] | None = None
     """What is to be done once when the step is over."""
 
-    number = 0
-    slot = 0
-    slot_free_at = FIRST_NUMBER
+    number: int = field(default=0, init=False)
+    slot: int = field(default=0, init=False)
+    slot_free_at: int = field(default=FIRST_NUMBER, init=False)
     """The step that has to be over before the slot may be written again."""
-
-    @abstractmethod
-    def load(self) -> None:
-        """Make this rank's input readable for all."""
-
-    @abstractmethod
-    def exchange(self) -> None:
-        """Do this rank's part; every rank has loaded."""
-
-    def store(self) -> None:  # noqa: B027 - most steps have nothing left to do
-        """Take the result; every rank has exchanged, if the step `stores`."""
 
 
 @final
 class Pipeline:
     """Takes steps through their phases, in order, whenever its rank calls: there is no helper thread.
 
-    A step's load may run ahead of earlier steps' exchanges, bounded by the staging slots and by the signatures that are
-    kept. That is what lets many operations be under way at once.
+    Many operations can be under way at once: a step loads before earlier ones have exchanged, as long as there are
+    staging slots and places for signatures.
     """
 
     def __init__(self, rendezvous: Rendezvous, timing: Timing) -> None:
@@ -96,7 +86,7 @@ class Pipeline:
                 self._slots_used += 1
             self._to_load.append(step)
         self._advance(self._load)
-        return _PipelineWork(self, self._issued)
+        return OwnedWork(self, self._issued)
 
     def poll(self, number: int) -> bool:
         """Advance without blocking; whether step `number` is over."""
@@ -106,17 +96,16 @@ class Pipeline:
         self._advance(self._do_all)
         if self._over >= number:
             return True
-        self._rendezvous.look(*self._obstacle())
+        self._rendezvous.look(self._obstacle())
         return False
 
     def wait(self, number: int) -> None:
-        """Block until step `number` is over."""
         started_s = time.perf_counter()
         while self._over < number:
             self._rendezvous.check()
             if not self._advance(self._do_all):
                 interval_s = MIXED_INTERVAL_S if self.advance_messages() else LOOK_INTERVAL_S
-                self._rendezvous.wait_for_event(*self._obstacle(), started_s, interval_s=interval_s)
+                self._rendezvous.wait_for_event(self._obstacle(), started_s, interval_s=interval_s)
 
     def advance(self) -> bool:
         """Advance without blocking; whether any step is left."""
@@ -126,7 +115,6 @@ class Pipeline:
         return self._over < self._issued
 
     def close(self) -> None:
-        """Forget all steps and the tensors they hold."""
         self._to_load.clear()
         self._to_exchange.clear()
         self._to_store.clear()
@@ -138,7 +126,7 @@ class Pipeline:
         except PacelineError:
             raise
         except BaseException as error:
-            # A step that ended halfway cannot be taken up again; the others need not find out by waiting.
+            # A step that ended halfway cannot be taken up again: tell the others at once.
             self._rendezvous.leave(Aborted(f"rank {self._rendezvous.rank} failed with {error!r}"))
             raise
         if advanced:
@@ -156,7 +144,8 @@ class Pipeline:
         advanced = False
         while self._to_load and self._may_load(self._to_load[0]):
             step = self._to_load.popleft()
-            step.load()
+            if step.load is not None:
+                step.load(step.slot)
             self._rendezvous.arrive(step.number, step.signature)
             self._to_exchange.append(step)
             advanced = True
@@ -170,7 +159,8 @@ class Pipeline:
         while self._to_exchange and self._rendezvous.arrived.reached(self._to_exchange[0].number):
             step = self._to_exchange.popleft()
             self._rendezvous.require_agreement(step.number, step.signature)
-            step.exchange()
+            if step.exchange is not None:
+                step.exchange(step.slot)
             self._rendezvous.finish(step.number)
             self._timing.moved_bytes += step.moved_bytes
             self._to_store.append(step)
@@ -181,7 +171,8 @@ class Pipeline:
         advanced = False
         while self._to_store and self._may_store(self._to_store[0]):
             step = self._to_store.popleft()
-            step.store()
+            if step.store is not None:
+                step.store(step.slot)
             if step.finish is not None:
                 step.finish()
             self._over = step.number
@@ -189,33 +180,20 @@ class Pipeline:
         return advanced
 
     def _may_store(self, step: Step) -> bool:
-        return not step.stores or self._rendezvous.done.reached(step.number)
+        return not step.awaits_all or self._rendezvous.done.reached(step.number)
 
-    def _obstacle(self) -> tuple[Counter, int, Signature]:
+    def _obstacle(self) -> Obstacle:
         """What the earliest unfinished step waits for."""
         if self._to_store:
             step = self._to_store[0]
-            return self._rendezvous.done, step.number, step.signature
+            return Obstacle(self._rendezvous.done, step.number, step.signature)
         if self._to_exchange:
             step = self._to_exchange[0]
-            return self._rendezvous.arrived, step.number, step.signature
+            return Obstacle(self._rendezvous.arrived, step.number, step.signature)
         step = self._to_load[0]
-        return self._rendezvous.done, _needs_done(step), step.signature
+        return Obstacle(self._rendezvous.done, _needs_done(step), step.signature)
 
 
 def _needs_done(step: Step) -> int:
     """The step that all must have done before this one's slot and its signature's place may be written."""
     return max(step.slot_free_at, step.number - NUM_SIGNATURES)
-
-
-@final
-class _PipelineWork(Work):
-    def __init__(self, pipeline: Pipeline, last: int) -> None:
-        self._pipeline = pipeline
-        self._last = last
-
-    def poll(self) -> bool:
-        return self._pipeline.poll(self._last)
-
-    def wait(self) -> None:
-        self._pipeline.wait(self._last)

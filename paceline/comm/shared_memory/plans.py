@@ -1,4 +1,4 @@
-"""What stays the same between all-reduces of the same form: views of every rank's memory, signature, scratch memory."""
+"""How an all-reduce over shared memory is done, and what stays the same between all-reduces of one form."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from paceline.comm.reduction import Reduction
 from paceline.comm.shared_memory.allocations import Allocations
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.pipeline import Step
-from paceline.comm.shared_memory.steps import (
-    SMALL_BYTES,
-    SharedReduction,
-    SharePlan,
-    SmallReduction,
-    SmallReductionPlan,
-    StagedReduction,
-)
+from paceline.comm.shared_memory.shares import blocks_of, shares_of
 from paceline.comm.signature import Signature
 
+SMALL_BYTES = 65536
+"""Up to here every rank reduces everything; above it each rank reduces its share."""
 _NUM_CACHED = 4096
 
 
@@ -41,32 +36,27 @@ class ReductionPlans:
         self._rank = rank
         self._allocations = Allocations(rank)
         self._reduction = functools.cache(Reduction)
-        self._small = functools.lru_cache(_NUM_CACHED)(self._make_small)
-        self._staged = functools.lru_cache(_NUM_CACHED)(self._make_staged)
-        self._shared = functools.lru_cache(_NUM_CACHED)(self._make_shared)
+        self._small = functools.lru_cache(_NUM_CACHED)(self._plan_small)
+        self._staged = functools.lru_cache(_NUM_CACHED)(self._plan_staged)
+        self._shared = functools.lru_cache(_NUM_CACHED)(self._plan_shared)
 
-    def add(self, segments: tuple[SharedBlock, ...]) -> None:
-        """From now on tensors in these segments, one a rank, are reduced where they lie."""
-        self._allocations.add(segments)
+    def add(self, blocks: Sequence[SharedBlock]) -> None:
+        """From now on tensors in these blocks, one a rank, are reduced where they lie."""
+        self._allocations.add(blocks)
 
     def steps(self, flat: Tensor, op: ReduceOp) -> list[Step]:
         """The meetings that reduce the contiguous 1-D tensor."""
         num_elements, dtype = flat.numel(), flat.dtype
         if flat.nbytes <= SMALL_BYTES:
-            return [SmallReduction(self._small(num_elements, dtype, op), flat)]
+            return [self._small(num_elements, dtype, op).step(flat)]
         if self._allocations.holds(flat.data_ptr()):
-            return [SharedReduction(self._shared(flat.data_ptr(), num_elements, dtype, op))]
+            return [self._shared(flat.data_ptr(), num_elements, dtype, op).step_in_place()]
         slot_elements = self._staging[0][0].numel() // dtype.itemsize
         return [
-            StagedReduction(*self._staged(num_elements, piece.numel(), dtype, op), piece)
-            for piece in pieces(flat, slot_elements)
+            self._staged(num_elements, piece.numel(), dtype, op).step(piece) for piece in pieces(flat, slot_elements)
         ]
 
-    def reduction(self, op: ReduceOp, dtype: torch.dtype) -> Reduction:
-        return self._reduction(op, dtype)
-
     def close(self) -> None:
-        """Let go of all memory."""
         self._allocations.close()
         self._staging = []
         for plans in (self._small, self._staged, self._shared):
@@ -76,21 +66,88 @@ class ReductionPlans:
         num_bytes = num_elements * dtype.itemsize
         return [[staged[:num_bytes].view(dtype) for staged in parts] for parts in self._staging]
 
-    def _make_small(self, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> SmallReductionPlan:
+    def _plan_small(self, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> _SmallPlan:
         signature = Signature("all_reduce", dtype, num_elements, op)
-        slots = self._in_slots(num_elements, dtype)
-        return SmallReductionPlan(slots, self._rank, signature, self._reduction(op, dtype))
+        return _SmallPlan(self._in_slots(num_elements, dtype), self._rank, signature, self._reduction(op, dtype))
 
-    def _make_staged(
-        self, num_elements: int, piece_elements: int, dtype: torch.dtype, op: ReduceOp
-    ) -> tuple[list[SharePlan], list[Tensor]]:
+    def _plan_staged(self, num_elements: int, piece_elements: int, dtype: torch.dtype, op: ReduceOp) -> _StagedPlan:
         signature = Signature("all_reduce", dtype, num_elements, op)
         slots = self._in_slots(piece_elements, dtype)
-        plans = [SharePlan(parts, self._rank, signature, self._reduction(op, dtype)) for parts in slots]
-        return plans, [parts[self._rank] for parts in slots]
+        return _StagedPlan(slots, self._rank, signature, self._reduction(op, dtype))
 
-    def _make_shared(self, address: int, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> SharePlan:
-        place = self._allocations.place(address, num_elements, dtype)
-        assert place is not None  # looked up just before
-        signature = Signature("all_reduce", dtype, num_elements, op, offset_bytes=place.offset_bytes)
-        return SharePlan(place.parts, self._rank, signature, self._reduction(op, dtype))
+    def _plan_shared(self, address: int, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> _SharePlan:
+        found = self._allocations.find(address, num_elements, dtype)
+        assert found is not None  # looked up just before
+        signature = Signature("all_reduce", dtype, num_elements, op, offset_bytes=found.offset_bytes)
+        return _SharePlan(found.parts, self._rank, signature, self._reduction(op, dtype))
+
+
+@final
+class _SmallPlan:
+    """Every rank copies its input to staging and reduces everyone's: twice the work, half the meetings."""
+
+    def __init__(
+        self, slots: Sequence[Sequence[Tensor]], rank: int, signature: Signature, reduction: Reduction
+    ) -> None:
+        """`slots[slot][rank]`: that rank's input, 1-D, of the dtype to be reduced."""
+        self._slots = slots
+        self._mine = [parts[rank] for parts in slots]
+        self._signature = signature
+        self._reduction = reduction
+        self._moved_bytes = (len(slots[0]) - 1) * self._mine[0].nbytes
+
+    def step(self, tensor: Tensor) -> Step:
+        return Step(
+            self._signature,
+            load=lambda slot: self._mine[slot].copy_(tensor),
+            exchange=lambda slot: self._reduction(self._slots[slot], tensor),
+            moved_bytes=self._moved_bytes,
+        )
+
+
+@final
+class _SharePlan:
+    """A rank reduces its share over all ranks' memory and writes the result to all, while nobody else touches it."""
+
+    def __init__(self, parts: Sequence[Tensor], rank: int, signature: Signature, reduction: Reduction) -> None:
+        """`parts[rank]`: that rank's whole tensor, 1-D."""
+        share = shares_of(parts[rank], len(parts))[rank]
+        self._blocks = blocks_of([part[share] for part in parts])
+        self._reduction = reduction
+        self._signature = signature
+        self.moved_bytes = 2 * (len(parts) - 1) * sum(block[0].nbytes for block in self._blocks)
+
+    def reduce(self, _: int) -> None:
+        for parts in self._blocks:
+            result = parts[0]  # the first rank's memory, so that nothing else is written
+            self._reduction(parts, result)
+            for part in parts[1:]:
+                part.copy_(result)
+
+    def step_in_place(self) -> Step:
+        return Step(
+            self._signature, exchange=self.reduce, uses_slot=False, awaits_all=True, moved_bytes=self.moved_bytes
+        )
+
+
+@final
+class _StagedPlan:
+    """Every rank copies a piece to staging, reduces its share of it there, and copies the result back."""
+
+    def __init__(
+        self, slots: Sequence[Sequence[Tensor]], rank: int, signature: Signature, reduction: Reduction
+    ) -> None:
+        """`slots[slot][rank]`: that rank's piece, 1-D."""
+        self._plans = [_SharePlan(parts, rank, signature, reduction) for parts in slots]
+        self._mine = [parts[rank] for parts in slots]
+        self._signature = signature
+
+    def step(self, tensor: Tensor) -> Step:
+        return Step(
+            self._signature,
+            load=lambda slot: self._mine[slot].copy_(tensor),
+            exchange=lambda slot: self._plans[slot].reduce(slot),
+            store=lambda slot: tensor.copy_(self._mine[slot]),
+            awaits_all=True,
+            moved_bytes=self._plans[0].moved_bytes,
+        )

@@ -7,13 +7,14 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import NamedTuple, NoReturn, final
 
 from paceline.comm.base import Timing
+from paceline.comm.rank_errors import disagreement, late
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.signature import SIGNATURE_BYTES, Signature
-from paceline.errors import DeadlineExceeded, PeerLost, TensorMismatch, UsageError
+from paceline.errors import PeerLost, UsageError
 
 # Every rank has one page that it alone writes. First a cache line of 32-bit words:
 _EVENTS, _ARRIVED, _DONE, _DEPARTED = 0, 1, 2, 3  # EVENTS counts the changes that others sleep on
@@ -31,19 +32,18 @@ PAGE_BYTES = 16384
 _MASK = 2**32 - 1
 # Counters start shortly before they wrap around, so that every run passes there.
 FIRST_NUMBER = 2**32 - 100
-# How long a waiting rank offers its core to others before it sleeps: waking a sleeper on another core can take longer
-# than the wait. Spinning without offering it was slower on cores that other processes use too.
+# A waiting rank first offers its core to others for so long: waking a sleeper can take longer than the wait.
 _YIELD_S = 1e-3
 LOOK_INTERVAL_S = 0.2
-_BLIND_SLEEP_S = 1e-3  # where a wake may be missed
+_BLIND_SLEEP_S = 1e-3  # the longest sleep where a wake may be missed
 
 
 @final
 class Counter:
-    """How far ranks have come: 32-bit words, each written by one rank alone, that only grow (modulo 2**32)."""
+    """How far ranks have come: 32-bit words that only grow (modulo 2**32), each written by one rank alone."""
 
     def __init__(self, word: int, mine: memoryview, others: Mapping[int, memoryview]) -> None:
-        """`others`: for every rank that is waited for, the words of which the one at index `word` counts."""
+        """`others`: the words of every rank that is waited for; the one at index `word` counts."""
         self._word = word
         self._mine = mine
         self._others = others
@@ -64,16 +64,27 @@ class Counter:
         if self._floor >= number:
             return True
         floor, word = self._floor, self._word
-        # A rank is never behind the floor and never 2**32 ahead of it, so the difference of the words is exact.
+        # No rank is behind the floor or 2**32 ahead of it, so the difference is exact.
         ahead = [(words[word] - floor) & _MASK for words in self._others.values()]
         futex.fence()
         self._floor = floor + min(ahead) if ahead else number
         return self._floor >= number
 
     def missing(self, number: int) -> list[int]:
-        """The ranks that have not come to `number`."""
         floor, word = self._floor, self._word
         return [rank for rank, words in self._others.items() if floor + ((words[word] - floor) & _MASK) < number]
+
+
+class Obstacle(NamedTuple):
+    """What keeps an operation: all others have yet to come to a number."""
+
+    counter: Counter
+    number: int
+    signature: Signature
+    """What the operation is, for errors."""
+
+    def missing(self) -> list[int]:
+        return self.counter.missing(self.number)
 
 
 @final
@@ -84,7 +95,7 @@ class _Peer:
         self.rank = rank
         self.pid = address.pid
         try:
-            self.segment = SharedBlock.open(address)
+            self.block = SharedBlock.open(address)
             self.pidfd = os.pidfd_open(address.pid)
         except ProcessLookupError:
             raise PeerLost(f"rank {rank} is lost: its process {address.pid} ended before all ranks had met") from None
@@ -92,9 +103,9 @@ class _Peer:
             raise PeerLost(f"rank {rank} is lost: {error}") from None
         self._process = select.poll()
         self._process.register(self.pidfd, select.POLLIN)
-        self.words = self.segment.buffer[: 4 * _NUM_WORDS].cast("I")
-        self.events_address = self.segment.tensor.data_ptr() + 4 * _EVENTS
-        self.bell_address = self.segment.tensor.data_ptr() + 4 * _BELL
+        self.words = self.block.buffer[: 4 * _NUM_WORDS].cast("I")
+        self.events_address = self.block.tensor.data_ptr() + 4 * _EVENTS
+        self.bell_address = self.block.tensor.data_ptr() + 4 * _BELL
 
     def is_alive(self) -> bool:
         """A pidfd is readable from when the process ends, also while nobody has reaped it."""
@@ -105,19 +116,19 @@ class _Peer:
         if not self.words[_DEPARTED]:
             return None
         futex.fence()
-        return bytes(self.segment.buffer[_REASON]).rstrip(b"\0").decode(errors="replace")
+        return bytes(self.block.buffer[_REASON]).rstrip(b"\0").decode(errors="replace")
 
     def close(self) -> None:
         os.close(self.pidfd)
-        self.segment.close()
+        self.block.close()
 
 
 @final
 class Rendezvous:
     """One rank's view of all ranks' pages.
 
-    Ranks go through the same numbered steps. At each a rank publishes that it has arrived (its input can be read) and
-    later that it is done (it will read and write no more of this step). After any failure the rendezvous stays closed.
+    Ranks go through the same numbered steps. At each a rank publishes first that it has arrived (its input can be
+    read), later that it is done (it will read and write no more of this step). After a failure every call raises.
     """
 
     def __init__(
@@ -140,7 +151,7 @@ class Rendezvous:
         self._bell_address = control.tensor.data_ptr() + 4 * _BELL
         self._num_rings = 0
         self._always_wakes = not futex.may_skip_wakes()
-        # With more ranks than cores, others can use the core of a rank that waits: it sleeps at once.
+        # With more ranks than cores, a rank that waits sleeps at once: others need its core.
         self._yield_s = _YIELD_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
         self.deadline_s = deadline_s
         self._timing = timing
@@ -156,7 +167,7 @@ class Rendezvous:
             raise
         others = {other: peer.words for other, peer in self.peers.items()}
         self._others = tuple(others.values())
-        self._pages = tuple(peer.segment.buffer for peer in self.peers.values())
+        self._pages = tuple(peer.block.buffer for peer in self.peers.values())
         self.arrived = Counter(_ARRIVED, self._words, others)
         self.done = Counter(_DONE, self._words, others)
 
@@ -187,71 +198,53 @@ class Rendezvous:
         place = _signature_place(number)
         if all(page[place] == signature.raw for page in self._pages):
             return
-        theirs = [bytes(page[place]) for page in self._pages]
-        theirs.insert(self.rank, signature.raw)
-        first = theirs[0]
-        other, raw = next((rank, raw) for rank, raw in enumerate(theirs) if raw != first)
-        self.fail(
-            TensorMismatch(
-                f"ranks disagree on an operation: rank 0 asks for {Signature.unpack(first)}, "
-                f"rank {other} for {Signature.unpack(raw)}; every rank must make the same calls in the same order"
-            )
-        )
+        raws = [bytes(page[place]) for page in self._pages]
+        raws.insert(self.rank, signature.raw)
+        self.fail(disagreement({rank: str(Signature.unpack(raw)) for rank, raw in enumerate(raws)}))
 
     def check(self) -> None:
         """Raise if the rendezvous has failed or was aborted or closed."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
-    def look(self, counter: Counter, number: int, signature: Signature) -> None:
-        """Raise if a rank that has not come to `number` never will; a real look only now and then."""
+    def look(self, obstacle: Obstacle) -> None:
+        """Raise if a rank that is missing will never come; a real look only now and then."""
         self.check()
-        for rank in counter.missing(number):
+        for rank in obstacle.missing():
             if self.peers[rank].words[_DEPARTED]:
-                self._lose(counter, number, signature, rank)
+                self._lose(obstacle, rank)
         now = time.perf_counter()
         if now - self._last_look_s < LOOK_INTERVAL_S:
             return
         self._last_look_s = now
-        for rank in counter.missing(number):
+        for rank in obstacle.missing():
             if not self.peers[rank].is_alive():
-                self._lose(counter, number, signature, rank)
+                self._lose(obstacle, rank)
 
     def wait_for_event(
         self,
-        counter: Counter,
-        number: int,
-        signature: Signature,
+        obstacle: Obstacle,
         started_s: float,
         *,
         ready: Callable[[], bool] | None = None,
         interval_s: float = LOOK_INTERVAL_S,
     ) -> None:
-        """Block until all have come to `number`, or something else has happened, or it is time to look around.
+        """Block until the obstacle is gone, or something else has happened, or it is time to look around.
 
         Args:
-            counter, number, signature: what is awaited, and in which operation.
             started_s: the perf_counter at which the caller's blocking call began; the deadline counts from there.
-            ready: given where others ring this rank's bell: whether there is anything to do; otherwise that is the
-                counter's business, and the sleep is on the first missing rank's events.
+            ready: whether there is anything to do, where others ring this rank's bell; without it the sleep is on the
+                events of the first missing rank.
             interval_s: the longest to sleep.
         """
         before_s = time.perf_counter()
         try:
-            self._sleep(counter, number, signature, started_s, ready, interval_s)
+            self._sleep(obstacle, started_s, ready, interval_s)
         finally:
             self._timing.waiting_s += time.perf_counter() - before_s
 
-    def _sleep(
-        self,
-        counter: Counter,
-        number: int,
-        signature: Signature,
-        started_s: float,
-        ready: Callable[[], bool] | None,
-        interval_s: float,
-    ) -> None:
-        missing = counter.missing(number)
+    def _sleep(self, obstacle: Obstacle, started_s: float, ready: Callable[[], bool] | None, interval_s: float) -> None:
+        missing = obstacle.missing()
         if not missing:
             return
         peer = self.peers[missing[0]]
@@ -259,15 +252,15 @@ class Rendezvous:
             (peer.words, _EVENTS, peer.events_address) if ready is None else (self._words, _BELL, self._bell_address)
         )
         seen = words[index]
-        # Whatever happens from here on also changes that word and ends the sleep; what happened before is seen below.
+        # What happens from here on changes that word and ends the sleep; what happened before is seen below.
         futex.fence()
-        if ready() if ready is not None else counter.reached(number):
+        if ready() if ready is not None else obstacle.counter.reached(obstacle.number):
             return
-        self.look(counter, number, signature)
+        self.look(obstacle)
         if self.deadline_s is not None:
             left_s = started_s + self.deadline_s - time.perf_counter()
             if left_s <= 0:
-                self._exceed(counter, number, signature)
+                self._exceed(obstacle)
             interval_s = min(interval_s, max(left_s, 0.0))
         until_s = time.perf_counter() + min(self._yield_s, interval_s)
         while time.perf_counter() < until_s:
@@ -282,12 +275,12 @@ class Rendezvous:
 
     def ring(self, rank: int) -> None:
         """Wake a rank that may sleep on its bell."""
-        # Many ranks write the same word, and none writes a value that was there before: no ring is ever lost.
+        # Many ranks write this word, each only values that no other writes: every ring changes it.
         self._num_rings += 1
         self.peers[rank].words[_BELL] = (self._num_rings * self.size + self.rank) & _MASK
         futex.wake(self.peers[rank].bell_address)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> NoReturn:
         """Close the rendezvous for good, tell the others, and raise."""
         self.leave(error)
         raise error
@@ -302,7 +295,7 @@ class Rendezvous:
             self._control.buffer[_REASON.start : _REASON.start + len(reason)] = reason
             futex.fence()
             self._words[_DEPARTED] = 1
-            # The main thread may signal meanwhile: of two increments one can be lost, and a sleeper looks around late.
+            # If the main thread signals meanwhile, one increment can be lost: a sleeper then looks around late.
             self._words[_EVENTS] = (self._words[_EVENTS] + 1) & _MASK
             futex.wake(self._events_address)
             for peer in self.peers.values():
@@ -326,27 +319,19 @@ class Rendezvous:
         if self._always_wakes or any(words[_SLEEPS] for words in self._others):
             futex.wake(self._events_address)
 
-    def _lose(self, counter: Counter, number: int, signature: Signature, rank: int) -> None:
-        # The peer may have published its part just before it went: only a rank that is still missing is lost.
+    def _lose(self, obstacle: Obstacle, rank: int) -> None:
+        # The peer may have published its part just before it went.
         futex.fence()
-        if rank not in counter.missing(number):
+        if rank not in obstacle.missing():
             return
         peer = self.peers[rank]
         reason = peer.departure()
         why = f"it left ({reason})" if reason is not None else f"its process {peer.pid} ended"
-        self.fail(PeerLost(f"rank {rank} is lost: {why} during {signature}"))
+        self.fail(PeerLost(f"rank {rank} is lost: {why} during {obstacle.signature}"))
 
-    def _exceed(self, counter: Counter, number: int, signature: Signature) -> None:
-        missing = counter.missing(number)
-        if not missing:
-            return
-        who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-        self.fail(
-            DeadlineExceeded(
-                f"{who} not taken part in {signature} within {self.deadline_s} s; "
-                "see what keeps them, or give a longer deadline"
-            )
-        )
+    def _exceed(self, obstacle: Obstacle) -> None:
+        if missing := obstacle.missing():
+            self.fail(late(missing, str(obstacle.signature), self.deadline_s))
 
 
 def _signature_place(number: int) -> slice:

@@ -16,15 +16,11 @@ import torch
 from torch.distributed import TCPStore
 
 from paceline.checkpoint import Checkpoint
-from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective, OptimizerSpec
-from paceline.comm.hierarchical.collective import connect_hierarchical
-from paceline.comm.process_group.collective import connect_gloo, connect_nccl
-from paceline.comm.servers.group import ServerAddress, ServerGroup
+from paceline.comm.base import OptimizerSpec
+from paceline.comm.connecting import connect
 from paceline.comm.servers.line import BellAddress
-from paceline.comm.servers.service import ParameterService, ServerSpec
-from paceline.comm.shared_memory.block import BlockAddress
-from paceline.comm.shared_memory.collective import SharedMemoryCollective
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.config import RunConfig
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
@@ -34,9 +30,13 @@ from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.threads import share_of
 from paceline.engines.world import World, enter
 from paceline.layout import Layout
+from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.server.ranges import KeyRange
+from paceline.server.spec import ServerSpec
 from paceline.strategies.base import Context, Strategy
+
+_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class WorkerInfo:
     pid: int
     node_id: str
     address: str
-    memory: BlockAddress
     store_port: int
-    """Where this worker's torch.distributed store listens, should it become rank 0 of several hosts."""
+    """Where this worker's torch.distributed store listens, should it become rank 0."""
     num_devices: int
     num_cores: int
 
@@ -73,9 +72,11 @@ class WorldSpec:
     strategy: Strategy
     config: RunConfig
     uses_cuda: bool
-    has_own_gpus: bool
-    """Whether every worker has a GPU to itself."""
     is_resumed: bool
+
+    @property
+    def membership(self) -> Membership:
+        return Membership(self.epoch, tuple(range(self.size)))
 
     @property
     def size(self) -> int:
@@ -85,13 +86,8 @@ class WorldSpec:
     def num_hosts(self) -> int:
         return len({worker.node_id for worker in self.workers})
 
-    @property
-    def hosts(self) -> list[list[int]]:
-        """The ranks of each host, in the order of its first."""
-        return [self.ranks_on(node_id) for node_id in dict.fromkeys(worker.node_id for worker in self.workers)]
-
     def num_threads(self, rank: int) -> int:
-        """That a worker computes with: its share of its host's cores.
+        """A worker computes with its share of its host's cores.
 
         Servers are not counted: under bsp they compute while workers wait, else they take what their updates need.
         """
@@ -107,28 +103,21 @@ class WorkerActor:
     """One worker. `hello`, then `run`, which returns how the program ended instead of raising."""
 
     def __init__(self) -> None:
-        self._memory = SharedMemoryCollective.prepare()
         self._address = own_address()
-        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
 
     def hello(self) -> WorkerInfo:
         return WorkerInfo(
             os.getpid(),
             own_node_id(),
             self._address,
-            self._memory.address,
             self._store.port,
             torch.cuda.device_count(),
             len(os.sched_getaffinity(0)),
         )
 
     def run(
-        self,
-        spec: WorldSpec,
-        rank: int,
-        program: Program,
-        launcher: LauncherAddress,
-        servers: list[Any],
+        self, spec: WorldSpec, rank: int, program: Program, launcher: LauncherAddress, servers: list[Any]
     ) -> Outcome:
         # A Ctrl-C in the launcher's terminal reaches the whole process group; the launcher alone acts on it.
         with contextlib.suppress(ValueError):
@@ -145,12 +134,7 @@ class WorkerActor:
             for end in ends:
                 end.abort(reason)
 
-        line = ControlLine(
-            launcher,
-            identity=f"worker-{rank}",
-            progress=progress,
-            on_abort=abort,
-        )
+        line = ControlLine(launcher, identity=f"worker-{rank}", progress=progress, on_abort=abort)
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends)
             with captured(line.say):
@@ -181,11 +165,17 @@ class WorkerActor:
         torch.set_num_threads(spec.num_threads(rank))
         keep_freed_memory()
         device = _device_of(me, local_ranks.index(rank)) if spec.uses_cuda else torch.device("cpu")
-        collective = self._connect(spec, rank, device)
+        first = spec.workers[0]
+        meeting_place = (
+            self._store
+            if rank == 0
+            else TCPStore(first.address, first.store_port, is_master=False, timeout=_STORE_TIMEOUT)
+        )
+        collective = connect(meeting_place, rank=rank, size=spec.size, device=device, deadline_s=spec.config.deadline_s)
         ends.append(collective)
         store = None
         if spec.servers:
-            store = ServerGroup(
+            store = connect_servers(
                 launcher.keys,
                 servers=[ServerAddress(s.endpoint, s.bell if s.node_id == me.node_id else None) for s in spec.servers],
                 collective=collective,
@@ -196,7 +186,7 @@ class WorkerActor:
             ends.append(store)
         context = Context(
             rank=rank,
-            size=spec.size,
+            membership=spec.membership,
             local_rank=local_ranks.index(rank),
             local_size=len(local_ranks),
             device=device,
@@ -207,27 +197,6 @@ class WorkerActor:
         world = World(context, spec.strategy, spec.config, line, restored)
         enter(world)
         return world
-
-    def _connect(self, spec: WorldSpec, rank: int, device: torch.device) -> Collective:
-        """Shared memory on one host; across hosts, or with a GPU for each worker, torch.distributed; or both."""
-        if spec.size == 1:
-            return AloneCollective()
-        deadline_s = spec.config.deadline_s
-        if spec.num_hosts == 1 and not spec.has_own_gpus:
-            addresses = [worker.memory for worker in spec.workers]
-            return SharedMemoryCollective(rank=rank, addresses=addresses, control=self._memory, deadline_s=deadline_s)
-        first = spec.workers[0]
-        store = (
-            self._store
-            if rank == 0
-            else TCPStore(first.address, first.store_port, is_master=False, timeout=timedelta(seconds=60))
-        )
-        address = spec.workers[rank].address
-        if spec.has_own_gpus:
-            return connect_nccl(store, rank=rank, size=spec.size, device=device, address=address, deadline_s=deadline_s)
-        if spec.num_hosts < spec.size and not spec.uses_cuda:
-            return connect_hierarchical(store, rank=rank, hosts=spec.hosts, address=address, deadline_s=deadline_s)
-        return connect_gloo(store, rank=rank, size=spec.size, address=address, deadline_s=deadline_s)
 
 
 @final
@@ -282,9 +251,10 @@ def _configure(
     """Have every server build its shard. Set-up goes through Ray, which can carry a script's own optimizer class."""
     requests = []
     for server, pieces in zip(servers, ranges, strict=True):
-        rule = spec.strategy.admission_rule(num_workers=spec.size)
+        rule = spec.strategy.admission_rule(spec.membership)
         assert rule is not None
-        requests.append(server.configure.remote(ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps)))
+        own = ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps, spec.strategy.aggregator())
+        requests.append(server.configure.remote(own))
     ray.get(requests)
 
 

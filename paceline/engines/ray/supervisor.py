@@ -133,7 +133,7 @@ class Supervisor:
         workers, servers = place(
             hosts,
             num_workers=job.num_workers,
-            num_servers=job.strategy.num_servers(),
+            num_servers=job.strategy.traits.num_servers,
             wants_gpus=uses_cuda,
             is_spread=job.is_spread,
         )
@@ -161,7 +161,6 @@ class Supervisor:
             job.strategy,
             job.config,
             uses_cuda,
-            has_own_gpus,
             job.checkpoint is not None,
         )
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
@@ -256,7 +255,7 @@ class Supervisor:
         raise judge(
             [self._statement(name) for name in members.actors],
             is_training=self._controller.progress.phase == "training",
-            is_synchronous=self._job.strategy.is_lock_step(),
+            is_synchronous=self._job.strategy.traits.lock_step,
         )
 
     def _gather(self, is_enough: Callable[[], bool], *, limit_s: float) -> None:

@@ -105,7 +105,7 @@ class VirtualRun:
             raise judge(
                 self._statements(),
                 is_training=self._reporter.progress.phase == "training",
-                is_synchronous=self._job.strategy.is_lock_step(),
+                is_synchronous=self._job.strategy.traits.lock_step,
             )
         if stuck:
             raise RunFailed(f"at {now_s:g} s of virtual time nobody can go on: {waiting}")
@@ -153,9 +153,8 @@ class VirtualRun:
             num_steps = outcome.num_steps if outcome is not None else 0
             members.append(Statement(process.name, None, num_steps, outcome, is_dead=process.name in self._dead))
         for server in self._worlds.servers:
-            name = f"server-{server.index}"
-            num_updates = server.parts[-1].shard.iteration if server.parts else 0
-            members.append(Statement(name, None, num_updates, is_dead=name in self._dead))
+            name = f"server-{server.core.index}"
+            members.append(Statement(name, None, server.core.iteration, is_dead=name in self._dead))
         return members
 
     def _on_interrupt(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -11,8 +11,10 @@ import torch
 from paceline.checkpoint import Checkpoint
 from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective, Store
+from paceline.comm.base import Collective, OptimizerSpec, Store
+from paceline.comm.servers.group import ServerGroup
 from paceline.config import RunConfig
+from paceline.engines.virtual.carrier import VirtualCarrier
 from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
 from paceline.engines.virtual.computing.pace import Pace
 from paceline.engines.virtual.events import EventQueue
@@ -22,12 +24,14 @@ from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.network.meeting import Meeting
 from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process
-from paceline.engines.virtual.server import VirtualServer
-from paceline.engines.virtual.store import VirtualStore
+from paceline.engines.virtual.server import EPOCH, VirtualServer
 from paceline.engines.world import World
 from paceline.errors import UsageError
+from paceline.layout import Layout
+from paceline.membership import Membership
 from paceline.records import Reporter
-from paceline.server.admission import AdmissionRule
+from paceline.server.ranges import KeyRange
+from paceline.server.spec import ServerSpec
 from paceline.strategies.base import Context
 
 _US = 1e-6
@@ -46,7 +50,7 @@ class Worlds:
 
     def __init__(self, job: VirtualJob, timeline: EventQueue, reporter: Reporter) -> None:
         cluster = job.cluster
-        self.places = place(cluster, num_workers=job.num_workers, num_servers=job.strategy.num_servers())
+        self.places = place(cluster, num_workers=job.num_workers, num_servers=job.strategy.traits.num_servers)
         self._job, self._reporter = job, reporter
         self._device = device_of(job.config)
         self._hosts = cluster.each_host()
@@ -83,7 +87,7 @@ class Worlds:
         collective = self._collective(rank, process)
         context = Context(
             rank=rank,
-            size=job.num_workers,
+            membership=Membership.first(job.num_workers),
             local_rank=local_ranks.index(rank),
             local_size=len(local_ranks),
             device=self._device,
@@ -118,22 +122,22 @@ class Worlds:
         )
 
     def _store(self, rank: int, process: Process, collective: Collective) -> Store:
-        return VirtualStore(
+        carrier = VirtualCarrier(
             self.servers,
             self._server_network,
-            request_s=self._job.cluster.communication.request_us * _US,
-            collective=collective,
             process=process,
             host=self.places.workers[rank],
-            is_local=len({*self.places.workers, *self.places.servers}) == 1,
-            new_rule=self._new_rule,
-            max_updates=self._job.config.max_steps,
+            request_s=self._job.cluster.communication.request_us * _US,
         )
+        return ServerGroup(carrier, collective=collective, configure=self._configure, epoch=EPOCH)
 
-    def _new_rule(self) -> AdmissionRule:
-        rule = self._job.strategy.admission_rule(num_workers=self._job.num_workers)
-        assert rule is not None
-        return rule
+    def _configure(self, layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
+        """Have every server build its shards."""
+        strategy, max_updates = self._job.strategy, self._job.config.max_steps
+        for server, pieces in zip(self.servers, ranges, strict=True):
+            rule = strategy.admission_rule(Membership.first(self._job.num_workers))
+            assert rule is not None
+            server.core.configure(ServerSpec(layout, pieces, optimizer, rule, max_updates, strategy.aggregator()))
 
 
 def device_of(config: RunConfig) -> torch.device:

@@ -14,8 +14,8 @@ from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
 from paceline.engines.virtual.computing.flops import ForwardCount
 from paceline.engines.virtual.process import Process
 from paceline.errors import UsageError
-from paceline.strategies.base import Replica
 from paceline.strategies.pacing import Pacing
+from paceline.strategies.replica import Replica
 
 
 @final

@@ -133,10 +133,7 @@ def _context(page: Page, subject: Subject) -> str:
 
 def _summary(page: Page, subject: Subject) -> SummaryTable:
     return summary_table(
-        page.frames.summary,
-        has_target=subject.target is not None,
-        metric=subject.metric,
-        seconds=subject.unit,
+        page.frames.summary, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
     )
 
 

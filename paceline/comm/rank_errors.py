@@ -1,13 +1,11 @@
-"""Errors of a group of ranks, which calls them by their numbers in the group, in the numbers of the whole world."""
+"""Errors that name ranks, and how the numbers of a group become those of the whole world."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import final
 
-from paceline.comm.base import Work
 from paceline.errors import Aborted, DeadlineExceeded, PeerLost, TensorMismatch
 
 FAILURES = (PeerLost, DeadlineExceeded, Aborted, TensorMismatch)
@@ -43,18 +41,20 @@ def naming(ranks: Sequence[int]) -> Iterator[None]:
         raise type(error)(in_world(str(error), ranks)) from None
 
 
-@final
-class NamedWork(Work):
-    """Work of a group."""
+def disagreement(operations: Mapping[int, str]) -> TensorMismatch:
+    """The error of ranks that ask for different operations: names the first, and the first that differs from it."""
+    first, *others = sorted(operations)
+    other = next(rank for rank in others if operations[rank] != operations[first])
+    return TensorMismatch(
+        f"ranks disagree on an operation: rank {first} asks for {operations[first]}, "
+        f"rank {other} for {operations[other]}; every rank must make the same calls in the same order"
+    )
 
-    def __init__(self, work: Work, ranks: Sequence[int]) -> None:
-        self._work = work
-        self._ranks = ranks
 
-    def poll(self) -> bool:
-        with naming(self._ranks):
-            return self._work.poll()
-
-    def wait(self) -> None:
-        with naming(self._ranks):
-            self._work.wait()
+def late(ranks: Sequence[int], operation: str, deadline_s: float | None) -> DeadlineExceeded:
+    """The error of ranks that have not come to an operation in time; which they are may be unknown."""
+    numbers = ", ".join(map(str, ranks))
+    who = f"ranks {numbers} have" if len(ranks) > 1 else f"rank {numbers} has" if ranks else "a peer has"
+    return DeadlineExceeded(
+        f"{who} not taken part in {operation} within {deadline_s} s; see what keeps them, or give a longer deadline"
+    )

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.base import OptimizerSpec
-from paceline.comm.servers.send_window import PIECES_UNDER_WAY
-from paceline.comm.wire import Raw, WireError, to_frames
-from paceline.layout import Layout
+from paceline.messages import Raw, WireError, to_frames
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
 from paceline.server.shard import Shard, build_optimizer
+from paceline.server.spec import ServerSpec
 
 
 @dataclass
@@ -26,6 +24,8 @@ class Part:
     pieces: KeyRange
     groups: list[int]
     """Which of the optimizer's groups the shard has tensors of."""
+    tensor_bytes: int
+    """Of its parameters, or gradients."""
     frames: list[Raw] | None = None
     frames_iteration: int = 0
 
@@ -53,28 +53,15 @@ class Part:
         return self.frames
 
 
-def are_in_turn(parts: Sequence[Part]) -> bool:
-    """Whether a server's pieces pass links a few at a time: there are more, and each needs every worker's gradient."""
-    return len(parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in parts)
-
-
-def build_part(
-    layout: Layout,
-    pieces: KeyRange,
-    spec: OptimizerSpec,
-    rule: AdmissionRule,
-    *,
-    max_updates: int | None,
-    memory: Tensor | None,
-) -> Part:
+def build_part(spec: ServerSpec, pieces: KeyRange, rule: AdmissionRule, memory: Tensor | None) -> Part:
     """A shard of these pieces; its parameters lie in `memory`, laid out like the model, if that is given."""
-    segments = layout.segments
+    segments = spec.layout.segments
     parameters = [
         torch.zeros(
             piece.stop - piece.start if piece.shape is None else piece.shape, dtype=segments[piece.segment].dtype
         )
         if memory is None
-        else piece.view(layout, memory)
+        else piece.view(spec.layout, memory)
         for piece in pieces
     ]
     owned: dict[int, list[Tensor]] = {}
@@ -82,10 +69,16 @@ def build_part(
         owned.setdefault(segments[piece.segment].group, []).append(parameter)
     groups = sorted(owned)
     optimizer = build_optimizer(
-        spec.optimizer_class,
-        spec.defaults,
-        [spec.groups[group] for group in groups],
+        spec.optimizer.optimizer_class,
+        spec.optimizer.defaults,
+        [spec.optimizer.groups[group] for group in groups],
         [owned[group] for group in groups],
     )
-    shard = Shard(parameters=parameters, optimizer=optimizer, rule=rule, max_updates=max_updates)
-    return Part(shard, pieces, groups)
+    shard = Shard(
+        parameters=parameters,
+        optimizer=optimizer,
+        rule=rule,
+        aggregator=spec.aggregator,
+        max_updates=spec.max_updates,
+    )
+    return Part(shard, pieces, groups, sum(parameter.nbytes for parameter in parameters))

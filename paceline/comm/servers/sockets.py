@@ -1,0 +1,198 @@
+"""Messages to real servers: over lines in shared memory to those on this host, over sockets to others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, final
+
+import zmq
+from torch import Tensor
+
+from paceline.comm.base import Collective
+from paceline.comm.servers.group import Carrier, Configure, ServerGroup
+from paceline.comm.servers.line import BellAddress, WorkerLine
+from paceline.comm.servers.service import identity_of
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.comm.wire import Caller, Keys
+from paceline.errors import Aborted, DeadlineExceeded
+from paceline.layout import Layout
+from paceline.messages import Kind, Message, Raw
+from paceline.server.client_core import ClientCore
+from paceline.server.server_core import Send
+
+_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE})
+# A waiting worker first offers its core, where the server then runs without being woken on another. Conv net, two
+# workers and a server on two cores, medians of three: ps-bsp 42,000 samples/s sleeping at once, 50,000 so; ps-asp
+# 50,000 and 55,000. With more workers than cores they sleep at once, for others can use the core.
+_YIELD_S = 1e-3
+WAKE_S = 0.2  # how often a wait looks whether the run was aborted
+_GLANCE_S = 2e-3  # how often it looks at the lines, where servers elsewhere wait for what one here decides
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server listens, and, if it runs on this worker's host, its bell."""
+
+    endpoint: str
+    bell: BellAddress | None
+
+
+def connect_servers(
+    keys: Keys,
+    *,
+    servers: Sequence[ServerAddress],
+    collective: Collective,
+    configure: Configure,
+    epoch: int,
+    deadline_s: float | None,
+) -> ServerGroup:
+    """A worker's store.
+
+    Args:
+        keys: of the run.
+        servers: in the order of their key ranges.
+        collective: of the workers.
+        configure: has every server build its shards; called by rank 0.
+        epoch: of the membership.
+        deadline_s: how long servers may all be silent while an answer is due; none: for ever.
+    """
+    carrier = SocketCarrier(
+        keys, servers, rank=collective.rank, num_workers=collective.size, epoch=epoch, deadline_s=deadline_s
+    )
+    return ServerGroup(carrier, collective=collective, configure=configure, epoch=epoch)
+
+
+@dataclass
+class _Link:
+    """One server, as this worker reaches it."""
+
+    caller: Caller
+    line: WorkerLine | None
+    """The quick way to a server on this host."""
+    sources: list[Tensor] = field(default_factory=list)
+    """The server's own parameters, if this worker is to read them itself."""
+    targets: list[Tensor] = field(default_factory=list)
+    asked_over: WorkerLine | Caller | None = None
+    """Where its answers will come from; none if it has not been asked yet."""
+
+
+@final
+class SocketCarrier(Carrier):
+    carries_bytes = True
+
+    def __init__(
+        self,
+        keys: Keys,
+        servers: Sequence[ServerAddress],
+        *,
+        rank: int,
+        num_workers: int,
+        epoch: int,
+        deadline_s: float | None,
+    ) -> None:
+        self._rank, self._epoch, self._deadline_s = rank, epoch, deadline_s
+        yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
+        self.beside = [server.bell is not None for server in servers]
+        self._links = [
+            _Link(
+                Caller(keys, endpoint=server.endpoint, identity=identity_of(rank).decode()),
+                WorkerLine(server.bell, yield_s=yield_s) if server.bell is not None else None,
+            )
+            for server in servers
+        ]
+        self._poller = zmq.Poller()
+        for link in self._links:
+            self._poller.register(link.caller.socket, zmq.POLLIN)
+        self._segments: list[SharedBlock] = []
+        self._abort_reason: str | None = None
+        self._look_s = WAKE_S  # how often a wait for servers elsewhere looks at the lines too
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        segment = SharedBlock.create(num_bytes)
+        self._segments.append(segment)
+        return segment.tensor[:num_bytes]
+
+    def bodies(self, parameters: Tensor, gradients: Tensor) -> Sequence[Mapping[str, Any]]:
+        memory = {"parameters": self._address_of(parameters), "gradients": self._address_of(gradients)}
+        return [memory | {"line": astuple(link.line.address)} if link.line is not None else {} for link in self._links]
+
+    def attached(self, client: ClientCore, layout: Layout, said: Sequence[Mapping[str, Any]]) -> None:
+        self._look_s = _GLANCE_S if client.has_followers else WAKE_S
+        for index, (link, about) in enumerate(zip(self._links, said, strict=True)):
+            if "parameters" in about:
+                segment = SharedBlock.open(BlockAddress(*about["parameters"]))
+                self._segments.append(segment)
+                pieces, link.targets = client.targets(index)
+                link.sources = [piece.view(layout, segment.tensor[: layout.num_bytes]) for piece in pieces]
+
+    def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:
+        began_s = heard_s = time.perf_counter()
+        for link in self._links:
+            link.asked_over = None
+        self._send(sends)
+        while not client.is_done:
+            if self._abort_reason is not None:
+                raise Aborted(f"{client.what} on rank {self._rank} was ended: {self._abort_reason}")
+            for index, frames in self._receive_some(client.due):
+                answer = Message.decode(frames, epoch=self._epoch)
+                self._send(client.receive(index, answer))
+                heard_s = time.perf_counter()
+                link = self._links[index]
+                if link.sources and answer.kind is Kind.ANSWER:
+                    for source, target in zip(link.sources, link.targets, strict=True):
+                        target.copy_(source)
+            if self._deadline_s is not None and time.perf_counter() > heard_s + self._deadline_s:
+                raise DeadlineExceeded(
+                    f"rank {self._rank}: server(s) {client.due} did not answer within {self._deadline_s:g} s "
+                    f"to: {client.what}"
+                )
+        return time.perf_counter() - began_s
+
+    def abort(self, reason: str) -> None:
+        self._abort_reason = reason
+
+    def close(self) -> None:
+        for link in self._links:
+            link.caller.close()
+            link.sources, link.targets = [], []
+            if link.line is not None:
+                link.line.close()
+        self._links.clear()
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+
+    def _send(self, sends: Iterable[Send]) -> None:
+        """Each on the server's line if it has one and the request fits."""
+        for index, request in sends:
+            link = self._links[index]
+            if link.line is not None and request.kind in _ON_LINE and link.line.send(request.encode_head()):
+                link.asked_over = link.line
+            else:
+                link.caller.send(request)
+                link.asked_over = link.caller
+
+    def _receive_some(self, due: Sequence[int]) -> list[tuple[int, Sequence[Raw]]]:
+        """Wait a while for those of the servers that owe an answer, and take what has come."""
+        ways = [(index, self._links[index].asked_over) for index in due]
+        is_mixed = any(isinstance(way, Caller) for _, way in ways)
+        wait_s = WAKE_S
+        for index, way in ways:
+            if isinstance(way, WorkerLine):
+                frames = way.receive(timeout_s=0.0 if is_mixed else WAKE_S)
+                if frames is not None or not is_mixed:
+                    return [] if frames is None else [(index, frames)]
+                wait_s = self._look_s
+        ready = {socket for socket, _ in self._poller.poll(int(wait_s * 1000))}
+        return [
+            (index, link.caller.socket.recv_multipart(copy=False))
+            for index, link in enumerate(self._links)
+            if link.caller.socket in ready
+        ]
+
+    def _address_of(self, tensor: Tensor) -> tuple[int, ...]:
+        segment = next(s for s in self._segments if s.tensor.data_ptr() == tensor.data_ptr())
+        return astuple(segment.address)

@@ -1,0 +1,82 @@
+"""A worker's messages to parameter servers on virtual hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.servers.group import Carrier
+from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.process import Process, Signal
+from paceline.engines.virtual.server import VirtualServer
+from paceline.errors import Aborted
+from paceline.layout import Layout
+from paceline.messages import Message
+from paceline.server.client_core import ClientCore
+from paceline.server.server_core import Send
+
+
+@final
+class VirtualCarrier(Carrier):
+    """Messages only stand for their tensors: servers read and write the worker's memory, while it waits.
+
+    Args:
+        servers: in the order of their key ranges.
+        process: the worker's.
+        host: the worker's.
+        request_s: what the worker is at asking, besides what passes the network.
+    """
+
+    carries_bytes = False
+
+    def __init__(
+        self, servers: Sequence[VirtualServer], network: Network, *, process: Process, host: int, request_s: float = 0.0
+    ) -> None:
+        self.host = host
+        self.beside = [server.host == host for server in servers]
+        self._servers, self._network, self._process, self._request_s = servers, network, process, request_s
+        self._client: ClientCore | None = None
+        self._all_here = Signal()
+        self._abort_reason: str | None = None
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def bodies(self, parameters: Tensor, gradients: Tensor) -> Sequence[Mapping[str, Any]]:
+        return [{"parameters": parameters, "gradients": gradients}] * len(self._servers)
+
+    def attached(self, client: ClientCore, layout: Layout, said: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:
+        if self._abort_reason is not None:
+            raise Aborted(f"a request to the servers was ended: {self._abort_reason}")
+        began_s = self._process.now_s
+        self._client, self._all_here = client, Signal()
+        self._process.advance(self._request_s)
+        self._process.post(self._send, sends)
+        self._process.wait(self._all_here, lambda: f"{client.what}, of which server(s) {client.due} owe an answer")
+        return self._process.now_s - began_s
+
+    def deliver(self, server: int, message: Message) -> None:
+        """A server's message has come."""
+        assert self._client is not None
+        self._send(self._client.receive(server, message))
+        if self._client.is_done and self._all_here.fired_s is None:
+            self._all_here.fire(self._process.timeline)
+
+    def abort(self, reason: str) -> None:
+        self._abort_reason = reason
+
+    def close(self) -> None:
+        self._client = None
+
+    def _send(self, sends: Iterable[Send]) -> None:
+        for index, message in sends:
+            server = self._servers[index]
+            arrive = partial(server.receive, self, message)
+            self._network.send(self.host, server.host, float(message.num_bytes), arrive)

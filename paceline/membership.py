@@ -1,0 +1,52 @@
+"""Who takes part in a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, final
+
+
+@final
+@dataclass(frozen=True)
+class Membership:
+    """The ranks that take part, in ascending order. Each change begins a new epoch, which every message names.
+
+    Raises:
+        ValueError: there is nobody, a rank is negative, or ranks are not in ascending order.
+    """
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks or self.ranks[0] < 0 or list(self.ranks) != sorted(set(self.ranks)):
+            raise ValueError(f"the ranks of a membership must ascend from 0 or more, not {self.ranks}")
+
+    @classmethod
+    def first(cls, size: int) -> Self:
+        """Ranks 0 to `size`, with which a run begins."""
+        return cls(epoch=1, ranks=tuple(range(size)))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def without(self, rank: int) -> Membership:
+        """The next epoch, after this rank has gone.
+
+        Raises:
+            ValueError: it takes no part, or nobody is left.
+        """
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is none of {self.ranks}")
+        return Membership(self.epoch + 1, tuple(other for other in self.ranks if other != rank))
+
+    def with_rank(self, rank: int) -> Membership:
+        """The next epoch, after this rank has come.
+
+        Raises:
+            ValueError: it takes part already, or is negative.
+        """
+        if rank in self.ranks:
+            raise ValueError(f"rank {rank} takes part already")
+        return Membership(self.epoch + 1, tuple(sorted((*self.ranks, rank))))

@@ -1,0 +1,193 @@
+"""What passes from one exchange to the next under each kind of traffic: computing, waiting, exchanging."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.planner import algorithms, costs, neighbours, stragglers
+from paceline.planner import filling as buckets
+from paceline.planner.fabric import Loads
+from paceline.planner.servers import ServerExchange, server_exchange
+from paceline.planner.setting import Setting
+from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic
+
+_NUM_DRAWS = 4096
+"""Computing times that are drawn for one prediction, of all workers together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """Of a worker, on the average; without what a step takes besides computing and exchange."""
+
+    slowest_s: float
+    """Of the workers that are waited for, their computing in all steps of the cycle."""
+    end_s: float
+    loads: Loads
+    """Of all workers."""
+    num_steps: int = 1
+    hidden_s: float = 0.0
+    """What of the exchange backward hides."""
+    served_s: float = 0.0
+    """For which a server is busy with requests and updates of all workers."""
+    num_counted: int | None = None
+    """Workers whose gradients count; none: all."""
+    bounds_s: tuple[float, float] | None = None
+    """Of `end_s`, where that is all that is known."""
+
+
+def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:
+    if isinstance(traffic, Served):
+        return _of_synchronous(traffic, setting) if traffic.staleness is None else _of_asynchronous(traffic, setting)
+    if isinstance(traffic, AllReduced):
+        return _of_all_reduced(traffic, setting)
+    if isinstance(traffic, Neighbouring):
+        return _of_neighbours(traffic, setting)
+    return Cycle(slowest_s=setting.mean_s, end_s=setting.mean_s, loads=setting.fabric.nothing)
+
+
+def _of_all_reduced(traffic: AllReduced, setting: Setting) -> Cycle:
+    step_s = stragglers.expected_s(setting.groups, num_steps=traffic.every)
+    slowest_s, before_s = traffic.every * step_s, (traffic.every - 1) * step_s
+    if setting.num_workers == 1:
+        return Cycle(slowest_s=slowest_s, end_s=slowest_s, loads=setting.fabric.nothing, num_steps=traffic.every)
+    sizes = buckets.of(traffic, setting)
+    parts = [algorithms.parts_s(traffic.algorithm, setting, bucket.num_bytes) for bucket in sizes]
+    alone_s = sum(busy_s for busy_s, _ in parts) + parts[-1][1]
+    operation_s = algorithms.operation_s(traffic.algorithm, setting)
+    computed_s = step_s + len(sizes) * operation_s  # starting an exchange holds up backward
+    if traffic.behind_backward:
+        ready_s = [
+            step_s * part + number * operation_s
+            for number, part in enumerate(buckets.ready_parts(sizes, setting), start=1)
+        ]
+        ends_s = costs.queue_ends_s(ready_s, [busy_s for busy_s, _ in parts])
+        last_s = max(computed_s, max(end + rest for end, (_, rest) in zip(ends_s, parts, strict=True)))
+    else:
+        last_s = computed_s + alone_s
+    return Cycle(
+        slowest_s=slowest_s,
+        end_s=before_s + last_s,
+        loads=algorithms.loads(traffic.algorithm, setting, sum(bucket.num_bytes for bucket in sizes)),
+        num_steps=traffic.every,
+        hidden_s=max(0.0, alone_s - (last_s - step_s)),
+    )
+
+
+def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
+    """A worker waits for its neighbours, and they for theirs. Of all messages of an exchange the slowest decides."""
+    rounds = neighbours.rounds_of(traffic.topology, setting)
+    exchange_s = statistics.fmean(each.slowest_s for each in rounds)
+    loads = sum((each.loads for each in rounds), setting.fabric.nothing) * (1 / len(rounds))
+
+    def computed_s(hops: int) -> float:
+        waited_for = neighbours.waited_for(traffic.topology, setting.groups, hops=hops)
+        return traffic.every * stragglers.expected_s(waited_for, num_steps=traffic.every)
+
+    slowest_s = computed_s(hops=2)
+    all_s = traffic.every * stragglers.expected_s(setting.groups, num_steps=traffic.every)
+    return Cycle(
+        slowest_s=slowest_s,
+        end_s=slowest_s + exchange_s,
+        loads=loads,
+        num_steps=traffic.every,
+        bounds_s=(computed_s(hops=1) + exchange_s, all_s + exchange_s),
+    )
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
+    every, staleness = traffic.every, traffic.staleness
+    assert staleness is not None
+    exchange = server_exchange(setting, num_gradients=1)
+    free_s = _asynchronous_cycle_s(setting, exchange, every)
+    mean_s, slowest_s = (
+        every * step_s for step_s in (setting.mean_s, stragglers.expected_s(setting.groups, num_steps=every))
+    )
+    # Workers that begin together and always compute as long stay together, and wait for links with all others.
+    together_s = mean_s + exchange.ask_s + exchange.push_s + exchange.after_push_s + float(exchange.latency_s.max())
+    computing_s, end_s = mean_s, free_s
+    bounds_s = free_s, max(free_s, together_s) if setting.is_constant else free_s
+    if traffic.is_bounded:
+        computing_s = max(mean_s, _window_s(setting, slowest_s, staleness, every))
+        # Where links are full, who waits for others gives them the links: no cycle is shorter than what those need.
+        full_s = setting.num_workers * max(exchange.hub_s, exchange.served_s)
+        end_s = max(free_s, full_s, computing_s + exchange.ask_s + float(exchange.trips_s.mean()))
+        computing_s = min(computing_s, end_s)
+        bounds_s = free_s, max(end_s, slowest_s + free_s - mean_s, bounds_s[1])
+    return Cycle(
+        slowest_s=computing_s,
+        end_s=end_s,
+        loads=exchange.loads,
+        num_steps=every,
+        served_s=exchange.served_s * setting.num_workers,
+        bounds_s=bounds_s,
+    )
+
+
+def _asynchronous_cycle_s(setting: Setting, exchange: ServerExchange, every: int) -> float:
+    """Of a worker, on the average of all, from one push to the next."""
+    num_workers, overhead_s = setting.num_workers, setting.work.overhead_s
+    own_s = float(exchange.own_both_s.mean())
+    besides_s = exchange.ask_s + float(exchange.trips_s.mean()) - own_s + overhead_s
+    before_s = (every - 1) * overhead_s
+    cycle_s = num_workers / sum(
+        group.count / (every * group.times.expected_s + before_s + besides_s) for group in setting.groups
+    )
+    rate = costs.asynchronous_rate(num_workers, cycle_s=cycle_s, own_s=own_s, shared_s=exchange.hub_s)
+    return max(num_workers / rate, num_workers * exchange.served_s) - every * overhead_s
+
+
+def _window_s(setting: Setting, slowest_s: float, staleness: float, every: int) -> float:
+    """A clock's mean computing time where nobody is more than s clocks ahead, an estimate between the bounds.
+
+    With w, what a barrier at every clock would cost in parts of a clock: w / (s + 1), as if there were one at every
+    s + 1 clocks, or w**2 / (2 s + 1) where that is less: the difference of two workers is a random walk held within
+    2 s + 1 clocks, whose pushes back are in proportion to its variance. It is within a tenth of a step of the simulator
+    for log-normal times, and above it for exponential ones. A host that is always slower is not made up for.
+    """
+    mean_s = every * max(group.times.expected_s for group in setting.groups)
+    wait = max(0.0, slowest_s / mean_s - 1)
+    part = min(wait / (staleness + 1), wait**2 / (2 * staleness + 1)) if staleness else wait
+    return mean_s * (1 + part)
+
+
+def _of_synchronous(traffic: Served, setting: Setting) -> Cycle:
+    counted = setting.num_workers - traffic.backup_workers
+    exchange = server_exchange(setting, num_gradients=counted)
+    slowest_s = traffic.every * stragglers.expected_s(
+        setting.groups, left_out=traffic.backup_workers, num_steps=traffic.every
+    )
+    end_s = slowest_s + exchange.ask_s + _after_slowest_s(setting, exchange, counted, traffic.every)
+    end_s += float(exchange.latency_s.max())
+    return Cycle(
+        slowest_s=slowest_s,
+        end_s=end_s,
+        loads=exchange.loads,
+        num_steps=traffic.every,
+        served_s=exchange.update_s + setting.num_workers * exchange.request_s,
+        num_counted=counted,
+    )
+
+
+def _after_slowest_s(setting: Setting, exchange: ServerExchange, counted: int, every: int) -> float:
+    """From when the last worker that counts has computed until all are answered: the mean over some typical draws.
+
+    Who is answered first computes first, and so is less in the others' way when it pushes.
+    """
+    num_workers = setting.num_workers
+    num_draws = 1 if setting.is_constant else max(1, _NUM_DRAWS // num_workers)
+    chances = np.random.default_rng(0).random((every, num_draws, num_workers))  # the same whatever is compared
+    computing_s = np.empty_like(chances)
+    for number, group in enumerate(setting.groups):
+        ranks = setting.ranks_of(number)
+        computing_s[..., ranks] = group.times.at(chances[..., ranks])
+    computing_s = computing_s.sum(axis=0)
+    ahead_s = exchange.turn_s * np.arange(num_workers - 1, -1, -1)
+    starts_s = np.sort(computing_s - ahead_s, axis=1)[:, :counted]
+    last_s = np.sort(computing_s, axis=1)[:, counted - 1]
+    return float(np.mean(exchange.answered_s(starts_s) - last_s))

@@ -1,0 +1,86 @@
+"""What workers exchange with their neighbours: over which links, how long it takes, and for whom they wait."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.planner.fabric import Floats, Loads, Numbers
+from paceline.planner.setting import Setting
+from paceline.planner.stragglers import Group
+from paceline.topology import Topology
+
+_NUM_SAMPLES = 16
+"""Workers whose neighbourhoods are looked at."""
+
+
+@final
+@dataclass(frozen=True)
+class Round:
+    """The messages of one exchange: each worker sends its neighbours something as large as the gradients."""
+
+    senders: Numbers
+    receivers: Numbers
+    sent_s: Floats
+    """From when the sender has computed until the receiver has the message, while all others are under way."""
+    loads: Loads
+
+    @property
+    def slowest_s(self) -> float:
+        return float(self.sent_s.max(initial=0.0))
+
+
+def rounds_of(topology: Topology, setting: Setting) -> list[Round]:
+    """One for each step of the topology's period.
+
+    Raises:
+        UsageError: the topology is not one of so many workers.
+    """
+    size = setting.num_workers
+    try:
+        return [_round(topology, step, setting) for step in range(topology.period(size))]
+    except ValueError as error:
+        raise UsageError(f"{type(topology).__name__} is no topology of {size} workers: {error}") from None
+
+
+def _round(topology: Topology, step: int, setting: Setting) -> Round:
+    size, fabric, num_bytes = setting.num_workers, setting.fabric, float(setting.work.parameter_bytes)
+    pairs = [(source, rank) for rank in range(size) for source in topology.sources(step, rank, size) if source != rank]
+    senders, receivers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    hosts = np.array(setting.places.workers)
+    here, there = hosts[senders], hosts[receivers]
+    posting_s = np.bincount(senders, minlength=size)[senders] * setting.message_s
+    sent_s: Floats = posting_s + num_bytes / fabric.shares_per_s(here, there) + fabric.latency_s(here, there)
+    return Round(senders, receivers, sent_s, fabric.messages(here, there, num_bytes))
+
+
+def waited_for(topology: Topology, groups: Sequence[Group], *, hops: int) -> list[Group]:
+    """The workers that one has to wait for: as many as are so many hops away or nearer, the slowest of all.
+
+    Two hops give what a run takes in the long run to some percent, on rings and denser graphs, for log-normal and
+    exponential times: a neighbour's neighbour is felt a step later, and one that is farther away hardly ever. Who is
+    always slow is in the end waited for by everybody.
+    """
+    size = sum(group.count for group in groups)
+    step = max(1, size // _NUM_SAMPLES)
+    num_near = [len(_near(topology, rank, size, hops=hops)) for rank in range(0, size, step)]
+    left = round(statistics.fmean(num_near))
+    found = []
+    for group in sorted(groups, key=lambda group: -group.times.expected_s):
+        if left > 0:
+            found.append(replace(group, count=min(left, group.count)))
+            left -= group.count
+    return found
+
+
+def _near(topology: Topology, rank: int, size: int, *, hops: int) -> set[int]:
+    """The worker itself, and those whose message reaches it within so many steps."""
+    near, period = {rank}, topology.period(size)
+    for step in range(hops):
+        near |= {source for other in near for source in topology.sources(step % period, other, size)}
+    return near

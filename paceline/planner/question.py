@@ -1,0 +1,61 @@
+"""What a prediction or a simulation is asked: what moves under a strategy, among which workers and servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from paceline.cluster.description import Cluster
+from paceline.errors import UsageError
+from paceline.planner.demand import StepWork
+from paceline.planner.setting import Setting
+from paceline.strategies import build, name_of
+from paceline.strategies.base import Strategy
+from paceline.strategies.traits import Traffic, Traits
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """One strategy on so many workers of a cluster."""
+
+    name: str
+    """Of the strategy, as the command line has it."""
+    traits: Traits
+    traffic: Traffic | None
+    """None: nothing moves."""
+    setting: Setting
+
+    @classmethod
+    def of(
+        cls,
+        cluster: Cluster,
+        *,
+        strategy: str | Strategy,
+        workers: int,
+        work: StepWork,
+        options: Mapping[str, Any] | None,
+    ) -> Question:
+        """
+        Raises:
+            UsageError: the strategy does not exist or has no price, the cluster has no room, or nothing says how long
+                a step computes.
+        """
+        chosen = build(strategy, options) if isinstance(strategy, str) else strategy
+        if workers < 1:
+            raise UsageError(f"workers must be at least 1, not {workers}")
+        chosen.check(num_workers=workers)
+        name, traits = name_of(chosen), chosen.traits
+        if (reason := why_unpriced(traits)) is not None:
+            raise UsageError(f"strategy {name} {reason}, so no plan can price it; run it on the virtual engine")
+        traffic = traits.traffic[0] if traits.traffic else None
+        setting = Setting.of(cluster, work, num_workers=workers, num_servers=traits.num_servers)
+        return cls(name, traits, traffic, setting)
+
+
+def why_unpriced(traits: Traits) -> str | None:
+    """What keeps a plan from saying what a strategy takes; none: nothing does."""
+    if traits.traffic is None:
+        return "does not say what it moves"
+    return "moves several things in one step" if len(traits.traffic) > 1 else None

@@ -1,0 +1,321 @@
+"""A worker's end of the protocol: which requests go to which server, and what is made of their answers.
+
+Sans-IO, like `ServerCore`. One conversation at a time: a request to every server, until all that is due has come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+
+from paceline.layout import Layout
+from paceline.messages import (
+    ADMITTED,
+    APART,
+    FRAME_BYTES,
+    IN_TURN,
+    STOP,
+    VOID,
+    Kind,
+    Message,
+    WireError,
+    from_frames,
+    to_frames,
+)
+from paceline.server.ranges import KeyRange, in_shards
+from paceline.server.server_core import Send
+from paceline.server.spec import Push, Reply
+from paceline.server.state import join, pack, split, unpack
+from paceline.server.windows import PIECES_UNDER_WAY, SendWindow
+
+Request = Callable[..., Message]
+"""Makes a message, with further fields."""
+_TENSORS = frozenset({Kind.EXCHANGE, Kind.WAIT, Kind.PULL})  # answered with parameters
+
+
+@dataclass
+class _Server:
+    """One server, as this worker sees it."""
+
+    is_beside: bool
+    """It is on this host: it reads and writes this worker's memory, and takes one request for all its shards."""
+    pieces: KeyRange = ()
+    parameters: list[list[Tensor]] = field(default_factory=list)
+    """This worker's, for each of the server's shards."""
+    gradients: list[list[Tensor]] = field(default_factory=list)
+    shard_bytes: list[int] = field(default_factory=list)
+    range_bytes: int = 0
+    follows: bool = False
+    """It has to be told what the first server decided."""
+    is_in_turn: bool = False
+    """Pieces are to go a few at a time."""
+    window: SendWindow[Message] = field(default_factory=lambda: SendWindow(limit_bytes=math.inf))
+    """What it has yet to be asked."""
+    num_due: int = 0
+    """Answers to come."""
+    answers: list[Message] = field(default_factory=list)
+
+
+@final
+class ClientCore:
+    """
+    Args:
+        epoch: of the membership.
+        beside: of each server, in the order of their key ranges, whether it is on this worker's host.
+        carries_bytes: messages to servers elsewhere hold tensors as frames; else they only stand for them.
+    """
+
+    def __init__(self, *, rank: int, epoch: int, beside: Sequence[bool], carries_bytes: bool = True) -> None:
+        self.what = ""
+        """The present conversation is about, in words."""
+        self.moved_bytes = 0
+        """Of its messages so far."""
+        self._rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
+        self._servers = [_Server(is_beside) for is_beside in beside]
+        self._layout: Layout | None = None
+        self._clock = 0
+        self._num_due = 0
+        self._pushed: tuple[Push, Request] | None = None
+        self._error: WireError | None = None
+
+    # --- conversations ------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        layout: Layout,
+        ranges: Sequence[KeyRange],
+        *,
+        whole: bool,
+        parameters: Tensor,
+        gradients: Tensor,
+        bodies: Sequence[Mapping[str, Any]],
+    ) -> list[Send]:
+        """
+        Args:
+            whole: each server holds its range in one shard.
+            parameters, gradients: this worker's buffers, laid out like the model.
+            bodies: how each server reaches them.
+        """
+        self._layout = layout
+        for server, pieces in zip(self._servers, ranges, strict=True):
+            shards = in_shards(pieces, whole=whole)
+            server.pieces = pieces
+            server.parameters = [[piece.view(layout, parameters) for piece in shard] for shard in shards]
+            server.gradients = [[piece.view(layout, gradients) for piece in shard] for shard in shards]
+            server.shard_bytes = [sum(piece.num_bytes(layout) for piece in shard) for shard in shards]
+            server.range_bytes = sum(server.shard_bytes)
+        flags = 0 if any(server.is_beside for server in self._servers) else APART
+        return self._ask("attach", [[self._message(Kind.ATTACH, flags=flags, body=body)] for body in bodies])
+
+    def initialise(self, *, iteration: int) -> list[Send]:
+        """Give the servers this worker's parameters."""
+        request = partial(self._message, Kind.INITIALISE, iteration=iteration)
+        return self._ask("initial parameters", [self._with_tensors(request, s, s.parameters) for s in self._servers])
+
+    def exchange(self, push: Push) -> list[Send]:
+        body: dict[str, Any] = {}
+        if push.groups is not None:
+            body["groups"] = [dict(group) for group in push.groups]
+        if push.sender is not None:
+            body["sender"] = push.sender
+        if push.weight != 1.0:
+            body["weight"] = push.weight
+        if push.kind != "gradient":
+            body["kind"] = push.kind
+        flags = (VOID if push.void else 0) | (STOP if push.stop else 0)
+        request = partial(
+            self._message, Kind.EXCHANGE, flags=flags, clock=self._clock, pause_at=push.pause_at, body=body
+        )
+        requests = []
+        for server in self._servers:
+            if server.is_beside and server.follows:
+                requests.append(list[Message]())  # it gets the push with the decision
+            else:
+                requests.append([request()] if push.void else self._with_tensors(request, server, server.gradients))
+        self._pushed = push, request
+        return self._ask(f"exchange of clock {self._clock}", requests)
+
+    def wait(self, *, pause_at: int) -> list[Send]:
+        """Ask for admission without a contribution."""
+        return self._ask_all("admission", Kind.WAIT, pause_at=pause_at)
+
+    def pull(self) -> list[Send]:
+        return self._ask_all("pull", Kind.PULL)
+
+    def join(self) -> list[Send]:
+        return self._ask_all("join", Kind.JOIN)
+
+    def leave(self) -> list[Send]:
+        return self._ask_all("leave", Kind.LEAVE)
+
+    def get_state(self) -> list[Send]:
+        return self._ask_all("optimizer state", Kind.GET_STATE)
+
+    def set_state(self, state: Mapping[str, Tensor]) -> list[Send]:
+        requests = []
+        for part in split(self._require_layout(), [server.pieces for server in self._servers], state):
+            body, payload = pack(part)
+            num_bytes = sum(map(len, payload))
+            requests.append([self._message(Kind.SET_STATE, body=body, payload=payload, tensor_bytes=num_bytes)])
+        return self._ask("optimizer state", requests)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._servers.clear()
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def receive(self, index: int, answer: Message) -> Iterator[Send]:
+        """A server's answer has come. What to send for it, each message before more is done; to the end, or the state
+        is not whole."""
+        server = self._servers[index]
+        self.moved_bytes += answer.num_bytes
+        if answer.kind is Kind.ERROR:
+            self._error = WireError(f"{self.what} was refused by {answer.body.get('error')}")
+            return
+        server.num_due -= 1
+        self._num_due -= 1
+        server.answers.append(answer)
+        if answer.flags & IN_TURN:
+            yield self._sent(index, self._message(Kind.RECEIVED))
+        server.window.answered()
+        yield from self._next(index)
+        if answer.payload and answer.kind is Kind.ANSWER:
+            from_frames(answer.payload, server.parameters[answer.shard])
+        if self._pushed is not None and "contributors" in answer.body:
+            yield from self._follow_up(answer, *self._pushed)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that is due has come, or a server refused."""
+        return self._error is not None or not self._num_due
+
+    @property
+    def due(self) -> list[int]:
+        """Servers that owe an answer."""
+        return [index for index, server in enumerate(self._servers) if server.num_due]
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether some servers wait for what another one decides."""
+        return any(server.follows for server in self._servers)
+
+    def require_done(self) -> None:
+        """
+        Raises:
+            WireError: a server refused; the message says which, and why.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def attached(self) -> list[Mapping[str, Any]]:
+        """What each server said to a worker that attached."""
+        for server in self._servers:
+            said = server.answers[0].body
+            server.follows, server.is_in_turn = bool(said["follows"]), bool(said["is_in_turn"])
+        return [server.answers[0].body for server in self._servers]
+
+    def joined(self) -> None:
+        """Its next contribution belongs to the servers' clock."""
+        self._clock = self._servers[0].answers[0].clock
+
+    def reply(self) -> Reply:
+        """What the servers said. Of many shards the first server's last one decides, and speaks for all."""
+        heads = [max(server.answers, key=lambda answer: answer.shard) for server in self._servers]
+        self._clock = heads[0].clock
+        return Reply(
+            iteration=heads[0].iteration,
+            staleness=tuple(head.staleness for head in heads),
+            stop=bool(heads[0].flags & STOP),
+            admitted=all(answer.flags & ADMITTED for server in self._servers for answer in server.answers),
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """The servers' optimizer state, keyed by parameter."""
+        parts = [unpack(server.answers[0].body, server.answers[0].payload) for server in self._servers]
+        return join(self._require_layout(), [server.pieces for server in self._servers], parts)
+
+    @property
+    def iteration(self) -> int:
+        """Of the first server, as it last said."""
+        return self._servers[0].answers[-1].iteration
+
+    @property
+    def waiting_s(self) -> float:
+        """For which the slowest server let this worker wait for others."""
+        return max(sum(answer.waiting_s for answer in server.answers) for server in self._servers)
+
+    def targets(self, index: int) -> tuple[KeyRange, list[Tensor]]:
+        """A server's pieces, and where this worker wants its parameters."""
+        server = self._servers[index]
+        return server.pieces, [tensor for shard in server.parameters for tensor in shard]
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _ask_all(self, what: str, kind: Kind, **fields: Any) -> list[Send]:
+        self._pushed = None
+        return self._ask(what, [[self._message(kind, **fields)] for _ in self._servers])
+
+    def _ask(self, what: str, requests: Sequence[Sequence[Message]]) -> list[Send]:
+        """Each server is to answer: to a request for tensors, once a shard, unless it is beside.
+
+        Of pushed pieces only a few go out before the first is answered, where updates need every worker's.
+        """
+        self.what, self.moved_bytes, self._num_due, self._error = what, 0, 0, None
+        sends: list[Send] = []
+        for index, (server, messages) in enumerate(zip(self._servers, requests, strict=True)):
+            is_cut = bool(messages) and messages[0].kind in _TENSORS and not server.is_beside
+            server.num_due = len(server.parameters) if is_cut else 1
+            self._num_due += server.num_due
+            server.answers = []
+            limit_bytes = PIECES_UNDER_WAY * FRAME_BYTES if is_cut and server.is_in_turn else math.inf
+            server.window = SendWindow(limit_bytes=limit_bytes)
+            for message in messages:
+                server.window.put(message, message.tensor_bytes)
+            sends += self._next(index)
+        return sends
+
+    def _next(self, index: int) -> list[Send]:
+        """What may go to a server now."""
+        return [self._sent(index, message) for message in self._servers[index].window.take()]
+
+    def _sent(self, index: int, message: Message) -> Send:
+        self.moved_bytes += message.num_bytes
+        return Send(index, message)
+
+    def _follow_up(self, decided: Message, push: Push, request: Request) -> Iterator[Send]:
+        """What other servers are told of the first one's decision; those beside, with the push, as they take one
+        request."""
+        decision = {"contributors": decided.body["contributors"], "goes_on_at": decided.clock}
+        for index, server in enumerate(self._servers):
+            if server.follows and server.is_beside:
+                message = request(tensor_bytes=0 if push.void else server.range_bytes)
+                message.body = {**message.body, **decision}
+                yield self._sent(index, message)
+            elif server.follows:
+                yield self._sent(index, self._message(Kind.FOLLOW, body=decision))
+
+    def _with_tensors(self, request: Request, server: _Server, tensors: Sequence[Sequence[Tensor]]) -> list[Message]:
+        """Messages with the tensors of each shard; the first layers', which the next forward pass needs first, ahead.
+
+        For a server beside, one message, which stands for them.
+        """
+        if server.is_beside:
+            return [request(tensor_bytes=server.range_bytes)]
+        return [
+            request(shard=index, tensor_bytes=num_bytes, payload=to_frames(some) if self._carries_bytes else ())
+            for index, (some, num_bytes) in enumerate(zip(tensors, server.shard_bytes, strict=True))
+        ]
+
+    def _message(self, kind: Kind, **fields: Any) -> Message:
+        return Message(kind, self._epoch, sender=self._rank, **fields)
+
+    def _require_layout(self) -> Layout:
+        if self._layout is None:
+            raise WireError("the servers have not been attached yet")
+        return self._layout

@@ -1,0 +1,410 @@
+"""A server's end of the protocol: a message in, then what to do about it, one thing after the other.
+
+Sans-IO: whoever carries messages calls it, gives it the time, and does what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PacelineError, UsageError
+from paceline.messages import (
+    ADMITTED,
+    ALL_SHARDS,
+    APART,
+    FRAME_BYTES,
+    IN_TURN,
+    STOP,
+    VOID,
+    Kind,
+    Message,
+    Raw,
+    WireError,
+    from_frames,
+)
+from paceline.records import UpdateRecord
+from paceline.server.part import Part, build_part
+from paceline.server.ranges import in_shards
+from paceline.server.shard import Answer
+from paceline.server.spec import ServerSpec
+from paceline.server.state import export_state, import_state, pack, unpack
+from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
+
+_ERROR_LENGTH = 4000
+_ABOUT = frozenset({"sender", "weight", "kind"})
+
+
+class Send(NamedTuple):
+    """Send this now; of a server, to a worker."""
+
+    to: int
+    message: Message
+
+
+class Updated(NamedTuple):
+    """A shard has been updated."""
+
+    part: Part
+    num_contributions: int
+    records: Sequence[UpdateRecord]
+    """Of the server's last shard: one for each contribution."""
+
+
+class BesideNext(NamedTuple):
+    """Workers elsewhere have their answers. Those on this host, which may take the core when they wake, come next."""
+
+
+Action = Send | Updated | BesideNext
+
+
+@dataclass
+class _Client:
+    """One worker, as this server sees it."""
+
+    gradients: list[list[Tensor]]
+    """For each shard: where the worker computes them if that is in reach, else where they are put as they arrive."""
+    parameters: list[list[Tensor]] | None
+    """For each shard, where the worker wants them; none if that is out of reach."""
+    is_beside: bool
+    """It is on this host, where it asks, and is answered, once for all shards."""
+    arrived_s: float = 0.0
+    """When its last request did."""
+    released_s: float = 0.0
+    """When a shard last stopped to hold an answer back."""
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """Of a worker beside: what shards have answered to its request yet."""
+
+
+@final
+class ServerCore:
+    """Holds one key range in shards, and answers workers.
+
+    Args:
+        index: which server of the group this is.
+        epoch: of the membership.
+    """
+
+    def __init__(self, *, index: int, epoch: int) -> None:
+        self.index, self.epoch = index, epoch
+        self.parts: list[Part] = []
+        self.is_in_turn = False
+        """Whether pieces pass links a few at a time: there are more, and each needs every worker's gradient."""
+        self._spec: ServerSpec | None = None
+        self._clients: dict[int, _Client] = {}
+        self._all_parts: list[tuple[int, Part]] = []
+        self._range_bytes = 0
+        self._window: AnswerWindow[Message] = AnswerWindow(least_bytes=LEAST_ANSWERS * FRAME_BYTES)
+        self._some_read_for_themselves = False
+        self._some_are_apart = self._has_neighbour = False
+        self._handlers: dict[Kind, Callable[[_Client, Message, float], Iterator[Action]]] = {
+            Kind.INITIALISE: self._initialise,
+            Kind.EXCHANGE: self._exchange,
+            Kind.FOLLOW: self._follow,
+            Kind.WAIT: self._wait,
+            Kind.RECEIVED: self._received,
+            Kind.PULL: self._pull,
+            Kind.JOIN: self._join,
+            Kind.LEAVE: self._leave,
+            Kind.GET_STATE: self._get_state,
+            Kind.SET_STATE: self._set_state,
+        }
+
+    @property
+    def iteration(self) -> int:
+        return self.parts[-1].shard.iteration if self.parts else 0
+
+    def configure(self, spec: ServerSpec, *, memory: Tensor | None = None) -> None:
+        """Build the shards; called once, before the first worker attaches.
+
+        The first server's last shard decides where shards must agree: it has heard of a gradient when all of it came.
+
+        Args:
+            memory: laid out like the model, for the parameters, which workers beside then read for themselves.
+
+        Raises:
+            UsageError: the aggregator does not fit the rule, or the range.
+        """
+        ranges = in_shards(spec.pieces, whole=not spec.optimizer.element_wise)
+        _require_fitting(spec, num_shards=len(ranges))
+        rules = [spec.rule.for_another_shard() for _ in ranges]
+        if self.index == 0:
+            rules[-1] = spec.rule
+        self.parts = [build_part(spec, pieces, rule, memory) for pieces, rule in zip(ranges, rules, strict=True)]
+        self._all_parts = list(enumerate(self.parts))
+        self._range_bytes = sum(part.tensor_bytes for part in self.parts)
+        self.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in self.parts)
+        self._some_read_for_themselves = memory is not None
+        self._spec = spec
+
+    def attach(
+        self, message: Message, *, gradients: Tensor | None, parameters: Tensor | None, is_beside: bool
+    ) -> dict[str, Any]:
+        """A worker says that it is there; what it is to be told.
+
+        Args:
+            gradients, parameters: its buffers, laid out like the model, if they are in reach of this server.
+
+        Raises:
+            WireError: this server knows nothing of its model yet, or of this worker.
+        """
+        if self._spec is None:
+            raise WireError(f"server {self.index} was asked before it was configured")
+        layout = self._spec.layout
+
+        def views(buffer: Tensor) -> list[list[Tensor]]:
+            return [[piece.view(layout, buffer) for piece in part.pieces] for part in self.parts]
+
+        def own() -> list[list[Tensor]]:
+            return [[torch.zeros_like(tensor) for tensor in part.shard.parameters] for part in self.parts]
+
+        self._clients[message.sender] = _Client(
+            gradients=views(gradients) if gradients is not None else own(),
+            parameters=views(parameters) if parameters is not None else None,
+            is_beside=is_beside,
+        )
+        self._some_are_apart |= bool(message.flags & APART)
+        self._has_neighbour |= is_beside
+        return {"follows": self.parts[-1].shard.follows, "is_in_turn": self.is_in_turn}
+
+    def receive(self, message: Message, now_s: float) -> Iterator[Action]:
+        """What to do about a worker's message, each thing before the next is decided; to the end, or the state is not
+        whole. Trouble with it is the asker's."""
+        try:
+            handler, client = self._handlers.get(message.kind), self._clients.get(message.sender)
+            if handler is None or client is None:
+                raise WireError(f"refused {message.kind.name} from worker {message.sender}")
+            yield from handler(client, message, now_s)
+        except (PacelineError, LookupError, ValueError, TypeError) as error:
+            yield Send(message.sender, self.failure(error))
+
+    def failure(self, error: Exception) -> Message:
+        """What the asker is told."""
+        text = f"server {self.index}: {type(error).__name__}: {error}"[:_ERROR_LENGTH]
+        return self.message(Kind.ERROR, body={"error": text})
+
+    def message(self, kind: Kind, **fields: Any) -> Message:
+        return Message(kind, self.epoch, sender=self.index, iteration=self.iteration, **fields)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._clients.clear()
+        self.parts, self._all_parts = [], []
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def _initialise(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        parts = self._parts_of(message)
+        for index, part in parts:
+            if client.parameters is None:
+                from_frames(message.payload, part.shard.parameters)
+            else:
+                _copy(client.parameters[index], part.shard.parameters)
+            part.frames = None
+            part.shard.iteration = message.iteration
+            for worker in self._clients:
+                part.shard.pulled(worker)
+        if parts[-1][0] == len(self.parts) - 1:
+            yield Send(message.sender, self.message(Kind.OK))
+
+    def _exchange(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        client.arrived_s = now_s
+        is_void, body = bool(message.flags & VOID), message.body
+        about = {name: body[name] for name in _ABOUT.intersection(body)}
+        groups = body.get("groups")
+        for index, part in self._parts_of(message):
+            if client.parameters is None and not is_void:
+                from_frames(message.payload, client.gradients[index])
+            answers = part.shard.push(
+                message.sender,
+                message.clock,
+                None if is_void else client.gradients[index],
+                pause_at=message.pause_at,
+                stop=bool(message.flags & STOP),
+                groups=part.own_groups(groups) if groups is not None else None,
+                **about,
+            )
+            yield from self._answer(index, part, answers, now_s)
+        if "contributors" in body:
+            yield from self._follow(client, message, now_s)
+
+    def _follow(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        """A worker brings what the first server decided."""
+        return self._tell_followers(message.sender, message.body["goes_on_at"], message.body["contributors"], now_s)
+
+    def _tell_followers(self, worker: int, clock: int, contributors: Sequence[int], now_s: float) -> Iterator[Action]:
+        for index, part in self._all_parts:
+            if part.shard.follows:
+                yield from self._answer(index, part, part.shard.follow(worker, clock, contributors), now_s)
+
+    def _wait(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        client.arrived_s = now_s
+        for index, part in self._parts_of(message):
+            answers = part.shard.wait(message.sender, pause_at=message.pause_at)
+            yield from self._answer(index, part, answers, now_s)
+
+    def _received(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        """A worker has one of the answers that go in turn."""
+        if not self._window.answered(message.sender, now_s):
+            raise WireError(f"refused word from worker {message.sender} of an answer that it was not sent")
+        return self._next_in_turn(now_s)
+
+    def _pull(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        for index, part in self._all_parts:
+            payload = self._give(client, message.sender, index, part)
+            if not client.is_beside:
+                yield Send(message.sender, self._with_tensors(self.message(Kind.ANSWER), index, part, payload))
+        if client.is_beside:
+            yield Send(message.sender, self.message(Kind.ANSWER, tensor_bytes=self._range_bytes))
+
+    def _join(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        clocks = [part.shard.join(message.sender) for part in self.parts]
+        yield Send(message.sender, self.message(Kind.OK, clock=clocks[-1]))
+
+    def _leave(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        for index, part in self._all_parts:
+            yield from self._answer(index, part, part.shard.leave(message.sender), now_s)
+        yield Send(message.sender, self.message(Kind.OK))
+
+    def _get_state(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        state: dict[str, Tensor] = {}
+        first = 0
+        for part in self.parts:
+            state |= export_state(part.shard.optimizer, part.shard.parameters, first_piece=first)
+            first += len(part.pieces)
+        body, frames = pack(state)
+        payload = [bytes(frame) for frame in frames]
+        num_bytes = sum(map(len, payload))
+        yield Send(message.sender, self.message(Kind.OK, body=body, payload=payload, tensor_bytes=num_bytes))
+
+    def _set_state(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        state = unpack(message.body, message.payload)
+        first = 0
+        for part in self.parts:
+            import_state(part.shard.optimizer, part.shard.parameters, state, first_piece=first)
+            first += len(part.pieces)
+        yield Send(message.sender, self.message(Kind.OK))
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def _answer(self, index: int, part: Part, answers: Sequence[Answer], now_s: float) -> Iterator[Action]:
+        """Give every worker that is complete the current parameters of this shard, those elsewhere first.
+
+        Args:
+            now_s: when the request arrived that completed them; until then they waited for others.
+        """
+        is_last = index == len(self.parts) - 1
+        applied = part.shard.drain_applied()
+        if applied:
+            told = applied if is_last else ()
+            records = [UpdateRecord(self.index, one.iteration, one.worker, one.clock, one.staleness) for one in told]
+            yield Updated(part, len(applied), records)
+        beside = [answer for answer in answers if self._clients[answer.worker].is_beside]
+        if len(beside) < len(answers):
+            for answer in answers:
+                client = self._clients[answer.worker]
+                if not client.is_beside:
+                    payload = self._give(client, answer.worker, index, part)
+                    message = self._about(answer, admitted=answer.admitted, waiting_s=_waited_s(client, now_s))
+                    client.released_s = now_s
+                    self._with_tensors(message, index, part, payload)
+                    yield from self._send_elsewhere(answer.worker, message, now_s)
+            if any(len(self._clients[answer.worker].answers) == len(self.parts) - 1 for answer in beside):
+                yield BesideNext()
+        for answer in beside:
+            client = self._clients[answer.worker]
+            self._give(client, answer.worker, index, part)
+            client.answers[index] = answer
+            if len(client.answers) == len(self.parts):
+                yield Send(answer.worker, self._joint(client, now_s))
+        if is_last:
+            for answer in answers:
+                if answer.contributors is not None:
+                    yield from self._tell_followers(answer.worker, answer.clock, answer.contributors, now_s)
+
+    def _send_elsewhere(self, worker: int, message: Message, now_s: float) -> Iterator[Action]:
+        """In turn where a worker beside this server has to push over a busier link than workers of some other hosts."""
+        if self.is_in_turn and self._has_neighbour and self._some_are_apart:
+            message.flags |= IN_TURN
+            self._window.put(worker, message, message.tensor_bytes)
+            return self._next_in_turn(now_s)
+        return iter((Send(worker, message),))
+
+    def _next_in_turn(self, now_s: float) -> Iterator[Action]:
+        """What may go now."""
+        return (Send(worker, message) for worker, message in self._window.take(now_s))
+
+    def _joint(self, client: _Client, now_s: float) -> Message:
+        """One answer for all shards, which the last speaks for."""
+        answers = [client.answers.pop(index) for index in range(len(self.parts))]
+        is_admitted = all(answer.admitted for answer in answers)
+        message = self._about(answers[-1], admitted=is_admitted, waiting_s=_waited_s(client, now_s))
+        message.tensor_bytes = self._range_bytes
+        return message
+
+    def _give(self, client: _Client, worker: int, index: int, part: Part) -> Sequence[Raw]:
+        """Have the worker get the parameters as they are now; what has to be sent for that."""
+        part.shard.pulled(worker)
+        if client.parameters is None:
+            return part.as_frames()
+        if not (client.is_beside and self._some_read_for_themselves):
+            _copy(part.shard.parameters, client.parameters[index])
+        return ()
+
+    def _about(self, answer: Answer, *, admitted: bool, waiting_s: float) -> Message:
+        return Message(
+            Kind.ANSWER,
+            self.epoch,
+            sender=self.index,
+            flags=(STOP if answer.stop else 0) | (ADMITTED if admitted else 0),
+            clock=answer.clock,
+            iteration=answer.iteration,
+            staleness=answer.staleness,
+            waiting_s=waiting_s,
+            body={} if answer.contributors is None else {"contributors": answer.contributors},
+        )
+
+    @staticmethod
+    def _with_tensors(message: Message, index: int, part: Part, payload: Sequence[Raw]) -> Message:
+        message.shard, message.payload, message.tensor_bytes = index, payload, part.tensor_bytes
+        return message
+
+    def _parts_of(self, message: Message) -> list[tuple[int, Part]]:
+        """The shards that a message is about, with their indices.
+
+        Raises:
+            WireError: there is no such shard.
+        """
+        if message.shard == ALL_SHARDS:
+            return self._all_parts
+        if not 0 <= message.shard < len(self.parts):
+            raise WireError(f"server {self.index} has {len(self.parts)} shards, and none of index {message.shard}")
+        return [(message.shard, self.parts[message.shard])]
+
+
+def _require_fitting(spec: ServerSpec, *, num_shards: int) -> None:
+    """
+    Raises:
+        UsageError: naming the aggregator.
+    """
+    name = type(spec.aggregator).__name__
+    if not spec.aggregator.streams and not spec.rule.joins:
+        raise UsageError(f"{name} needs several contributions an update, and {type(spec.rule).__name__} gives it one")
+    own_bytes = sum(piece.num_bytes(spec.layout) for piece in spec.pieces)
+    is_whole = num_shards == 1 and own_bytes >= sum(spec_.num_bytes for spec_ in spec.layout.specs)
+    if not spec.aggregator.is_coordinate_wise and not is_whole:
+        raise UsageError(f"{name} compares whole contributions: use one server, and an optimizer spec of whole tensors")
+
+
+def _waited_s(client: _Client, released_at_s: float) -> float:
+    """Of a request with many pieces from its latest arrival so far, and not twice at the same time."""
+    return max(0.0, released_at_s - max(client.arrived_s, client.released_s))
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

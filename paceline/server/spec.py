@@ -1,0 +1,76 @@
+"""What workers ask of servers, and what servers say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.aggregate import MEAN, Aggregator, ContributionKind
+from paceline.layout import Layout
+from paceline.server.admission import AdmissionRule
+from paceline.server.ranges import KeyRange
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What a server needs to build an optimizer: the worker's, or an outer one."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    """What the optimizer was constructed with."""
+    groups: tuple[Mapping[str, Any], ...]
+    """Hyperparameters of each parameter group, without its parameters."""
+    element_wise: bool
+    """Whether an update of one element depends on that element alone, so that tensors may be cut."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What one server is to own, and how it joins and applies what is pushed."""
+
+    layout: Layout
+    pieces: KeyRange
+    optimizer: OptimizerSpec
+    rule: AdmissionRule
+    max_updates: int | None
+    aggregator: Aggregator = MEAN
+
+
+class Push(NamedTuple):
+    """One contribution to the worker's current clock."""
+
+    pause_at: int
+    """Answer, admitted or not, once the servers' iteration is this far: all workers then meet."""
+    void: bool = False
+    """No gradient this time (it was not finite, or the scaler skipped it)."""
+    stop: bool = False
+    """Ask every worker to stop after this iteration."""
+    groups: tuple[Mapping[str, Any], ...] | None = None
+    """Hyperparameters of the groups, when they changed since the last push."""
+    sender: int | None = None
+    """Whom the worker pushes for; none: for itself."""
+    weight: float = 1.0
+    """Of the contribution among the others of its update; above 0."""
+    kind: ContributionKind = "gradient"
+    """A delta is what the worker's parameters are, less what they were when it got them."""
+
+
+class Reply(NamedTuple):
+    """What the servers say to one push and pull."""
+
+    iteration: int
+    """Global updates that the first server has applied."""
+    staleness: tuple[int, ...]
+    """Per server: updates applied between this worker's last pull and this gradient; -1 where it was not applied, or
+    not yet."""
+    stop: bool
+    """Some worker asked all to stop after this iteration."""
+    admitted: bool
+    """False: answered for a pause only; call `wait_for_admission` before the next gradient."""
+
+    def goes_on(self, *, pause_at: int) -> bool:
+        """Whether the worker may go on with its next step, where it pauses at this iteration."""
+        return self.admitted and not self.stop and self.iteration < pause_at

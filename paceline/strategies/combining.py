@@ -1,0 +1,124 @@
+"""Has a script that changes gradients before its step see the mean of all workers' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.base import Collective
+from paceline.errors import UsageError
+
+Mode = Literal["auto", "always", "never"]
+
+
+@final
+class Combining:
+    """Averages gradients among workers after backward, if the script is to see the mean.
+
+    With `auto` the first step shows whether the script changes gradients between backward and step, as clipping and
+    unscaling do; workers then combine from there on.
+
+    Args:
+        flats: all gradients.
+        mode: whether to combine.
+        is_partial: not every worker's gradient counts, so there is no mean to change.
+        find_nonfinite: the name of a parameter whose gradient is not finite.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        flats: Sequence[Tensor],
+        *,
+        mode: Mode,
+        is_partial: bool,
+        find_nonfinite: Callable[[], str | None],
+    ) -> None:
+        self._collective, self._flats, self._find_nonfinite = collective, flats, find_nonfinite
+        self._is_partial = is_partial
+        self._is_undecided = mode == "auto" and collective.size > 1
+        self._averages = mode == "always" or (self._is_undecided and not is_partial)
+        self._refuses_change = mode == "auto" and collective.size > 1
+        self._seen: list[int] | None = None  # what `_versions` gave after backward
+        self._sums: list[int] = []
+        self.is_combined = False
+        """This step's gradients are the workers' mean by now."""
+        self.culprit: str | None = None
+        """The parameter of this worker whose gradient was not finite before it was averaged."""
+
+    def after_backward(self, weight: float) -> None:
+        """A backward pass that synchronizes has ended, of a batch with this weight."""
+        if self._averages:
+            self.culprit = self._find_nonfinite()
+            for flat in self._flats:
+                if weight != 1.0:
+                    flat.mul_(weight)
+                self._collective.all_reduce(flat, op="mean").wait()
+            self.is_combined = True
+        self._seen = self._versions()
+        if self._is_undecided:
+            self._sums = self._checksums()
+
+    def only_accumulates(self) -> None:
+        """The next backward passes exchange nothing."""
+        self._seen = None
+
+    def rescale(self, factor: float) -> None:
+        """What was accumulated without an exchange is to count with its own batch's weight, not with the next one's."""
+        if self._averages and self._seen is not None:
+            return
+        is_changed_by_script = self._seen != self._versions()
+        for flat in self._flats:
+            flat.mul_(factor)
+        if self._seen is not None and not is_changed_by_script:
+            self._seen = self._versions()
+
+    def before_step(self, weight: float, *, step: int, is_scaled: bool) -> None:
+        """Decide after the first step; average where every backward pass of this step only accumulated.
+
+        Args:
+            is_scaled: the optimizer itself is about to unscale the gradients.
+
+        Raises:
+            UsageError: the script changes gradients, and there is no mean that it could change.
+        """
+        if self._is_undecided:
+            self._decide(is_scaled=is_scaled)
+        elif self._refuses_change and not self._averages and self._is_changed():
+            raise UsageError(
+                f"step {step}: the script changed gradients between backward() and step(), which it did not do "
+                "in its first step; use --option combine=always so that it sees the mean of all workers' gradients"
+            )
+        if self._averages and self._seen is None:
+            self.after_backward(weight)
+
+    def take(self) -> bool:
+        """The step begins: whether its gradients are the workers' mean. The next step starts anew."""
+        is_combined, self.is_combined, self._seen = self.is_combined, False, None
+        return is_combined
+
+    def _decide(self, *, is_scaled: bool) -> None:
+        """Keep averaging if the script changed the gradients of its first step on any worker, or is about to."""
+        changed = self._seen is not None and (is_scaled or self._is_changed() or self._sums != self._checksums())
+        self._is_undecided = False
+        if not self._is_partial:
+            self._averages = any(self._collective.all_gather_object(changed))
+        elif changed:  # alone, since workers need not be at the same step
+            raise UsageError(
+                "the script changes gradients between backward() and step(), and under ps-bsp with backup_workers "
+                "there is no mean gradient to change; use --option combine=never to change each worker's own"
+            )
+
+    def _is_changed(self) -> bool:
+        return self._seen is not None and self._seen != self._versions()
+
+    def _versions(self) -> list[int]:
+        """In-place changes of any gradient so far, which views count on the tensor they are a view of."""
+        return [flat._version for flat in self._flats]
+
+    def _checksums(self) -> list[int]:
+        """The sum of each buffer's bytes, since torch does not count a scaler's unscaling as an in-place change."""
+        return [int(flat.view(torch.uint8).sum()) for flat in self._flats]

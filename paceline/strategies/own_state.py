@@ -1,0 +1,65 @@
+"""What a checkpoint holds of each worker, and what becomes of it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.server.state import export_state, import_state
+from paceline.strategies.replica import Replica
+
+Fate = Literal["average", "sum", "reset"]
+"""With another number of workers, or under another strategy, that has a state of the same name: every worker gets the
+mean, or an equal part of the sum, or none."""
+
+
+class OwnState(NamedTuple):
+    """One tensor that a worker has for itself."""
+
+    tensor: Tensor
+    fate: Fate = "reset"
+
+
+def carried_over(
+    everyone: Sequence[Mapping[str, OwnState]], *, wanted: Mapping[str, OwnState], size: int
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What each of `size` workers begins with, and what became of every state, by its name.
+
+    Args:
+        everyone: the saved states of all workers.
+        wanted: the states that the present strategy keeps.
+    """
+    tensors: dict[str, Tensor] = {}
+    fates: dict[str, str] = {}
+    for name, (first, fate) in everyone[0].items() if everyone else ():
+        fits = name in wanted and wanted[name].tensor.shape == first.shape
+        if not fits or fate == "reset":
+            fates[name] = "reset"
+            continue
+        total = torch.stack([states[name].tensor.to(torch.float64) for states in everyone]).sum(0)
+        tensors[name] = (total / (len(everyone) if fate == "average" else size)).to(first.dtype)
+        fates[name] = {"average": "averaged", "sum": "summed"}[fate]
+    return tensors, fates
+
+
+def of_replica(replica: Replica) -> dict[str, OwnState]:
+    """A worker's parameters and optimizer state, for strategies under which workers differ."""
+    parameters = {f"parameters.{index}": parameter.data for index, parameter in enumerate(replica.parameters)}
+    optimizer = export_state(replica.optimizer, replica.parameters)
+    state = {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
+    return {name: OwnState(tensor, "average") for name, tensor in {**parameters, **state}.items()}
+
+
+def load_replica(replica: Replica, own: Mapping[str, Tensor]) -> None:
+    """Take up what `of_replica` gave, as far as it is there."""
+    with torch.no_grad():
+        for index, parameter in enumerate(replica.parameters):
+            if (saved := own.get(f"parameters.{index}")) is not None:
+                parameter.copy_(saved)
+    prefix = "optimizer."
+    state = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
+    if state:
+        import_state(replica.optimizer, replica.parameters, state)

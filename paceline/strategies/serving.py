@@ -1,0 +1,177 @@
+"""One worker's half of the parameter servers: gradients go to the servers, parameters come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import final
+
+from torch import Tensor, nn
+
+from paceline.buckets import GradientBuckets
+from paceline.comm.base import Push, Reply, Store, Timing
+from paceline.errors import UsageError
+from paceline.layout import by_group
+from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
+from paceline.strategies.combining import Combining, Mode
+from paceline.strategies.mirror import Mirror
+from paceline.strategies.replica import (
+    Replica,
+    hyperparameters,
+    is_skipped_by_scaler,
+    require_no_hooks,
+    require_same_parameters,
+)
+from paceline.strategies.server_owned import ServerOwned
+
+
+@final
+class ServerSynchronizer(Synchronizer):
+    """Pushes every step's gradients and takes the parameters that the servers answer with.
+
+    Args:
+        store: the servers.
+        nonfinite: what to do with a gradient that is not finite.
+        is_weighted: an update is a mean, in which each gradient counts by its share of the global batch.
+        combine: whether workers average gradients among themselves before the script sees them.
+        is_partial: not every worker's gradient counts.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        store: Store,
+        replica: Replica,
+        *,
+        nonfinite: NonFinitePolicy,
+        is_weighted: bool,
+        combine: Mode,
+        is_partial: bool,
+    ) -> None:
+        super().__init__(context, replica)
+        self._store, self._nonfinite, self._is_weighted = store, nonfinite, is_weighted
+        layout = by_group(replica.specs)
+        self._parameters = Mirror(store.allocate(layout.num_bytes), context.device)
+        self._gradients = Mirror(store.allocate(layout.num_bytes), context.device)
+        self._owned = ServerOwned(replica, layout, self._parameters)
+        self._buckets = GradientBuckets(
+            replica.parameters, layout, self._gradients.local, on_backward_end=self._finish_backward
+        )
+        self._flats = [bucket.flat for bucket in self._buckets.buckets]
+        self._combining = Combining(
+            context.collective,
+            self._flats,
+            mode=combine,
+            is_partial=is_partial,
+            find_nonfinite=self._buckets.find_any_nonfinite,
+        )
+        self._steps = 0
+        self._weight = 1.0
+        self._groups = hyperparameters(replica.optimizer)
+        self._parameters.to_host()
+        store.attach(layout, replica.optimizer_spec, self._parameters.host, self._gradients.host)
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        return (self._store.timing, self.context.collective.timing)
+
+    def set_weight(self, weight: float) -> None:
+        if self._is_weighted and weight != self._weight:
+            self._combining.rescale(self._weight / weight)
+        self._weight = weight
+
+    def set_synchronizing(self, on: bool) -> bool:
+        if not on:
+            self._combining.only_accumulates()
+        before, self._buckets.is_synchronizing = self._buckets.is_synchronizing, on
+        return before
+
+    def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        self._steps += 1
+        optimizer = self.replica.optimizer
+        require_same_parameters(self.replica)
+        require_no_hooks(optimizer)
+        self._owned.require_untouched(rank=self.context.rank, step=self._steps)
+        self._require_gradients()
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler around step() of fused optimizers
+        self._combining.before_step(self._weight, step=self._steps, is_scaled=scale is not None)
+        if scale is not None:
+            for flat in self._flats:
+                flat.div_(scale)
+        is_void = is_skipped_by_scaler(optimizer) or self._is_nonfinite()
+        weight = 1.0 if self._combining.take() else self._weight
+        self._gradients.to_host()
+        stop, groups = self.stop_vote(), self._changed_groups()
+        push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
+        return self._take(self._store.exchange(push))
+
+    def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
+        return self._take(self._store.wait_for_admission(pause_at=pause_at))
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        """The servers' parameters. They come again at the end: an evaluation may have swapped in others."""
+        self._refresh()
+        try:
+            with super().global_model() as model:
+                yield model
+        finally:
+            self._refresh()
+
+    def leave(self) -> None:
+        self._store.leave()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return self._store.optimizer_state()
+
+    def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
+        self._parameters.to_host()
+        self._store.load_state(state, iteration=iteration)
+        self.iteration = iteration
+
+    def close(self) -> None:
+        self._buckets.close()
+
+    def _refresh(self) -> None:
+        """Rank 0's model is looked at; the others take the parameters with their next answer."""
+        if self.context.rank == 0:
+            self._store.pull()
+            self._parameters.to_device()
+            self._owned.accept()
+
+    def _take(self, reply: Reply) -> StepOutcome:
+        self._parameters.to_device()
+        self.iteration = reply.iteration
+        return StepOutcome(reply.iteration, reply.stop, max(reply.staleness), reply.admitted)
+
+    def _finish_backward(self) -> None:
+        self._combining.after_backward(self._weight)
+
+    def _changed_groups(self) -> tuple[Mapping[str, object], ...] | None:
+        """The groups' hyperparameters, if they are others than at the last push."""
+        before, self._groups = self._groups, hyperparameters(self.replica.optimizer)
+        return None if self._groups == before else self._groups
+
+    def _require_gradients(self) -> None:
+        for index, spec in enumerate(self.replica.specs):
+            if not self._buckets.adopt(index):
+                raise UsageError(
+                    f"step {self._steps}: parameter {spec.name!r} has no gradient on rank {self.context.rank}, and "
+                    "servers update every parameter at every step; freeze it with requires_grad_(False) or use "
+                    "all-reduce"
+                )
+
+    def _is_nonfinite(self) -> bool:
+        """
+        Raises:
+            NonFiniteGradient: a gradient is not finite and the option says so.
+        """
+        if self._nonfinite == "allow":
+            return False
+        own, self._combining.culprit = self._combining.culprit, None
+        culprit = own or self._buckets.find_any_nonfinite()
+        if culprit is not None and self._nonfinite == "raise":
+            # What was finite here before the average became so by another rank's gradient.
+            named = own if self._combining.is_combined else culprit
+            raise non_finite(rank=self.context.rank, step=self._steps, parameter=named)
+        return culprit is not None

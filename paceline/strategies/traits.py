@@ -1,0 +1,79 @@
+"""What a strategy declares about itself: planner, probe, lab and engines read this, and ask for no class or name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, final
+
+from paceline.topology import Topology
+
+Unit = Literal["update", "gradient", "round"]
+"""What an iteration is, as the literature counts: an update with the mean of the workers' gradients, one gradient that
+is applied, or a round of local steps."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AllReduced:
+    """All workers average something as large as the gradients among themselves."""
+
+    algorithm: str = "auto"
+    bucket_mb: float | Literal["auto"] = "auto"
+    behind_backward: bool = False
+    """Each bucket leaves as soon as backward has filled it."""
+    every: int = 1
+    """Steps from one exchange to the next."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Every worker pushes something as large as the gradients to the servers, and pulls as much."""
+
+    staleness: float | None = None
+    """Clocks that a worker may run ahead of the slowest; None: all wait for one update a clock."""
+    backup_workers: int = 0
+    """Pushes of a clock that nobody waits for."""
+    every: int = 1
+    """Steps from one exchange to the next."""
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether workers wait for slower ones at some distance, but not at every clock."""
+        return self.staleness is not None and self.staleness < math.inf
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Neighbouring:
+    """Every worker sends something as large as the gradients to its neighbours, and waits for as much from them."""
+
+    topology: Topology
+    every: int = 1
+    """Steps from one exchange to the next."""
+
+
+Traffic = AllReduced | Served | Neighbouring
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What holds for every run under a strategy."""
+
+    lock_step: bool
+    """No worker ends a step without every other, so that all are always at the same step."""
+    unit: Unit = "update"
+    tells_stop: bool = False
+    """The exchange of a step carries a worker's wish to stop to all others. Otherwise workers pause now and then to
+    agree on it."""
+    num_servers: int = 0
+    """Servers that the engine has to place."""
+    traffic: tuple[Traffic, ...] | None = None
+    """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether an iteration joins what many workers computed, rather than one of them."""
+        return self.unit != "gradient"

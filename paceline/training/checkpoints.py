@@ -1,0 +1,105 @@
+"""Checkpoints of a run: taken while all workers pause, and taken up again when the script prepares its model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import final
+
+from torch import nn
+
+from paceline.checkpoint import FILE_NAME, Checkpoint, WorkerState
+from paceline.strategies.base import Strategy
+from paceline.strategies.own_state import OwnState, carried_over
+from paceline.training import snapshot
+from paceline.training.snapshot import Snapshot
+from paceline.training.worker_run import WorkerRun
+
+INTERVAL_S = 30.0
+"""So often pauses take one, where no other cadence is set."""
+
+
+@final
+class Checkpoints:
+    """Takes and restores a run's checkpoints."""
+
+    def __init__(self, run: WorkerRun) -> None:
+        self._run = run
+        self._saved_s = run.context.pacing.now_s()
+        self._last: Snapshot | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the last one is so long ago that any pause is to take one."""
+        return self._run.context.pacing.now_s() - self._saved_s > INTERVAL_S
+
+    def keep_end(self) -> None:
+        """The run ends here: keep what a checkpoint is to say of the script, whatever it does afterwards."""
+        if self._last is None:
+            self._last = copy.deepcopy(self._taken())
+
+    def own_part(self) -> Snapshot:
+        """What this worker adds to a checkpoint. Take it before the global model is put in place."""
+        return self._last or self._taken()
+
+    def save(self, model: nn.Module, own: Snapshot, time_s: float, *, is_through: bool) -> None:
+        """Write one. Collective call.
+
+        Args:
+            model: the global model.
+            is_through: some worker has come to the end of its data.
+        """
+        run = self._run
+        workers = snapshot.gather_workers(run.context.collective, own)
+        if run.context.rank == 0:
+            if is_through and run.strategy.traits.is_synchronous:
+                workers = snapshot.at_the_end(workers)
+            checkpoint = Checkpoint(
+                iteration=run.iteration,
+                time_s=time_s,
+                model=snapshot.weights_of(model),
+                optimizer=run.prepared.synchronizer.optimizer_state(),
+                groups=own.groups,
+                workers=workers,
+                seed=run.config.seed,
+                strategy=_kind(run.strategy),
+                extra=own.extra,
+            )
+            run.reporter.save(FILE_NAME, checkpoint.encode())
+            run.tell("checkpoint", {"file": FILE_NAME}, at_s=time_s)
+        self._saved_s = run.context.pacing.now_s()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Set counters, clock, the optimizer's state, what is this worker's own, and the position in the data."""
+        run, prepared = self._run, self._run.prepared
+        mine = checkpoint.workers[run.context.rank]
+        run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples
+        run.clock.set(checkpoint.time_s)
+        snapshot.load_buffers(prepared.replica.model, mine)
+        wanted = prepared.synchronizer.own_state()
+        own = mine.own
+        if checkpoint.strategy != _kind(run.strategy) or len(checkpoint.workers) != run.context.size:
+            own, fates = carried_over(_own_states(checkpoint.workers), wanted=wanted, size=run.context.size)
+            run.tell("carried_over", fates)
+        prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
+        prepared.loader.resume_at(mine.epoch, mine.num_batches_done)
+
+    def _taken(self) -> Snapshot:
+        prepared = self._run.prepared
+        return snapshot.take(
+            prepared.replica,
+            prepared.loader,
+            prepared.extra,
+            own=prepared.synchronizer.own_state(),
+            steps=self._run.steps,
+            samples=self._run.samples,
+        )
+
+
+def _own_states(workers: Sequence[WorkerState]) -> list[dict[str, OwnState]]:
+    return [{name: OwnState(worker.own[name], worker.fates[name]) for name in worker.own} for worker in workers]
+
+
+def _kind(strategy: Strategy) -> str:
+    """What kind of strategy it is, for telling whether a checkpoint was taken under another one."""
+    return f"{type(strategy).__module__}.{type(strategy).__qualname__}"

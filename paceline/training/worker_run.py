@@ -1,0 +1,81 @@
+"""What one worker's run is made of, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from paceline.config import RunConfig
+from paceline.errors import UsageError
+from paceline.records import EventRecord, Reporter
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
+from paceline.training.accounting import Account
+from paceline.training.clock import TrainingClock
+from paceline.training.sharding import ShardedLoader
+
+
+@final
+@dataclass(frozen=True)
+class Prepared:
+    """What the script gave to `prepare`, joined to the strategy."""
+
+    replica: Replica
+    synchronizer: Synchronizer
+    loader: ShardedLoader
+    account: Account
+    extra: dict[str, Any]
+    """What else a checkpoint holds, by name."""
+
+
+@final
+@dataclass
+class WorkerRun:
+    """The worker's place in the world, what it is asked to do, and its counters."""
+
+    context: Context
+    strategy: Strategy
+    config: RunConfig
+    reporter: Reporter
+    clock: TrainingClock = field(init=False)
+    iteration: int = 0
+    """Global iterations, in the strategy's unit."""
+    steps: int = 0
+    samples: int = 0
+    has_ended: bool = False
+    """Nothing that the script does from here on is training."""
+    is_through: bool = False
+    """This worker came to the end of its data, rather than of a budget."""
+    _prepared: Prepared | None = None
+
+    def __post_init__(self) -> None:
+        self.clock = TrainingClock(time_s=self.context.pacing.now_s)
+
+    @property
+    def prepared(self) -> Prepared:
+        """
+        Raises:
+            UsageError: the script has not called `prepare`.
+        """
+        if self._prepared is None:
+            raise UsageError("call worker.prepare(model, optimizer, loader) first")
+        return self._prepared
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    def prepare(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+
+    def wants_stop(self) -> bool:
+        """Whether this worker wants all to stop: the time is over, or the user asked for it."""
+        is_over = self.config.max_time_s is not None and self.clock.now_s >= self.config.max_time_s
+        return is_over or self.reporter.stop_requested()
+
+    def tell(self, event: str, details: Mapping[str, Any] | None = None, *, at_s: float | None = None) -> None:
+        """Record an event of the whole run, from rank 0, at a time of the training clock."""
+        if self.context.rank == 0:
+            time_s = self.clock.now_s if at_s is None else at_s
+            self.reporter.emit(EventRecord(event, "run", self.iteration, time_s, dict(details or {})))

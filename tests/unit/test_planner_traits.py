@@ -1,0 +1,207 @@
+"""Strategies that the package does not know: their plans follow from what they declare that they move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import networkx
+import pytest
+
+from paceline.cluster.description import Cluster, Compute, Hosts, Racks
+from paceline.errors import UsageError
+from paceline.planner import StepWork, plan, predict, wording
+from paceline.planner.simulator import simulate
+from paceline.strategies import STRATEGIES, Entry
+from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic, Traits, Unit
+from paceline.topology import Everybody, Graph, Ring, Topology
+
+B = 125e6
+STEP_S = 0.1
+WORK = StepWork(tensor_bytes=(1_000_000,) * 4, samples=32)
+NAME = "of-a-user"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Declared(Strategy):
+    """Of a class outside the package, which says nothing but what it moves."""
+
+    summary: ClassVar[str] = "what a user wrote"
+
+    traffic: tuple[Traffic, ...] | None = None
+    unit: Unit = "update"
+    num_servers: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lock_step=False, unit=self.unit, num_servers=self.num_servers, traffic=self.traffic)
+
+    def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+def register(monkeypatch: pytest.MonkeyPatch, **fixed: object) -> None:
+    assert isinstance(STRATEGIES, dict)
+    monkeypatch.setitem(STRATEGIES, NAME, Entry(NAME, Declared, fixed, (), "what a user wrote"))
+
+
+def cluster_of(count: int = 16, *, latency_us: float = 0.0, racks: Racks | None = None, **compute: object) -> Cluster:
+    hosts = Hosts(count=count, bandwidth_gbit_per_s=1.0, latency_us=latency_us, memory_gbyte_per_s=1e6)
+    return Cluster(hosts=(hosts,), racks=racks, compute=Compute(step_s=STEP_S, **compute))  # type: ignore[arg-type]
+
+
+# --- neighbours ------------------------------------------------------------------------------------------------------
+
+
+def test_neighbours_by_hand() -> None:
+    """4 MB to either side through a card of 1 Gbit/s: 64 ms, and a latency."""
+    cluster, strategy = cluster_of(latency_us=1000.0), Declared(traffic=(Neighbouring(topology=Ring()),))
+    found = predict(cluster, strategy=strategy, workers=8, work=WORK)
+    assert found.exchange_s == pytest.approx(2 * 4e6 / B + 1e-3)
+    assert found.link_bytes == pytest.approx({"worker's card": 8e6})
+    everyone = Declared(traffic=(Neighbouring(topology=Everybody()),))
+    assert predict(cluster, strategy=everyone, workers=8, work=WORK).link_bytes == pytest.approx(
+        {"worker's card": 28e6}
+    )
+    assert predict(cluster, strategy=strategy, workers=1, work=WORK).step_s == pytest.approx(STEP_S)
+
+
+def test_the_slowest_link_decides() -> None:
+    """Racks of four: the two workers at the ends of each share nothing but the cable, of a tenth of a card's rate."""
+    racks = Racks(hosts=4, bandwidth_gbit_per_s=0.1, latency_us=0.0)
+    strategy = Declared(traffic=(Neighbouring(topology=Ring()),))
+    found = predict(cluster_of(racks=racks), strategy=strategy, workers=8, work=WORK)
+    assert found.exchange_s == pytest.approx(10 * 2 * 4e6 / B)
+    assert found.resource == "a rack's cable"
+
+
+@dataclass(frozen=True)
+class _OnePeer(Topology):
+    """One worker before this one: 1, 2, 4, ... places before, in turns (Assran et al., ICML 2019)."""
+
+    def period(self, size: int) -> int:
+        return max(1, (size - 1).bit_length())
+
+    def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
+        return {rank: 0.5, (rank - 2**step) % size: 0.5}
+
+
+def test_links_are_loaded_with_the_mean_of_a_period() -> None:
+    """Racks of two, with a fast cable: one of two messages leaves them at 1 place's distance, both at 2 and 4."""
+    racks = Racks(hosts=2, bandwidth_gbit_per_s=10.0, latency_us=0.0)
+    strategy = Declared(traffic=(Neighbouring(topology=_OnePeer()),))
+    found = predict(cluster_of(racks=racks), strategy=strategy, workers=8, work=WORK)
+    expected = {"worker's card": 4e6, "rack's cable": (1 + 2 + 2) / 3 * 4e6, "core": (4 + 8 + 8) / 3 * 4e6}
+    assert found.link_bytes == pytest.approx(expected)
+
+
+def test_a_graph_of_other_workers_is_refused() -> None:
+    strategy = Declared(traffic=(Neighbouring(topology=Graph(networkx.path_graph(4))),))
+    assert predict(cluster_of(), strategy=strategy, workers=4, work=WORK).exchange_s > 0
+    with pytest.raises(UsageError, match="no topology of 5 workers"):
+        predict(cluster_of(), strategy=strategy, workers=5, work=WORK)
+
+
+@pytest.mark.parametrize("distribution", [{}, {"distribution": "log-normal", "variation": 0.3}])
+@pytest.mark.parametrize("topology", [Ring(), Everybody(), _OnePeer(), Graph(networkx.path_graph(12))])
+def test_neighbours_are_waited_for_as_in_the_simulator(topology: Topology, distribution: dict[str, object]) -> None:
+    cluster, strategy = cluster_of(**distribution), Declared(traffic=(Neighbouring(topology=topology),))
+    work = replace(WORK, tensor_bytes=(4000,))
+    found = predict(cluster, strategy=strategy, workers=12, work=work)
+    simulated = simulate(cluster, strategy=strategy, workers=12, work=work, steps=300)
+    assert found.step_s == pytest.approx(simulated.step_s, rel=0.05 if distribution else 0.01)
+    assert found.step_s_low <= found.step_s <= found.step_s_high
+
+
+# --- several steps from one exchange to the next ---------------------------------------------------------------------
+
+EVERY_8 = {
+    "all-reduced": Declared(traffic=(AllReduced(every=8),), unit="round"),
+    "behind backward": Declared(traffic=(AllReduced(every=8, behind_backward=True),), unit="round"),
+    "ring": Declared(traffic=(AllReduced(every=8, algorithm="ring"),), unit="round"),
+    "neighbours": Declared(traffic=(Neighbouring(topology=Ring(), every=8),), unit="round"),
+    "served": Declared(traffic=(Served(every=8),), unit="round", num_servers=1),
+    "asynchronous": Declared(traffic=(Served(every=8, staleness=math.inf),), unit="gradient", num_servers=1),
+}
+
+
+@pytest.mark.parametrize("strategy", EVERY_8.values(), ids=EVERY_8)
+def test_the_exchange_is_divided_among_the_steps(strategy: Declared) -> None:
+    """Of 8 steps one exchanges; on links of no delay, what it takes and puts on them is an eighth a step."""
+    (moved,) = strategy.traffic or ()
+    every_step = replace(strategy, traffic=(replace(moved, every=1),))
+    work = replace(WORK, overhead_s=0.01)
+    seldom, always = (predict(cluster_of(), strategy=s, workers=4, work=work) for s in (strategy, every_step))
+    assert seldom.step_s - work.overhead_s - STEP_S == pytest.approx(seldom.exchange_s + seldom.waiting_s)
+    if strategy.unit == "round":
+        assert seldom.exchange_s == pytest.approx(always.exchange_s / 8)
+        assert seldom.iteration_s == pytest.approx(8 * seldom.step_s)
+        assert seldom.global_batch == pytest.approx(4 * work.samples)
+    else:
+        assert seldom.iteration_s == pytest.approx(seldom.step_s / 4)
+    assert seldom.link_bytes == pytest.approx({kind: size / 8 for kind, size in always.link_bytes.items()})
+    simulated = simulate(cluster_of(), strategy=strategy, workers=4, work=work, steps=50)
+    assert 0.98 * seldom.step_s_low <= simulated.step_s <= 1.02 * seldom.step_s_high
+
+
+def test_the_slowest_of_many_steps_is_nearer_to_the_mean() -> None:
+    """What chance adds falls with the root of the number of steps; a host that is always slower stays so."""
+    cluster = cluster_of(distribution="exponential")
+    work = replace(WORK, tensor_bytes=(4,))
+    once, seldom = (
+        predict(cluster, strategy=Declared(traffic=(AllReduced(every=every),)), workers=8, work=work)
+        for every in (1, 16)
+    )
+    assert seldom.waiting_s == pytest.approx(once.waiting_s / 4)
+    slow = Hosts(name="slow", speed=0.5, bandwidth_gbit_per_s=1.0)
+    mixed = replace(cluster_of(4), hosts=(*cluster_of(4).hosts, slow))
+    found = predict(mixed, strategy=Declared(traffic=(AllReduced(every=16),)), workers=5, work=work)
+    assert found.compute_s + found.waiting_s == pytest.approx(2 * STEP_S)
+
+
+# --- what is refused, and what is registered -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("traffic", "said"),
+    [
+        (None, f"strategy {NAME} does not say what it moves, so no plan can price it; run it on the virtual engine"),
+        ((AllReduced(), Served()), "moves several things in one step, so no plan can price it"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused(traffic: tuple[Traffic, ...] | None, said: str) -> None:
+    for asked in (predict, simulate):
+        with pytest.raises(UsageError, match=said):
+            asked(cluster_of(), strategy=Declared(traffic=traffic), workers=2, work=WORK)
+
+
+def test_what_the_package_s_own_strategies_declare_is_all_that_counts() -> None:
+    known = ParameterServer(consistency="ssp", staleness=2, servers=2)
+    twin = Declared(traffic=known.traits.traffic, unit="gradient", num_servers=2)
+    found, other = (predict(cluster_of(), strategy=s, workers=6, work=WORK) for s in (known, twin))
+    assert replace(other, strategy=found.strategy) == found
+
+
+def test_a_plan_has_a_user_s_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, traffic=(AllReduced(every=8),), unit="round")
+    found = plan(cluster_of(), replace(WORK, tensor_bytes=(40_000_000,)), num_checks=1)
+    assert found.best.label == NAME  # an eighth of what all-reduce moves
+    assert found.checks[0].label == NAME
+    assert set(found.frame.loc[found.frame["strategy"] == NAME, "unit"]) == {"round"}
+    assert any(line.startswith(f"{NAME}: ") for line in wording.answer(found))
+
+
+def test_a_plan_says_which_strategy_it_leaves_out() -> None:
+    found = plan(cluster_of(4), WORK, num_checks=0)
+    assert NAME not in set(found.frame["strategy"])
+    assert f"Left out, since they do not say what they move: {NAME}." in wording.answer(found)

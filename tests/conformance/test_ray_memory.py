@@ -16,7 +16,7 @@ NUM_RUNS = 6
 MAX_GROWTH_BYTES = 8_000_000
 """Ray's own bookkeeping of five runs; an actor class that is made anew for each member takes as much again."""
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 
 def test_many_runs_leave_no_descriptors_and_little_memory(tmp_path: Path) -> None:

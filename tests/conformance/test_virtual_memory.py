@@ -24,7 +24,6 @@ SIDE = 1000
 RUN_BYTES = NUM_WORKERS * 3 * 4 * SIDE**2
 """Of all workers' parameters, gradients and momenta."""
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 every_strategy = pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp"])
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -19,13 +17,13 @@ from paceline.errors import RunFailed
 from paceline.training.session import Session
 from tests.conformance.virtual_cluster import cluster_of
 from tests.conformance.virtual_engine import Silent
+from tests.memory import held_bytes
 
 NUM_WORKERS, NUM_RUNS = 4, 10
 SIDE = 1000
 RUN_BYTES = NUM_WORKERS * 3 * 4 * SIDE**2
 """Of all workers' parameters, gradients and momenta."""
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 every_strategy = pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp"])
 
 
@@ -57,12 +55,6 @@ def run(strategy: str, out: Path, *, fails: bool = False) -> None:
 def num_left() -> int:
     """Runs and their workers' sessions."""
     return sum(type(thing) in (Session, VirtualRun) for thing in gc.get_objects())
-
-
-def held_bytes() -> int:
-    """Resident, without what the allocator keeps for later."""
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)
 
 
 @every_strategy

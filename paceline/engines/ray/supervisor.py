@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -326,7 +327,7 @@ class Supervisor:
 
 def _actor(kind: type, where: Place, **options: Any) -> Any:
     affinity = NodeAffinitySchedulingStrategy(where.node.node_id, soft=False)
-    configured = cast(Any, ray.remote)(
+    return _actor_class(kind).options(
         num_cpus=where.num_cpus,
         num_gpus=where.num_gpus,
         max_restarts=0,
@@ -334,7 +335,12 @@ def _actor(kind: type, where: Place, **options: Any) -> Any:
         scheduling_strategy=affinity,
         **options,
     )
-    return configured(kind)
+
+
+@functools.cache
+def _actor_class(kind: type) -> Any:
+    """Made once a process, since Ray keeps every class that it makes."""
+    return cast(Any, ray.remote)(kind)
 
 
 def _uses_cuda(device: str, num_gpus: float) -> bool:

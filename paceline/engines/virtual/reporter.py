@@ -1,4 +1,4 @@
-"""Records and files of a virtual run, straight to the result directory."""
+"""Writes a virtual run's records and files to the result directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import RunFailed
 from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, Reporter
 
 FLUSH_INTERVAL_S = 0.05
-"""Of real time. One by one, right after a gradient, each record takes 30 to 50 us."""
+"""Real time between writes. A record written by itself, right after a gradient, takes 30 to 50 us."""
 
 
 @final
@@ -22,8 +22,7 @@ class DirectoryReporter(Reporter):
 
     Args:
         directory: of the results.
-        on_records: gets records once they are written, and the progress that follows from them: several together
-            where they come quickly.
+        on_records: gets records once they are written, often several together, and the progress after them.
     """
 
     def __init__(self, directory: Path, on_records: Callable[[Sequence[Record], Progress], None]) -> None:
@@ -36,7 +35,7 @@ class DirectoryReporter(Reporter):
 
     @property
     def progress(self) -> Progress:
-        """After all records so far."""
+        """The progress after all records so far."""
         self._flush()
         return self._progress
 
@@ -47,7 +46,7 @@ class DirectoryReporter(Reporter):
             self._flush()
 
     def event(self, name: str, **details: Any) -> None:
-        """Write down that something happened, at the run's present iteration."""
+        """Record that something happened at the run's present iteration."""
         self.emit(EventRecord(name, "run", self.progress.iteration, self.progress.time_s, details))
 
     def save(self, name: str, content: bytes | memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks at the end of a backward pass, called where a worker can be left: after torch's engine has returned."""
+"""Calls the callbacks of a backward pass after torch's engine has returned, where a worker can wait."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from paceline.errors import UsageError
 
 @final
 class BackwardEnds:
-    """Stands before torch's engine, which would call `queue_callback`'s callbacks from inside itself.
+    """Stands in for torch's engine, which calls `queue_callback`'s callbacks from inside itself.
 
-    A worker that waits for its gradients there would leave the engine's own state, which is the thread's, to the
-    next worker.
+    A worker that waited there would leave the engine's state, which belongs to the thread, to the next worker.
     """
 
     def __init__(self) -> None:
         self._engine: Any = torch.autograd.Variable._execution_engine
-        self._queued: list[list[Callable[[], None]]] = []  # of each backward pass under way, the innermost last
+        self._queued: list[list[Callable[[], None]]] = []  # a list for each backward pass under way, the innermost last
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Torch calls this one instead of its engine. Python's own calls only: nothing else begins a backward pass."""
+        """Torch's Python code calls this one instead of its engine."""
         torch.autograd.Variable._execution_engine = self  # type: ignore[assignment]
         try:
-            # Else a device has one thread for all workers' gradients, in which hooks would run.
+            # Else hooks on a GPU's gradients would run in a thread of that device.
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:

@@ -1,4 +1,4 @@
-"""How long a worker computes: drawn step by step from the cluster's distribution."""
+"""How long a worker computes a step: the mean, and what chance makes of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GIGA = 1e9
 
 @final
 class ComputeTimes:
-    """Factors around a mean step time, and pauses: one worker's, from a generator of its own."""
+    """Draws one worker's step times and pauses, from a generator of its own."""
 
     def __init__(self, compute: Compute, *, seed: int, rank: int) -> None:
         self._compute = compute
@@ -45,14 +45,14 @@ class ComputeTimes:
         return 1.0
 
     def _next_pause_s(self) -> float:
-        """Seconds of computing until the next one."""
+        """Seconds of computing until the next pause."""
         rate = self._compute.pauses_per_hour / 3600
         return self._random.expovariate(rate) if rate else math.inf
 
 
 @final
 class StepCost:
-    """What a training step costs on a worker's host before chance has its say.
+    """The mean time of a training step on a worker's host.
 
     Args:
         num_sharing: workers of that host, which share its cores, or its devices.
@@ -62,18 +62,18 @@ class StepCost:
     def __init__(self, cluster: Cluster, host: Hosts, *, num_sharing: int, num_hosts: int = 1) -> None:
         self._compute = cluster.compute
         share = min(1.0, host.devices / num_sharing) if host.devices else 1.0 / num_sharing
-        # As if all computed at the same time, which is nearly so where they wait for one another.
+        # This takes all hosts to compute at the same time, which is nearly so where they wait for one another.
         of_machine = 1.0 if cluster.shared_cores is None else min(1.0, cluster.shared_cores / num_hosts)
         self._speed = host.speed * share * of_machine
         self._flop_per_s = (host.gflop_per_s or 0.0) * _GIGA * (1 if host.devices else host.cores) * self._speed
         self._reference_samples: int | None = None
 
     def seconds(self, *, num_samples: int, forward_flop: float) -> float:
-        """Of a forward and a backward pass over `num_samples`.
+        """The time of a forward and a backward pass over `num_samples`.
 
         Args:
-            forward_flop: floating-point operations of the forward pass, where they are counted; the backward pass
-                has so many that its share of the time is `backward_share`.
+            forward_flop: floating-point operations of the forward pass, where they are counted. The backward pass is
+                taken to have so many that it takes `backward_share` of the time.
         """
         if self._reference_samples is None:
             self._reference_samples = num_samples
@@ -86,6 +86,6 @@ class StepCost:
 
 
 def failure_s(compute: Compute, *, seed: int, host: int) -> float:
-    """When a host fails: seconds of virtual time, infinite where hosts do not."""
+    """When a host fails, in seconds of virtual time; infinite where hosts do not fail."""
     rate = compute.failures_per_hour / 3600
     return random.Random(derive(seed, "failure", host)).expovariate(rate) if rate else math.inf

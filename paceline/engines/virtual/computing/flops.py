@@ -1,4 +1,4 @@
-"""Counting a model's floating-point operations, layer by layer, during one forward pass."""
+"""Counts a model's floating-point operations, layer by layer, during one forward pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 _PER_OUTPUT = 4
-"""What a layer is taken to do for an element of its output besides the operations that torch has formulas for."""
+"""Operations for each element of a layer's output, besides those that torch has formulas for."""
 
 
 @final
 class FlopCount(TorchDispatchMode):
-    """Counts while it is entered: matrix products, convolutions and attention, by torch's own formulas."""
+    """Counts matrix products, convolutions and attention by torch's own formulas while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -26,7 +26,7 @@ class FlopCount(TorchDispatchMode):
     ) -> Any:
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:
-            # In inference mode a layer's operation arrives whole: what it consists of is what there are formulas for.
+            # In inference mode a whole layer arrives here, and only its parts have formulas.
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
             return parts if parts is not NotImplemented else func(*args, **(kwargs or {}))
@@ -37,7 +37,7 @@ class FlopCount(TorchDispatchMode):
 
 @final
 class ForwardCount:
-    """Counts one forward pass of `model`, from construction to `end`.
+    """Counts one forward pass of `model`, from its construction to `end`.
 
     Args:
         parameters: whose layers' parts are to be told apart.
@@ -49,7 +49,7 @@ class ForwardCount:
         self._parameters = list(parameters)
         self._layers = _layers_of(model, parameters)
         self._hooks: list[Any] = []
-        self._under_way: list[list[float]] = []  # of each layer: what was counted before it, and inside its own layers
+        self._under_way: list[list[float]] = []  # for each layer: what was counted before it, and in its inner layers
         self._before(model, ())
         for layer in {id(layer): layer for layer in self._layers if layer is not None and layer is not model}.values():
             self._hooks += [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
@@ -64,12 +64,14 @@ class ForwardCount:
 
     @property
     def flop(self) -> float:
-        """Of the whole pass."""
+        """Operations of the whole pass."""
         return self._mode.flop
 
     def shares(self) -> list[float]:
-        """What part of the backward pass each parameter's gradient is taken to be: its layer's part of the forward
-        pass, divided among the layer's parameters by their sizes. They add up to 1."""
+        """What part of the backward pass each parameter's gradient takes. The parts add up to 1.
+
+        A layer's part is that of the forward pass; its parameters divide it by their sizes.
+        """
         sizes: dict[int, int] = {}
         for parameter, layer in zip(self._parameters, self._layers, strict=True):
             sizes[id(layer)] = sizes.get(id(layer), 0) + parameter.numel()
@@ -93,7 +95,7 @@ class ForwardCount:
 
 
 def _layers_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Module | None]:
-    """The module that holds each parameter; of a shared one, the first."""
+    """The module that holds each parameter, the first one where several do."""
     owners: dict[int, nn.Module] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -1,1 +1,1 @@
-"""What each virtual worker has for itself, although all share one process."""
+"""What each virtual worker has for itself, though all share one process."""

@@ -1,4 +1,4 @@
-"""What scripts believe to have for themselves, although all workers live in one thread of one process."""
+"""State of the interpreter and of torch that each script takes for its own, though all share one thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.engines.virtual.isolation.random_state import RandomState
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 Modes = tuple[Any, ...]
-"""What `with` blocks of torch set for a thread: whether gradients are wanted, and automatic mixed precision."""
+"""What `with` blocks of torch set for a thread: gradients on or off, and automatic mixed precision."""
 
 
 def modes() -> Modes:
@@ -37,7 +37,7 @@ def set_modes(modes: Modes) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """What scripts change of the process is as before afterwards: arguments, paths, directory, random generators."""
+    """Put back at the end what scripts change of the process: arguments, paths, directory, random generators."""
     state = RandomState()
     arguments, paths, directory = sys.argv, list(sys.path), os.getcwd()
     try:
@@ -75,7 +75,7 @@ def _never(duration_s: float) -> bool:
 
 @contextmanager
 def interrupts(note: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM are told to `note`, which may raise, instead of being raised wherever a script is."""
+    """Call `note`, which may raise, for Ctrl-C and SIGTERM, instead of raising them wherever a script is."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

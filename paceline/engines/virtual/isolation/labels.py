@@ -1,4 +1,4 @@
-"""Torch's labels for profilers, which are made only where one of its profilers looks."""
+"""Torch's labels for profilers, made only while a profiler runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from torch.autograd.profiler import record_function
 
 @contextmanager
 def only_where_seen() -> Iterator[None]:
-    """Labels cost nothing while no profiler runs.
+    """Make no labels while no profiler runs.
 
-    A step has three at least, of its batch, `zero_grad` and `step`. Right after a gradient, when its code is in no
-    cache, each takes 50 us, of a gradient's 6 ms.
+    Each takes 50 us right after a gradient, which has emptied the caches, and a step of about 6 ms has three at least.
     """
     enter: Any = record_function.__enter__
 
-    @functools.wraps(enter)  # TorchScript looks for the method's name, and its source
+    @functools.wraps(enter)  # TorchScript looks for the method's name and source
     def enter_where_seen(label: record_function) -> Any:
-        # Of this thread, and of all.
+        # The first profiles a thread, the second all of them.
         is_seen = torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled
-        label.run_callbacks_on_exit = is_seen  # else leaving it does nothing either, whenever that is
+        label.run_callbacks_on_exit = is_seen  # without one, leaving it does nothing either
         return enter(label) if is_seen else label
 
-    # The class stays what it is, as torch.compile looks for it.
+    # Only the method is replaced: torch.compile looks for the class.
     record_function.__enter__ = enter_where_seen  # type: ignore[method-assign]
     try:
         yield

@@ -7,22 +7,14 @@ from collections.abc import Callable
 from typing import TextIO, final
 
 
-def _nobody() -> None:
-    return None
-
-
-def _ignore(who: str, line: str) -> None:
-    pass
-
-
 @final
 class OutputByLine(io.TextIOBase):
-    """A stand-in for standard output that hands on whole lines of workers, and anything else as it comes.
+    """A stand-in for standard output that tells whole lines of workers, and writes everything else as it comes.
 
     Args:
-        who: the worker that prints just now; none: it is the launcher itself.
+        who: names the worker that prints just now; none: it is the launcher itself.
         say: gets a worker's name and a line without its end.
-        otherwise: where the launcher's own words go; none: nowhere, as in a program without standard output.
+        otherwise: where the launcher's own text goes; none: nowhere, as in a program without standard output.
     """
 
     def __init__(
@@ -57,4 +49,4 @@ class OutputByLine(io.TextIOBase):
             if rest:
                 self._say(name, rest)
         self._begun.clear()
-        self._who, self._say = _nobody, _ignore
+        self._who, self._say = (lambda: None), (lambda who, line: None)

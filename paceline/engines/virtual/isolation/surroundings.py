@@ -1,4 +1,4 @@
-"""What scripts find around them while they are simulated: their own output, time and random state."""
+"""What scripts find around them while they are simulated: output, time and random state of their own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.engines.virtual.process import Scheduler
 
 @final
 class Surroundings:
-    """Of all scripts of this process.
+    """The surroundings of all scripts of a run.
 
     Args:
-        say: is given each line that a worker prints, and who that is.
+        say: gets a worker's name and a line that it has printed.
     """
 
     def __init__(self, scheduler: Scheduler, backward: BackwardEnds, say: Callable[[str, str], None]) -> None:
@@ -30,7 +30,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """All is as before at the end."""
+        """Replace what scripts find; put everything back at the end."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._out.retire)
             stack.callback(self._err.retire)
@@ -44,7 +44,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def not_heard(self) -> Iterator[None]:
-        """What is printed in here is not what the worker prints that runs."""
+        """What is printed in here is the launcher's, not the running worker's."""
         before, self._is_saying = self._is_saying, True
         try:
             yield
@@ -52,7 +52,7 @@ class Surroundings:
             self._is_saying = before
 
     def _who(self) -> str | None:
-        """Processes that a script has forked, as loaders do, speak for themselves."""
+        """The worker that prints; none in processes that a script has forked, as loaders do."""
         running = self._scheduler.running
         if running is None or self._is_saying or os.getpid() != self._pid:
             return None
@@ -63,7 +63,7 @@ class Surroundings:
             self._say_line(who, line)
 
     def _sleep(self, duration_s: float) -> bool:
-        """A script's sleep: a wait for nothing but its end."""
+        """Let the running worker sleep; false where the caller is none."""
         process = self._scheduler.running
         if process is None or not process.is_running:
             return False

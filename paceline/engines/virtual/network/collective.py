@@ -1,4 +1,4 @@
-"""The collective of a virtual world: results as of real ones, times from the messages on the simulated network."""
+"""The collective of a virtual world: it computes real results, and takes the time of its simulated messages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _WORD_BYTES = 8
 class VirtualCollective(Collective):
     """One rank's end. Tensors are reduced in rank order, as in shared memory, whatever way their messages take.
 
-    What a rank sends has been copied, so that it is free at once; what is reduced in place must be left alone until
-    the work is over.
+    A tensor that is sent is copied, and may be changed at once. A tensor that is reduced in place must be left alone
+    until the work is over.
 
     Args:
-        operation_s: what the rank is at an operation, besides its messages.
-        message_s: what it is at sending a message.
+        operation_s: time that an operation takes of the rank itself, besides its messages.
+        message_s: time that sending a message takes of the rank itself.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class VirtualCollective(Collective):
         self._run(Call(Signature("barrier"), self._all_gather, num_bytes=float(_WORD_BYTES)))
 
     def set_deadline(self, deadline_s: float | None) -> None:
-        """Nothing: who waits in vain is found when nothing can happen any more."""
+        """Does nothing: the engine finds who waits in vain when nothing can happen any more."""
 
     def abort(self, reason: str) -> None:
         self._failure = self._failure or Aborted(reason)
@@ -163,7 +163,7 @@ class VirtualCollective(Collective):
         self._failure = self._failure or UsageError("it was closed")
 
     def _exchange_all(self, signature: Signature, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What every rank has for this one."""
+        """Give every rank its tensor; returns what every rank has given this one."""
         given = [_copy(tensor) for tensor in tensors]
         call = Call(signature, lambda op: patterns.all_to_all(self.size, op.num_bytes), given, _bytes_each(given))
         return [payload[self.rank] for payload in self._run(call).payloads()]
@@ -184,7 +184,7 @@ class VirtualCollective(Collective):
         return number
 
     def _spend(self, duration_s: float) -> None:
-        """The worker's own part of the exchange."""
+        """Charge the worker for its own part of an exchange."""
         self._process.advance(duration_s)
         self.timing.communication_s += duration_s
 
@@ -193,7 +193,7 @@ class VirtualCollective(Collective):
             raise type(self._failure)(f"this collective is unusable since: {self._failure}")
 
     def _wait(self, signal: Signal, what: Callable[[], str], ready_s: Callable[[], float | None]) -> None:
-        """Wait, and account the time: until `ready_s` for others, from then on for the messages."""
+        """Wait. The time until `ready_s()` counts as waiting for others, and the rest as communication."""
         self._check()
         began_s = self._process.now_s
         self._process.wait(signal, what)

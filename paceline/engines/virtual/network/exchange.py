@@ -1,4 +1,4 @@
-"""A collective operation's messages on the network, each rank's from when it takes part."""
+"""The messages of one collective operation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.engines.virtual.network.patterns import Pattern, Round
 
 @final
 class Exchange:
-    """Moves a pattern's messages.
+    """Sends a pattern's messages over the network; each rank sends its own once it takes part.
 
     Args:
         host_of: each rank's host.
-        pattern: who sends what to whom.
-        on_done: called with a rank when that one is through.
+        pattern: who sends how much to whom.
+        on_done: called with each rank when its last round is over.
     """
 
     def __init__(
@@ -24,10 +24,10 @@ class Exchange:
     ) -> None:
         self._network, self._host_of, self._pattern, self._on_done = network, host_of, pattern, on_done
         self.sent_bytes: dict[int, float] = {}
-        """By each rank so far."""
+        """What each rank has sent so far."""
         self._rounds: dict[int, Iterator[Round]] = {}
-        self._arrived: dict[tuple[int, int], int] = {}  # messages by sender and receiver that no round has taken yet
-        self._missing: dict[int, Sequence[int]] = {}  # what a rank's present round has yet to see
+        self._arrived: dict[tuple[int, int], int] = {}  # by sender and receiver: what no round took yet
+        self._missing: dict[int, Sequence[int]] = {}  # those that a rank's present round has yet to hear from
 
     def join(self, rank: int) -> None:
         """The rank takes part from now on."""
@@ -36,7 +36,7 @@ class Exchange:
         self._go_on(rank)
 
     def _go_on(self, rank: int) -> None:
-        """Enter rounds until one has to wait for a message."""
+        """Enter one round after the other until one has to wait for a message."""
         rounds, arrived = self._rounds[rank], self._arrived
         host_of, send = self._host_of, self._network.send
         host = host_of[rank]
@@ -77,5 +77,5 @@ class Exchange:
 
 
 def _sent_to(other: int) -> int:
-    """What stands for word that a message to a rank has arrived, where ranks stand for messages from them."""
+    """The number by which a sender waits for its message to a rank to arrive; ranks stand for messages from them."""
     return -1 - other

@@ -1,4 +1,4 @@
-"""Messages through full-duplex links with bandwidth, latency and queues. Knows no tensors."""
+"""Messages pass full-duplex links that have bandwidth, latency and queues. Nothing here knows tensors."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any, Protocol, final
 from paceline.engines.virtual.events import EventQueue
 
 CHUNK_BYTES = 2**18
-"""Small enough for messages of 1 MiB, as parameter servers send them, to share a link."""
+"""Parameter servers send messages of 1 MiB, and several of them are to share a link."""
 WINDOW_BYTES = 2**18
-"""What an uneven connection has under way in the median: a part of a server's piece."""
+"""The median window of an uneven connection, in bytes under way: a part of a server's piece."""
 _UNEVEN_CHUNK_BYTES = 2**16
 _RESTART_S = 0.2
-"""After being idle for so long a connection begins anew, as TCP's do: RFC 5681, section 4.1; Linux's least timeout."""
+"""A connection that was idle for so long begins anew, as TCP's do (RFC 5681, section 4.1; Linux's least timeout)."""
 
 
 _Flow = tuple[int, bool]
-"""The host that messages are for, and whether they are answers, which have a connection of their own."""
+"""The receiving host, and whether the messages are answers: these have a connection of their own."""
 
 
 @dataclass(slots=True, eq=False)
 class Link:
     """One direction of a cable, or a host's memory.
 
-    Senders' own links serve the messages for different hosts in turns, a chunk each, as connections share a network
-    card; all others take chunks in the order in which they arrive.
+    A sender's own link serves the messages for different hosts in turns, a chunk each, as connections share a network
+    card. Every other link takes chunks in the order in which they arrive.
     """
 
     name: str
@@ -37,26 +37,26 @@ class Link:
     latency_s: float = 0.0
     """From one end to the other."""
     message_s: float = 0.0
-    """For which each message keeps it busy, besides its bytes."""
+    """How long each message keeps the link busy, besides its bytes."""
     burst_s: float = 0.0
-    """So far it may be behind in its work before anything waits: a token bucket's size over its rate."""
+    """How far the link may be behind in its work before chunks wait: a token bucket's size over its rate."""
     free_s: float = 0.0
-    """When the work on all that was taken will be done."""
+    """When the link will be done with all that it has taken."""
     moved_bytes: float = 0.0
     """Of all chunks taken so far."""
     _flows: dict[_Flow, deque[_Message]] = field(default_factory=dict)
-    """Messages that wait at their sender, by the host that they are for."""
+    """Messages that wait at their sender."""
     _turns: deque[_Flow] = field(default_factory=deque)
 
     @property
     def busy_s(self) -> float:
-        """For how long data has been passing."""
+        """How long data has been passing."""
         return self.moved_bytes / self.bytes_per_s
 
 
 @final
 class SameLink(Link):
-    """Another link, as messages pass it that keep it busy for less or for longer."""
+    """The same link at another rate, for messages that keep it busy for less or for longer."""
 
     __slots__ = ("_whole",)
 
@@ -74,7 +74,7 @@ class SameLink(Link):
 
 
 class Paths(Protocol):
-    """Which links a message takes from one host to another, the sender's first; of a host to itself, its memory."""
+    """Returns the links from one host to another, the sender's first; from a host to itself, its memory."""
 
     def __call__(self, source: int, destination: int) -> Sequence[Link]: ...
 
@@ -86,25 +86,25 @@ class _Message:
     action: Callable[..., object]
     arguments: tuple[Any, ...]
     connection: _Connection | None = None
-    """None where senders serve hosts in turns."""
+    """None where the sender serves hosts in turns."""
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One way between two hosts, with a window: what arrives lets as much follow.
+    """One way between two hosts, with a window: as many bytes may follow as have arrived.
 
-    Its rate is its window over the time that a chunk is under way, so that connections which meet at a link share it in
-    proportion to their windows, and a sender idles while all its windows wait elsewhere.
+    A connection's rate is its window over the time that a chunk is under way. So connections that meet at a link share
+    it in proportion to their windows, and a sender idles while all its windows wait elsewhere.
     """
 
     random: random.Random
     unevenness: float
     free_bytes: float
-    """What a link on its way holds while it waits for nobody; comes on top of every window."""
+    """What is on the way while nobody has to wait; added to every window."""
     window_bytes: float = 0.0
     under_way_bytes: float = 0.0
     num_under_way: int = 0
-    """Chunks. Sums of bytes do not come back to 0 exactly."""
+    """Chunks: sums of bytes do not come back to 0 exactly."""
     idle_since_s: float = -math.inf
     waiting: deque[_Message] = field(default_factory=deque)
 
@@ -118,20 +118,18 @@ class _Connection:
 class Network:
     """Moves messages among hosts on a timeline.
 
-    A message is cut into chunks, so that messages on the same link pass it interleaved. Chunks cut through: the next
-    link begins to pass one on as soon as its head arrives, and cannot be done with it before its tail has. So a lone
-    message of M bytes takes its path's latency and M over the least bandwidth, exactly; n messages that meet at one
-    receiver take n M over its bandwidth; and a link's two directions do not disturb each other. Queues between links
-    are unbounded: unless connections have windows, a sender is not slowed by a receiver that others keep busy.
+    A message is cut into chunks, so that messages share a link. Chunks cut through: the next link begins to pass one on
+    when its head arrives, and ends no earlier than its tail has arrived. So a lone message of M bytes takes exactly its
+    path's latency and M over the least bandwidth, and n messages to one receiver take n M over its bandwidth. Queues
+    between links are unbounded: unless connections have windows, a busy receiver does not slow its senders.
 
     Args:
         timeline: on which chunks move.
         paths: the links between hosts.
-        chunk_bytes: of the largest chunk. With infinity messages pass whole, one after the other: less to simulate,
-            and links are busy for as long.
-        unevenness: of connections that share a link, the standard deviation of the logarithm of their windows. With 0
-            senders serve hosts in turns instead, and all get as much.
-        seed: of the windows.
+        chunk_bytes: the largest chunk. With infinity messages pass whole, one after the other.
+        unevenness: the standard deviation of the logarithm of connections' windows. With 0 senders serve hosts in turns
+            instead, so all connections get as much.
+        seed: what windows are drawn from.
     """
 
     def __init__(
@@ -158,8 +156,7 @@ class Network:
     ) -> None:
         """Start now; `action(*arguments)` is called when the last byte has arrived.
 
-        Messages between the same two hosts arrive in the order in which they were sent, but for answers, which keep to
-        their own.
+        Messages from one host to another arrive in the order in which they were sent, and so do answers.
         """
         path = self._paths(source, destination)
         message = _Message(path, num_bytes, action, arguments)
@@ -170,7 +167,7 @@ class Network:
         is_idle = not port._turns
         is_free = is_idle and port.free_s - port.burst_s <= self._timeline.now_s
         if is_free and num_bytes <= self._chunk_bytes:
-            # It waits for nobody: 3.1 us instead of 4.0 us for a message of a ring, with all that it brings about.
+            # A shortcut: it takes 3.1 us instead of 4.0 us for a message of a ring.
             self._depart(message, num_bytes, is_last=True)
             return
         flow = (destination, is_answer)
@@ -185,7 +182,7 @@ class Network:
             self._timeline.at(port.free_s - port.burst_s, self._serve, port)
 
     def _serve(self, port: Link) -> None:
-        """The sender's link is free: pass one chunk of the flow whose turn it is."""
+        """The sender's link is free: pass a chunk of the flow whose turn it is."""
         flow = port._turns.popleft()
         waiting = port._flows[flow]
         message = waiting[0]
@@ -203,9 +200,9 @@ class Network:
             self._timeline.at(end_s, self._serve, port)
 
     def _depart(self, message: _Message, chunk_bytes: float, is_last: bool) -> float:
-        """A chunk passes its sender's link; when that is done."""
+        """Pass a chunk over its sender's link; returns when that is done, in seconds."""
         port, timeline = message.path[0], self._timeline
-        # It is later than now where messages of other paths pass this link, too.
+        # Messages of other paths may keep this link busy, too: then it starts later than now.
         start_s, end_s = _pass(port, timeline.now_s, chunk_bytes, is_last)
         if len(message.path) > 1:
             head_s, tail_s = start_s + port.latency_s, end_s + port.latency_s
@@ -215,7 +212,7 @@ class Network:
         return end_s
 
     def _enter(self, message: _Message, hop: int, chunk_bytes: float, tail_s: float, is_last: bool) -> None:
-        """A chunk's head has come to the link after its first `hop`, and its tail will have at `tail_s`."""
+        """A chunk's head has come to the link number `hop` of its path; its tail comes at `tail_s`."""
         link = message.path[hop]
         timeline = self._timeline
         start_s, end_s = _pass(link, timeline.now_s, chunk_bytes, is_last)
@@ -243,7 +240,7 @@ class Network:
         self._fill(connection)
 
     def _fill(self, connection: _Connection) -> None:
-        """Let go what the window has room for, but a chunk at least."""
+        """Send what the window has room for, but one chunk at least."""
         while connection.waiting:
             message = connection.waiting[0]
             chunk_bytes = min(message.left_bytes, _UNEVEN_CHUNK_BYTES)
@@ -267,7 +264,7 @@ class Network:
 
 
 def _pass(link: Link, now_s: float, chunk_bytes: float, is_last: bool) -> tuple[float, float]:
-    """Take a chunk that comes now; when its first byte passes, and its last."""
+    """Take a chunk that comes now; returns when its first byte passes and when its last does, in seconds."""
     start_s = now_s if now_s > link.free_s else link.free_s
     end_s = start_s + chunk_bytes / link.bytes_per_s
     if is_last:

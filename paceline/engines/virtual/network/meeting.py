@@ -1,4 +1,4 @@
-"""Where the ranks of a virtual world meet: collective operations and messages under way among them."""
+"""Where the ranks of a virtual world meet for collective operations and messages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Call:
 
     signature: Signature
     pattern: Callable[[Operation], Pattern]
-    """Who sends what to whom."""
+    """Who sends how much to whom."""
     payload: Any = None
     num_bytes: Any = 0.0
-    """Of what it sends: one number, or one for each rank."""
+    """What it sends: one number, or one for each rank."""
     complete: Callable[[Operation], None] | None = None
-    """Called once, when every rank has come."""
+    """Called on the last rank's call, when every rank has come."""
     done: Signal = field(default_factory=Signal)
 
 
@@ -40,7 +40,7 @@ class Operation:
     def __init__(self, first: Call) -> None:
         self.calls: dict[int, Call] = {}
         self.num_bytes: dict[int, Any] = {}
-        """What each rank sends; of those that have come."""
+        """What each rank that has come sends."""
         self.error: PacelineError | None = None
         self.last_s: float | None = None
         """When the last rank came."""
@@ -76,12 +76,12 @@ class Awaited:
 
 @final
 class Meeting:
-    """Matches the ranks' calls and moves their messages. Everything here happens on the timeline.
+    """Matches the ranks' calls and moves their messages. All methods are called on the timeline.
 
     Args:
         host_of: each rank's host.
         ranks_by_host: the ranks of each host that has some.
-        messages: moves those between two ranks, if another network does.
+        messages: the network for messages between two ranks, where it is another one.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Meeting:
     # --- collective operations ----------------------------------------------------------------------------------
 
     def operation(self, number: int) -> Operation | None:
-        """The operation that has this number on every rank, if some rank has come to it and not all are through."""
+        """The operation of this number; none before a rank has come to it and once all are through."""
         return self._operations.get(number)
 
     def join(self, number: int, rank: int, call: Call) -> None:
-        """A rank comes to its operation of this number."""
+        """A rank comes to the operation of this number."""
         operation = self._operations.get(number)
         if operation is None:
             operation = self._operations[number] = Operation(call)

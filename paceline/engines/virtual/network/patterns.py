@@ -1,4 +1,4 @@
-"""Who sends how much to whom in a collective operation, round by round. Knows no tensors and no network."""
+"""Who sends how much to whom in a collective operation, round by round."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import NamedTuple, Protocol
 
 
 class Round(NamedTuple):
-    """One rank's part of a round: what it sends at once, and whom it hears from before it goes on."""
+    """One rank's part of a round: it sends at once, and goes on when it has heard from others."""
 
     sends: Sequence[tuple[int, float]]
     """Rank and bytes."""
     receives: Sequence[int]
     is_blocking: bool = False
-    """Whether it also waits until what it sends has arrived."""
+    """Whether it also waits until its messages have arrived."""
 
 
 class Pattern(Protocol):
-    """The rounds of one rank. A generator: how much it passes on of what it received is asked for only then."""
+    """Yields the rounds of one rank. It is a generator since what a rank passes on may be known only then."""
 
     def __call__(self, rank: int) -> Iterator[Round]: ...
 
 
 def all_reduce(hosts: Sequence[Sequence[int]], num_bytes: float) -> Pattern:
-    """A ring among hosts; on each host, all hand their tensor to the first rank and get the result from it.
+    """A ring among the first ranks of the hosts, which get the others' tensors and hand them the result.
 
     Args:
         hosts: the ranks of each host.
@@ -48,7 +48,7 @@ def all_reduce(hosts: Sequence[Sequence[int]], num_bytes: float) -> Pattern:
 
 
 def ring_all_reduce(ranks: Sequence[int], num_bytes: float) -> Pattern:
-    """As `comm.algorithms.ring`: 2 (n - 1) rounds, in each of which a rank passes one n-th on to the next.
+    """As `comm.algorithms.ring`: in each of 2 (n - 1) rounds a rank passes one n-th on to the next.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
     """
@@ -72,7 +72,7 @@ def all_gather(size: int, bytes_of: Mapping[int, float]) -> Pattern:
     8(11), 1997, section 4: ceil(log2 n) rounds, and no byte more than has to be sent.
 
     Args:
-        bytes_of: what each rank gives; need be known of a rank once it takes part.
+        bytes_of: what each rank gives; a rank's is looked up once it takes part.
     """
 
     def rounds(rank: int) -> Iterator[Round]:
@@ -88,7 +88,7 @@ def all_gather(size: int, bytes_of: Mapping[int, float]) -> Pattern:
 
 
 def broadcast(size: int, root: int, num_bytes: float) -> Pattern:
-    """A binomial tree: in round j the 2**j ranks that have it send it to as many others."""
+    """A binomial tree: in round j the 2**j ranks that have the tensor send it to as many others."""
 
     def rounds(rank: int) -> Iterator[Round]:
         place = (rank - root) % size
@@ -116,7 +116,7 @@ def gather(size: int, root: int, bytes_of: Mapping[int, float]) -> Pattern:
 
 
 def scatter(size: int, root: int, bytes_for: Mapping[int, Sequence[float]]) -> Pattern:
-    """The root sends each its own at once. `bytes_for[root][i]` is for rank i."""
+    """The root sends to everyone at once; `bytes_for[root][i]` is for rank i."""
 
     def rounds(rank: int) -> Iterator[Round]:
         if rank == root:
@@ -128,7 +128,7 @@ def scatter(size: int, root: int, bytes_for: Mapping[int, Sequence[float]]) -> P
 
 
 def all_to_all(size: int, bytes_for: Mapping[int, Sequence[float]]) -> Pattern:
-    """Everyone sends to everyone at once. `bytes_for[s][d]` is what rank s sends to rank d."""
+    """Everyone sends to everyone at once; `bytes_for[s][d]` is what rank s sends to rank d."""
 
     def rounds(rank: int) -> Iterator[Round]:
         others = [(rank + distance) % size for distance in range(1, size)]

@@ -1,4 +1,4 @@
-"""The links of a cluster, which the simulated network carries messages over."""
+"""The links of a cluster."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MEMORY_LATENCY_S = 1e-6
 
 @final
 class Wiring:
-    """The links of a cluster: a host's network card, its rack's cable, the core, its site's line.
+    """Says which links a message takes: network cards, racks' cables, the core between racks, and sites' lines.
 
-    Where packing takes time, a host's core is a link as well. The cores of a machine that hosts share are one, too, for
-    what exchanges take and for what each message takes besides: it is behind in its work when these come too fast.
+    Work of cores is a link, too: a host's core that packs what servers and workers exchange, and the cores of a machine
+    that hosts share, which messages keep busy.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -54,11 +54,11 @@ class Wiring:
         if costs.packing_gbyte_per_s is not None or cores is not None:
             self._packers = [Link(f"{name} core", costs.packing_bytes_per_s) for name in names]
         if cores is not None:
-            # A request and its answer pass twice each. What senders are charged for, cores have been at already.
+            # A request and its answer pass twice each. The burst is what senders are charged for, and cores have done.
             passing_s, message_s = costs.request_core_us * 1e-6 / 4 / cores, costs.message_core_us * 1e-6 / cores
             bytes_per_s = costs.shared_core_bytes_per_s * cores
             self._machine = (Link("shared cores", bytes_per_s, message_s=passing_s, burst_s=costs.request_us * 1e-6),)
-            # On one host nothing is packed, and what is asked and answered passes once.
+            # On one host nothing is packed, and a request and its answer pass once each.
             if passing_s:
                 self._at_home = (SameLink(self._machine[0], bytes_per_s=math.inf, message_s=2 * passing_s),)
             self._messaging = (
@@ -66,7 +66,7 @@ class Wiring:
             )
 
     def between_workers_and_servers(self, source: int, destination: int) -> Sequence[Link]:
-        """The links from one host to another for what is packed and unpacked on the way."""
+        """The links between a worker's host and a server's, cores that pack and unpack among them."""
         path = self(source, destination)
         if source == destination:
             return (*path, *self._at_home)
@@ -77,7 +77,7 @@ class Wiring:
         )  # fmt: skip
 
     def between_workers(self, source: int, destination: int) -> Sequence[Link]:
-        """The links from one host to another for a message of one worker to another."""
+        """The links for a message of one worker to another."""
         path = self(source, destination)
         return path if source == destination else (*path, *self._messaging)
 

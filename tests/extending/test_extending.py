@@ -18,6 +18,7 @@ import paceline
 from paceline.running.result import Result
 from paceline.strategies import STRATEGIES, build, name_of, register
 from paceline.topology import Ring
+from tests.conformance import local_engine
 from tests.extending import periodic, ring_gossip
 
 WORKERS, BATCH_SIZE, NUM_SAMPLES = 4, 4, 96
@@ -25,7 +26,6 @@ LEARNING_RATE, MOMENTUM = 0.1, 0.5
 ENTRIES = (ring_gossip.ENTRY, periodic.ENTRY)
 OPTIONS: dict[str, dict[str, Any]] = {"ring-gossip": {"every": 2}, "periodic": {"every": 3}}
 every_strategy = pytest.mark.parametrize("name", [entry.name for entry in ENTRIES])
-every_engine = pytest.mark.parametrize("engine", ["virtual", pytest.param("ray", marks=pytest.mark.ray)])
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -37,6 +37,13 @@ def registered() -> Iterator[None]:
     yield
     for entry in ENTRIES:
         del STRATEGIES[entry.name]
+
+
+@pytest.fixture(params=["virtual", "processes", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+def engine(request: pytest.FixtureRequest) -> str:
+    if request.param == "ray":
+        request.getfixturevalue("ray_here")
+    return str(request.param)
 
 
 def data() -> TensorDataset:
@@ -76,18 +83,11 @@ def train(out: Path, *, epochs: int = 10_000, kill_at: int | None = None) -> Non
 
 def run(name: str, engine: str, out: Path, script: Callable[[Path], None] = train, **settings: Any) -> Result:
     out.mkdir(parents=True, exist_ok=True)
+    settings |= {"strategy": name, "options": OPTIONS[name], "workers": WORKERS, "out": out / "run", "device": "cpu"}
+    if engine == "processes":
+        return local_engine.run(partial(script, out), **settings)
     more = {"cluster": "lab-1gbe"} if engine == "virtual" else {"deadline_s": 60.0}
-    return paceline.run(
-        partial(script, out),
-        strategy=name,
-        options=OPTIONS[name],
-        workers=WORKERS,
-        engine=engine,
-        out=out / "run",
-        device="cpu",
-        **more,
-        **settings,
-    )
+    return paceline.run(partial(script, out), engine=engine, **more, **settings)
 
 
 def model_of(result: Result) -> Tensor:
@@ -155,7 +155,6 @@ NAIVE = {"ring-gossip": naive_ring_gossip, "periodic": naive_periodic}
 # --- what holds -------------------------------------------------------------------------------------------------------
 
 
-@every_engine
 @every_strategy
 def test_a_run_is_its_naive_twin(name: str, engine: str, tmp_path: Path) -> None:
     """The budget holds, and the model that is evaluated and saved is the global one."""
@@ -167,7 +166,6 @@ def test_a_run_is_its_naive_twin(name: str, engine: str, tmp_path: Path) -> None
     torch.testing.assert_close(model_of(result), expected[-1], rtol=1e-5, atol=1e-6)
 
 
-@every_engine
 @every_strategy
 def test_a_resumed_run_is_an_uninterrupted_one(name: str, engine: str, tmp_path: Path) -> None:
     """With what each worker has for itself: parameters, momentum, statistics."""
@@ -191,7 +189,6 @@ def test_another_strategy_goes_on_from_the_global_model(name: str, tmp_path: Pat
     assert resumed.iteration == 5
 
 
-@every_engine
 @every_strategy
 def test_runs_stop_on_target_and_on_time(name: str, engine: str, tmp_path: Path) -> None:
     """Nobody hears everybody: all stop at the same iteration all the same."""

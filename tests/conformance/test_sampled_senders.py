@@ -18,7 +18,9 @@ from paceline.engines.world import current
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, ProtocolError
-from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
+from paceline.strategies.traits import Traits
 from tests.conformance import local_engine, virtual_engine
 
 NUM_CLIENTS, NUM_SAMPLED, NUM_ROUNDS, NUM_ELEMENTS = 10, 4, 8, 100
@@ -81,26 +83,15 @@ class Federated(Strategy):
     summary: ClassVar[str] = "sampled clients"
     servers: int = 1
 
-    def validate(self) -> None:
-        pass
+    @property
+    def traits(self) -> Traits:
+        return Traits(lock_step=False, unit="round", tells_stop=True, num_servers=self.servers)
 
-    def check(self, *, num_workers: int) -> None:
-        pass
-
-    def is_lock_step(self) -> bool:
-        return False
-
-    def is_synchronous(self) -> bool:
-        return True
-
-    def num_servers(self) -> int:
-        return self.servers
-
-    def admission_rule(self, *, num_workers: int) -> AdmissionRule:
-        return SampledRounds(Membership.first(num_workers))
+    def admission_rule(self, members: Membership) -> AdmissionRule:
+        return SampledRounds(members)
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        raise NotImplementedError
+        raise AssertionError("the script speaks to the servers itself")
 
 
 def sampled(number: int) -> list[int]:

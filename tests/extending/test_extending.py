@@ -15,9 +15,16 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.cluster.reading import load
+from paceline.errors import UsageError
+from paceline.planner import StepWork, predict
 from paceline.running.result import Result
 from paceline.strategies import STRATEGIES, build, name_of, register
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
+from paceline.strategies.traits import Traits
 from paceline.topology import Ring
+from tests.conformance import local_engine
 from tests.extending import periodic, ring_gossip, sampled
 
 WORKERS, BATCH_SIZE, NUM_SAMPLES = 4, 4, 96
@@ -30,9 +37,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 STEPS_OF_AN_ITERATION = {"ring-gossip": 1, "periodic": 3, "sampled": 4}
 every_strategy = pytest.mark.parametrize("name", [entry.name for entry in ENTRIES])
-every_engine = pytest.mark.parametrize(
-    "engine", ["virtual", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.usefixtures("ray_here")])]
-)
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -44,6 +48,13 @@ def registered() -> Iterator[None]:
     yield
     for entry in ENTRIES:
         del STRATEGIES[entry.name]
+
+
+@pytest.fixture(params=["virtual", "processes", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+def engine(request: pytest.FixtureRequest) -> str:
+    if request.param == "ray":
+        request.getfixturevalue("ray_here")
+    return str(request.param)
 
 
 def data() -> TensorDataset:
@@ -83,18 +94,11 @@ def train(out: Path, *, epochs: int = 10_000, kill_at: int | None = None) -> Non
 
 def run(name: str, engine: str, out: Path, script: Callable[[Path], None] = train, **settings: Any) -> Result:
     out.mkdir(parents=True, exist_ok=True)
+    settings |= {"strategy": name, "options": OPTIONS[name], "workers": WORKERS, "out": out / "run", "device": "cpu"}
+    if engine == "processes":
+        return local_engine.run(partial(script, out), **settings)
     more = {"cluster": "lab-1gbe"} if engine == "virtual" else {"deadline_s": 60.0}
-    return paceline.run(
-        partial(script, out),
-        strategy=name,
-        options=OPTIONS[name],
-        workers=WORKERS,
-        engine=engine,
-        out=out / "run",
-        device="cpu",
-        **more,
-        **settings,
-    )
+    return paceline.run(partial(script, out), engine=engine, **more, **settings)
 
 
 def model_of(result: Result) -> Tensor:
@@ -181,7 +185,6 @@ NAIVE = {"ring-gossip": naive_ring_gossip, "periodic": naive_periodic, "sampled"
 # --- what holds -------------------------------------------------------------------------------------------------------
 
 
-@every_engine
 @every_strategy
 def test_a_run_is_its_naive_twin(name: str, engine: str, tmp_path: Path) -> None:
     """The budget holds, and the model that is evaluated and saved is the global one."""
@@ -193,7 +196,6 @@ def test_a_run_is_its_naive_twin(name: str, engine: str, tmp_path: Path) -> None
     torch.testing.assert_close(model_of(result), expected[-1], rtol=1e-5, atol=1e-6)
 
 
-@every_engine
 @every_strategy
 def test_a_resumed_run_is_an_uninterrupted_one(name: str, engine: str, tmp_path: Path) -> None:
     """With what each worker has for itself: parameters, momentum, statistics."""
@@ -222,7 +224,6 @@ def test_another_strategy_goes_on_from_the_global_model(name: str, tmp_path: Pat
     assert resumed.iteration == 5
 
 
-@every_engine
 @every_strategy
 def test_runs_stop_on_target_and_on_time(name: str, engine: str, tmp_path: Path) -> None:
     """Nobody hears everybody: all stop at the same iteration all the same."""
@@ -231,7 +232,7 @@ def test_runs_stop_on_target_and_on_time(name: str, engine: str, tmp_path: Path)
     max_time_s = 0.01 if engine == "virtual" else 1.0
     in_time = run(name, engine, tmp_path / "time", max_time_s=max_time_s)
     steps = [sum(step.worker == rank for step in in_time.steps) for rank in range(WORKERS)]
-    assert len(set(steps)) == 1
+    assert max(steps) - min(steps) < STEPS_OF_AN_ITERATION[name]
     assert in_time.iteration > 0
     assert max(step.time_s for step in in_time.steps) < 10 * max_time_s
 
@@ -241,10 +242,7 @@ def test_data_that_ends_in_a_round_ends_the_run(name: str, tmp_path: Path) -> No
     result = run(name, "virtual", tmp_path, partial(train, epochs=3))
     expected_steps = 3 * NUM_SAMPLES // (WORKERS * BATCH_SIZE)
     assert len(result.steps) == WORKERS * expected_steps
-    assert (
-        result.iteration
-        == {"ring-gossip": expected_steps, "periodic": expected_steps // 3, "sampled": expected_steps // 4}[name]
-    )
+    assert result.iteration == expected_steps // STEPS_OF_AN_ITERATION[name]
 
 
 @every_strategy
@@ -252,3 +250,28 @@ def test_strategies_are_found_by_their_names(name: str) -> None:
     strategy = build(name, {"every": "5"})
     assert name_of(strategy) == name
     assert strategy.every == 5  # type: ignore[attr-defined]
+
+
+@every_strategy
+def test_plans_price_what_a_strategy_declares(name: str) -> None:
+    """Fewer exchanges take less; none is free."""
+    cluster, work = load("lab-1gbe"), StepWork(tensor_bytes=(4_000_000,), samples=32, step_s=0.01)
+    rare, often, alone = (
+        predict(cluster, strategy=strategy, options=options, workers=workers, work=work).step_s
+        for strategy, options, workers in ((name, {"every": 10}, 4), (name, {"every": 1}, 4), ("single", {}, 1))
+    )
+    assert alone < rare < often
+
+
+def test_a_plan_refuses_what_is_not_declared() -> None:
+    class Silent(Strategy):
+        @property
+        def traits(self) -> Traits:
+            return Traits(lock_step=True)
+
+        def bind(self, context: Context, replica: Replica) -> Synchronizer:
+            raise AssertionError("a plan runs nothing")
+
+    work = StepWork(tensor_bytes=(4_000_000,), samples=32, step_s=0.01)
+    with pytest.raises(UsageError, match="Silent"):
+        predict(load("lab-1gbe"), strategy=Silent(), workers=2, work=work)

@@ -31,7 +31,7 @@ class Bucket(NamedTuple):
 
 @final
 class GradientBuckets:
-    """Keeps gradients in one buffer and tells when they are final.
+    """Keeps gradients in one buffer and tells when they are final, for as long as it lives.
 
     Args:
         parameters: in the order of the layout.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -290,7 +292,7 @@ def test_only_on_bucket_or_only_on_backward_end() -> None:
         model = mlp()
         layout = by_group([TensorSpec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()])
         calls: list[tuple[int, ...]] = []
-        GradientBuckets(
+        buckets = GradientBuckets(
             list(model.parameters()),
             layout,
             torch.zeros(layout.num_bytes, dtype=torch.uint8),
@@ -299,6 +301,18 @@ def test_only_on_bucket_or_only_on_backward_end() -> None:
         backward(model, X)
         backward(model, X)
         assert calls == ([(0,)] if only == "on_bucket" else [()]) * 2
+        buckets.close()
+
+
+def test_buckets_that_nobody_uses_are_freed_with_their_parameters() -> None:
+    model = mlp()
+    layout = by_group([TensorSpec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()])
+    buckets = GradientBuckets(list(model.parameters()), layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
+    backward(model, X)
+    left = [weakref.ref(model), weakref.ref(buckets)]
+    del model, buckets
+    gc.collect()
+    assert [each() for each in left] == [None, None]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

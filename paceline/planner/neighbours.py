@@ -81,5 +81,6 @@ def _near(topology: Topology, rank: int, size: int, *, hops: int) -> set[int]:
     """The worker itself, and those whose message reaches it within so many steps."""
     near, period = {rank}, topology.period(size)
     for step in range(hops):
-        near |= {source for other in near for source in topology.sources(step % period, other, size)}
+        if len(near) < size:
+            near |= {source for other in near for source in topology.sources(step % period, other, size)}
     return near

@@ -16,7 +16,7 @@ from paceline.lab.figures.style import Style, plain
 
 _NUM_MARKERS = 8
 _NUM_ROWS = 12
-_BAND_OPACITY = 0.18
+_BAND = {"mode": "lines", "fill": "toself", "line": {"width": 0}, "opacity": 0.18, "hoverinfo": "skip"}
 
 
 def convergence(subject: Subject) -> list[Chart]:
@@ -172,17 +172,7 @@ def _draw(
             up: np.concatenate([found.high, found.low[::-1]]).tolist(),
         }
         plot.add_trace(
-            go.Scatter(
-                **outline,
-                mode="lines",
-                fill="toself",
-                line={"width": 0},
-                fillcolor=styles[name].colour,
-                opacity=_BAND_OPACITY,
-                legendgroup=plain(name),
-                showlegend=False,
-                hoverinfo="skip",
-            )
+            go.Scatter(**outline, **_BAND, fillcolor=styles[name].colour, legendgroup=plain(name), showlegend=False)
         )
     for name, found in bands.items():
         points = {across: found.x.tolist(), up: found.mean.tolist()}

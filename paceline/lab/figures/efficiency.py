@@ -52,16 +52,8 @@ def efficiency(subject: Subject) -> list[Chart]:
         f"Not shown, as a seed reached the target before its first step: {row.strategy} × {row.workers}."
         for row in at_once.itertuples()
     ]
-    return [
-        Chart(
-            "",
-            "",
-            plot,
-            f"Samples to target against samples {per_second}. {words}.",
-            _table(reached, subject.unit),
-            tuple(notes),
-        )
-    ]
+    said = f"Samples to target against samples {per_second}. {words}."
+    return [Chart("", "", plot, said, _table(reached, subject.unit), tuple(notes))]
 
 
 def _points(plot: go.Figure, subject: Subject, strategy: str, rows: pd.DataFrame) -> None:

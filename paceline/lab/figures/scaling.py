@@ -81,22 +81,10 @@ def _draw_never(plot: go.Figure, subject: Subject, never: pd.DataFrame, top: flo
     for place, strategy in enumerate(strategies):
         style = subject.strategy_styles[strategy]
         counts = never.loc[never["strategy"] == strategy, "workers"].tolist()
-        plot.add_trace(
-            curve(
-                strategy,
-                style,
-                size=9,
-                x=counts,
-                y=[-_STRIP * top * (place + 0.75)] * len(counts),
-                mode="markers+text",
-                text=[f"{plain(strategy)}: never"] * len(counts),
-                textposition="middle left",
-                textfont={"size": 11},
-                showlegend=False,
-                marker={"symbol": style.marker + "-open"},
-                hoverinfo="skip",
-            )
-        )
+        label: dict[str, Any] = {"text": [f"{plain(strategy)}: never"] * len(counts), "textfont": {"size": 11}}
+        label |= {"mode": "markers+text", "textposition": "middle left", "showlegend": False, "hoverinfo": "skip"}
+        points = {"x": counts, "y": [-_STRIP * top * (place + 0.75)] * len(counts)}
+        plot.add_trace(curve(strategy, style, size=9, marker={"symbol": style.marker + "-open"}, **points, **label))
     return _STRIP * top * (len(strategies) + 0.5) if strategies else 0.0
 
 

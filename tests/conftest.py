@@ -39,14 +39,6 @@ def data_directory() -> Path:
     return Path(place)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Torch computes with two, on however many cores."""
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail the session if shared memory or processes outlive its tests.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import requires, version
 from typing import Annotated
@@ -45,13 +46,10 @@ def doctor(
 ) -> None:
     """Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is wrong."""
     console = Console(soft_wrap=True)
-    findings = [look() for look in _LOCAL]
-    for finding in findings:
+    num_bad = 0
+    for finding in itertools.chain(_local(), _cluster(address)):
         _show(console, finding)
-    for finding in _cluster(address):
-        findings.append(finding)
-        _show(console, finding)
-    num_bad = sum(not finding.is_good for finding in findings)
+        num_bad += not finding.is_good
     console.print("Everything is in order." if num_bad == 0 else f"{num_bad} thing(s) need attention.")
     if num_bad:
         raise typer.Exit(code=1)
@@ -64,21 +62,24 @@ def _show(console: Console, finding: Finding) -> None:
         console.print(f"     remedy: {finding.remedy}", highlight=False)
 
 
-def _python() -> Finding:
-    return Finding("Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
-
-
-def _system() -> Finding:
+def _local() -> Iterator[Finding]:
+    """Of this machine."""
+    yield Finding("Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
     is_linux = sys.platform == "linux"
-    return Finding("system", is_linux, platform.platform(), "run on Linux: workers of a host share memory its way")
-
-
-def _torch() -> Finding:
-    return _library("torch", f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s)")
-
-
-def _ray() -> Finding:
-    return _library("ray", version("ray"))
+    yield Finding("system", is_linux, platform.platform(), "run on Linux: workers of a host share memory its way")
+    yield _library("torch", f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s)")
+    yield _library("ray", version("ray"))
+    curve = f"CURVE {'in' if zmq.has('curve') else 'missing'}"
+    remedy = "reinstall pyzmq from its wheel, which has CURVE"
+    yield Finding("ZeroMQ", bool(zmq.has("curve")), f"{zmq.zmq_version()}, {curve}", remedy)
+    cores = len(os.sched_getaffinity(0))
+    remedy = "with one core, workers take turns: expect no speed-up"
+    yield Finding("cores", cores >= 2, f"{cores} for this process", remedy)
+    available = psutil.virtual_memory().available
+    remedy = "free at least 2 GB: every worker holds the model, its gradients and its data"
+    yield Finding("memory", available >= _MIN_MEMORY_BYTES, f"{available / 1e9:.1f} GB available", remedy)
+    yield _shared_memory()
+    yield _loopback()
 
 
 def _library(name: str, fact: str) -> Finding:
@@ -86,31 +87,6 @@ def _library(name: str, fact: str) -> Finding:
     wanted = next(r for r in map(Requirement, requires("paceline") or ()) if r.name == name)
     is_good = wanted.specifier.contains(version(name), prereleases=True)
     return Finding(name, is_good, fact, f"install {wanted}, best with Paceline's constraints.txt")
-
-
-def _zeromq() -> Finding:
-    return Finding(
-        "ZeroMQ",
-        bool(zmq.has("curve")),
-        f"{zmq.zmq_version()}, CURVE {'in' if zmq.has('curve') else 'missing'}",
-        "reinstall pyzmq from its wheel, which has CURVE",
-    )
-
-
-def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    remedy = "with one core, workers take turns: expect no speed-up"
-    return Finding("cores", cores >= 2, f"{cores} for this process", remedy)
-
-
-def _memory() -> Finding:
-    available = psutil.virtual_memory().available
-    return Finding(
-        "memory",
-        available >= _MIN_MEMORY_BYTES,
-        f"{available / 1e9:.1f} GB available",
-        "free at least 2 GB: every worker holds the model, its gradients and its data",
-    )
 
 
 def _shared_memory() -> Finding:
@@ -139,20 +115,7 @@ def _loopback() -> Finding:
     return Finding("loopback", True, "TCP on 127.0.0.1 works")
 
 
-_LOCAL: tuple[Callable[[], Finding], ...] = (
-    _python,
-    _system,
-    _torch,
-    _ray,
-    _zeromq,
-    _cores,
-    _memory,
-    _shared_memory,
-    _loopback,
-)
-
-
-def _cluster(address: str | None) -> list[Finding]:
+def _cluster(address: str | None) -> Iterator[Finding]:
     """Start or reach Ray, and have every pair of its hosts exchange a message over the interfaces that runs use."""
     address = chosen_address(address)
     where = "local Ray" if address is None else f"Ray at {address}"
@@ -160,16 +123,11 @@ def _cluster(address: str | None) -> list[Finding]:
         hosts = probes.probe(address)
     except PacelineError as error:
         remedy = "see the message; `ray status` and the logs under /tmp/ray say more"
-        return [Finding(where, False, str(error), remedy)]
-    findings = [Finding(where, True, f"{len(hosts)} host(s)")]
+        yield Finding(where, False, str(error), remedy)
+        return
+    yield Finding(where, True, f"{len(hosts)} host(s)")
     for host in hosts:
-        findings.append(
-            Finding(
-                f"host {host.address}",
-                not host.problems,
-                f"{host.num_cpus:g} CPU, {host.num_gpus:g} GPU, Python {host.python}, torch {host.torch}, "
-                f"paceline {host.paceline}, interface {host.interface}" + "".join(f"; {p}" for p in host.problems),
-                "give every host the same Python, torch and paceline, and open TCP ports between hosts",
-            )
-        )
-    return findings
+        versions = f"Python {host.python}, torch {host.torch}, paceline {host.paceline}"
+        said = f"{host.num_cpus:g} CPU, {host.num_gpus:g} GPU, {versions}, interface {host.interface}"
+        remedy = "give every host the same Python, torch and paceline, and open TCP ports between hosts"
+        yield Finding(f"host {host.address}", not host.problems, "; ".join([said, *host.problems]), remedy)

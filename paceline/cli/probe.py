@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, final
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 from paceline.cli import common_options, exit_codes
 from paceline.cluster.description import Cluster
-from paceline.probing import probe as probing
+from paceline.probing import measuring
 
 
 def probe(
@@ -37,12 +40,12 @@ def probe(
     Example: paceline probe train.py --address FIRST:6379 --out ours.toml -- --lr 0.1
     """
     console = Console(stderr=True)
-    plan = probing.plan_for(script, arguments or (), num_steps=steps, max_s=max_time)
-    probing.require_writable(out, force=force)
+    config = measuring.config_for(script, arguments or (), num_steps=steps, max_s=max_time)
+    measuring.require_writable(out, force=force)
     try:
-        with _Stages(console) as stages:
-            cluster = probing.probe(plan, address=address, audience=stages)
-        probing.write(cluster, out)
+        with _shown(console) as stages:
+            cluster = measuring.probe(config, address=address, audience=stages)
+        measuring.write(cluster, out)
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written", markup=False, highlight=False)
         raise typer.Exit(exit_codes.INTERRUPTED) from None
@@ -66,34 +69,28 @@ def _show(cluster: Cluster, out: Path) -> None:
     )
 
 
+@contextmanager
+def _shown(console: Console) -> Iterator[_Stages]:
+    """On a terminal a line that moves; elsewhere a line a stage. What Ray prints meanwhile is not shown."""
+    status = console.status("starting Ray or connecting to it") if console.is_terminal else None
+    with contextlib.redirect_stdout(io.StringIO()), status or contextlib.nullcontext():
+        yield _Stages(console, status)
+
+
 @final
+@dataclass(frozen=True)
 class _Stages:
-    """Shows which stage a probe is at: a line that moves on a terminal, elsewhere a line a stage."""
+    """Shows which stage a probe is at."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._status = console.status("starting Ray or connecting to it") if console.is_terminal else None
-        self._silence = contextlib.redirect_stdout(io.StringIO())
-
-    def __enter__(self) -> _Stages:
-        self._silence.__enter__()
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
-        self._silence.__exit__(kind, error, trace)
+    console: Console
+    status: Status | None
 
     def on_stage(self, number: int, count: int, what: str) -> None:
         text = f"{number}/{count} {what}"
-        if self._status is not None:
-            self._status.update(text)
+        if self.status is not None:
+            self.status.update(text)
         else:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def on_output(self, who: str, line: str) -> None:
-        self._console.print(Text.assemble((f"[{who}] ", "dim"), Text.from_ansi(line)), soft_wrap=True)
+        self.console.print(Text.assemble((f"[{who}] ", "dim"), Text.from_ansi(line)), soft_wrap=True)

@@ -35,8 +35,8 @@ def report(
 
 def write(directories: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of these studies; returns where it is."""
-    from paceline.lab import report as lab_report  # here, because plotly takes a while to load
+    from paceline.lab import report_page  # here, because plotly takes a while to load
 
-    path = out or (directories[0] if len(directories) == 1 else Path()) / lab_report.FILE_NAME
-    lab_report.write(directories, path)
+    path = out or (directories[0] if len(directories) == 1 else Path()) / report_page.FILE_NAME
+    report_page.write(directories, path)
     return path

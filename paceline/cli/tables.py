@@ -78,7 +78,7 @@ def summary(result: Result) -> Table:
     never = f"never: wanted {Target(**target)}" if target is not None else None
     rows = {
         "strategy": f"{result.manifest['strategy']['name']}, {result.manifest['num_workers']} worker(s)",
-        "steps": f"{result.iteration:,}",
+        "iterations": f"{result.iteration:,} ({words.ITERATIONS[result.unit]})",
         "training time": f"{result.training_time_s:.2f} {clock.unit(result.engine)}",
         f"samples/{clock.unit(result.engine)}": f"{result.samples_per_s:,.0f}",
         **{name: f"{value:.4g}" for name, value in result.metrics.items()},

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, final
 
 import torch
 from torch import Tensor
 
-from paceline.comm.arguments import flatten, require_from_root, require_one_each, require_root
-from paceline.comm.base import Collective, ReduceOp
+from paceline.comm.arguments import flatten, require_from_root, require_one_each, require_other, require_root
+from paceline.comm.base import Collective, ReduceOp, Work
 from paceline.comm.reduction import Reduction, require_reducible
 from paceline.comm.signature import FORM_NUMBERS, Signature, TensorForm, pack_forms, unpack_forms
 from paceline.errors import PacelineError, TensorMismatch
 
 
 class ByteCollective(Collective):
-    """Broadcast, gather, scatter and their like, in terms of five operations on 1-D uint8 tensors.
+    """Broadcast, gather, scatter, messages and their like, in terms of operations on 1-D uint8 tensors.
 
-    Tensors on another device than `device` travel by way of it, and have at most 8 dimensions. Every rank calls the
-    five in the same order. They compare signatures before anything moves that ranks could disagree on.
+    Tensors on another device than `device` travel by way of it, and have at most 8 dimensions. All ranks take part in
+    the first four operations, which compare signatures before anything moves that ranks could disagree on.
     """
 
     device: torch.device
@@ -50,6 +50,14 @@ class ByteCollective(Collective):
     @abstractmethod
     def reduce_bytes(self, signature: Signature, outgoing: Sequence[Tensor], reduction: Reduction, out: Tensor) -> None:
         """Write to the 1-D `out` the reduction of what all ranks send here; their tensors have the same forms."""
+
+    @abstractmethod
+    def send_bytes(self, signature: Signature, raw: Tensor, destination: int) -> Work:
+        """Start to send `raw` to one rank, which receives as many with the same signature."""
+
+    @abstractmethod
+    def recv_bytes(self, signature: Signature, raw: Tensor, source: int, finish: Callable[[], None] | None) -> Work:
+        """Start to fill `raw`; `finish` is called once when that is done."""
 
     @abstractmethod
     def fail(self, error: PacelineError) -> NoReturn:
@@ -119,6 +127,23 @@ class ByteCollective(Collective):
         )
         return [form.view(raw).to(tensor.device) for form, raw, tensor in zip(incoming, received, tensors, strict=True)]
 
+    @final
+    def send(self, tensor: Tensor, *, destination: int) -> Work:
+        """As `Collective.send`. Never blocks."""
+        require_other(destination, rank=self.rank, size=self.size)
+        return self.send_bytes(_message(tensor), self._raw(tensor), destination)
+
+    @final
+    def recv(self, tensor: Tensor, *, source: int) -> Work:
+        """As `Collective.recv`. Never blocks; the tensor must not be touched until the work is over.
+
+        Raises:
+            TensorMismatch: from the work, over shared memory: the source sends something of another dtype or size.
+        """
+        require_other(source, rank=self.rank, size=self.size)
+        flat, copy_back = flatten(tensor, device_type=self.device.type, is_target=True)
+        return self.recv_bytes(_message(tensor), flat.view(torch.uint8), source, copy_back)
+
     def _gather(self, signature: Signature, tensor: Tensor, root: int | None) -> list[Tensor] | None:
         forms = [theirs[0] for theirs in self._tell_forms(signature, [tensor])]
         raws = self.gather_bytes(signature, self._raw(tensor), [form.num_bytes for form in forms], root=root)
@@ -140,6 +165,10 @@ class ByteCollective(Collective):
 
     def _raw(self, tensor: Tensor) -> Tensor:
         return flatten(tensor, device_type=self.device.type)[0].view(torch.uint8)
+
+
+def _message(tensor: Tensor) -> Signature:
+    return Signature("message", tensor.dtype, tensor.numel())
 
 
 def _longest(forms: Sequence[TensorForm]) -> int:

@@ -99,7 +99,6 @@ def _identity_of(device: torch.device) -> str | None:
 
 
 def _meet(store: Store, mine: _Member, *, rank: int, size: int, deadline_s: float | None) -> list[_Member]:
-    """What every rank says, in rank order."""
     store.set(f"member {rank}", json.dumps(asdict(mine)))
     members = []
     for other in range(size):

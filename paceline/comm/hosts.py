@@ -1,10 +1,12 @@
-"""Which host this process is on, and the address at which other hosts reach it."""
+"""Which host this process is on, at which address others reach it, and which network interface has that."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import psutil
@@ -12,6 +14,7 @@ import psutil
 from paceline.errors import UsageError
 
 _ELSEWHERE = "192.0.2.1"  # nobody has this address (RFC 5737), so packets to it would leave this host
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 def host_identity() -> str:
@@ -45,6 +48,34 @@ def own_ip_address() -> str:
         if address is not None and not address.startswith("127."):
             return address
     return "127.0.0.1"
+
+
+def interface_with(address: str) -> str:
+    """Name of the network interface that has the IP address.
+
+    Raises:
+        UsageError: none has it; the message lists those there are.
+    """
+    addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    if address not in addresses:
+        raise UsageError(f"no network interface of this host has address {address}; there are {sorted(addresses)}")
+    return str(addresses[address])
+
+
+@contextmanager
+def nccl_interface(address: str) -> Iterator[None]:
+    """Have NCCL use the interface of the address, unless the environment names one.
+
+    NCCL reads that from the environment, once in a process, when it first communicates. Raises as `interface_with`.
+    """
+    if _NCCL_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_NCCL_INTERFACE] = "=" + interface_with(address)
+    try:
+        yield
+    finally:
+        del os.environ[_NCCL_INTERFACE]
 
 
 def _running_ray() -> Any:

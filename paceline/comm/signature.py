@@ -123,7 +123,6 @@ def pack_forms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack_forms(rows: Tensor) -> list[TensorForm]:
-    """The inverse of `pack_forms`."""
     return [
         TensorForm(_DTYPES[dtype], tuple(shape[:num_dimensions])) for dtype, num_dimensions, *shape in rows.tolist()
     ]

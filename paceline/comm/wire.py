@@ -88,14 +88,13 @@ class Listener:
         self.socket.linger = 1000
         self.socket.set_hwm(0)  # a router drops what does not fit its queue, and a model may be thousands of messages
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        if ":" in host:
-            self.socket.ipv6 = True
+        self.socket.ipv6 = ":" in host
+        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
-            port = self.socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+            self.endpoint = f"{address}:{self.socket.bind_to_random_port(address)}"
         except BaseException:
             self.close()
             raise
-        self.endpoint = f"tcp://{host}:{port}" if ":" not in host else f"tcp://[{host}]:{port}"
 
     def send(self, identity: bytes, message: Message) -> None:
         self.socket.send_multipart([identity, *message.encode()], copy=not message.payload)
@@ -120,8 +119,7 @@ class Caller:
         self.socket.curve_secretkey = keys.client_secret
         self.socket.linger = 0
         self.socket.set_hwm(0)
-        if "[" in endpoint:
-            self.socket.ipv6 = True
+        self.socket.ipv6 = "[" in endpoint
         self.socket.connect(endpoint)
 
     def send(self, message: Message) -> None:

@@ -14,7 +14,7 @@ from paceline.lab.frames import FAILED, FINISHED, QUANTITIES, table
 from paceline.lab.speedup import Base, Speedups
 
 _DERIVED = ("speedup", "efficiency")
-_ALIKE = ("synchronous", "engine", "cluster")  # in all trials of a combination
+_ALIKE = ("unit", "engine", "cluster")  # in all trials of a combination
 
 
 def summarise(trials: pd.DataFrame) -> pd.DataFrame:

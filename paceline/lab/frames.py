@@ -7,7 +7,7 @@ A target that was never reached is NaN in every `*_to_target` column, never 0.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import pandas as pd
 
 from paceline.errors import UsageError
+
+_EMPTY = {"int64": 0, "str": "", "bool": False}
 
 Columns = Mapping[str, str]
 """Names of columns, in order, with their pandas types."""
@@ -46,7 +48,7 @@ COLUMNS: Mapping[str, Columns] = {
         "reason": "str",
         "engine": "str",  # of `virtual`, all seconds are of the simulated clock of `cluster`
         "cluster": "str",
-        "synchronous": "bool",
+        "unit": "str",  # of an iteration: update, gradient or round
         "servers": "int64",
         "iterations": "int64",
         "training_time_s": "float64",
@@ -95,7 +97,7 @@ COLUMNS: Mapping[str, Columns] = {
     "pace": {**_TRIAL, "time_s": "float64", "iteration": "int64"},
     "summary": {
         **_COMBINATION,
-        "synchronous": "bool",
+        "unit": "str",  # of an iteration: update, gradient or round
         "engine": "str",
         "cluster": "str",
         "seeds": "int64",
@@ -155,11 +157,11 @@ class Frames:
         return cls(**{name: _load(directory / f"{name}.csv", columns) for name, columns in COLUMNS.items()})
 
 
-def table(name: str, rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:
-    """Rows as the table of that name: its columns in order, each of its type."""
+def table(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Rows as the table of that name: its columns in order, each of its type. What a row lacks is 0, NaN or empty."""
     columns = COLUMNS[name]
-    frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows), columns=list(columns))
-    return frame[list(columns)].astype(dict(columns)).reset_index(drop=True)
+    empty = {name: _EMPTY[kind] for name, kind in columns.items() if kind in _EMPTY}
+    return pd.DataFrame([{**empty, **row} for row in rows], columns=list(columns)).astype(dict(columns))
 
 
 def _load(path: Path, columns: Columns) -> pd.DataFrame:
@@ -170,6 +172,9 @@ def _load(path: Path, columns: Columns) -> pd.DataFrame:
         raise UsageError(f"cannot read the table {path}: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"{path} is no table of this version of Paceline: {error}") from None
+    if "synchronous" in frame:  # tables of versions that had two units
+        frame["synchronous"] = frame["synchronous"].map({True: "update", False: "gradient"})
+        frame = frame.rename(columns={"synchronous": "unit"})
     if list(frame.columns) != list(columns):
         raise UsageError(f"{path} is no table of this version of Paceline: its columns are {', '.join(frame.columns)}")
     return frame

@@ -12,7 +12,7 @@ FILE_NAME = "trial.json"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """A trial's end. A trial without one is still to be run."""
 
     status: str
@@ -30,7 +30,7 @@ class Outcome:
         (directory / FILE_NAME).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> Outcome | None:
+    def read(cls, directory: Path) -> TrialOutcome | None:
         """The outcome in a trial's final directory; none if there is none.
 
         Raises:

@@ -15,7 +15,7 @@ from paceline.engines.standing import Watcher
 from paceline.lab import trace as timeline
 from paceline.lab import words
 from paceline.lab.frames import FINISHED
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.reaching import first_reaching
 from paceline.lab.runner import Position
 from paceline.lab.spec import StudySpec, Trial
@@ -63,7 +63,7 @@ class StudyProgress:
         ):
             yield watcher
 
-    def on_outcome(self, trial: Trial, position: Position, outcome: Outcome, directory: Path) -> None:
+    def on_outcome(self, trial: Trial, position: Position, outcome: TrialOutcome, directory: Path) -> None:
         """Say what came of the trial. What goes wrong with that is said, too: it is not worth a study."""
         label = _label(trial, position)
         try:

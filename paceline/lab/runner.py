@@ -27,7 +27,7 @@ from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import durable
 from paceline.lab.frames import FAILED, FINISHED
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
 from paceline.running import launch
@@ -57,7 +57,7 @@ class StudyWatcher(Protocol):
         """Entered while the trial runs, and left by what it fails with; what it gives is told of its progress."""
         ...
 
-    def on_outcome(self, trial: Trial, position: Position, outcome: Outcome, directory: Path) -> None:
+    def on_outcome(self, trial: Trial, position: Position, outcome: TrialOutcome, directory: Path) -> None:
         """The trial has ended, and its results are in the directory."""
         ...
 
@@ -71,9 +71,9 @@ def directory_of(study: Path, trial: Trial) -> Path:
     return study / TRIALS / trial.id
 
 
-def outcomes(study: Path, trials: Sequence[Trial]) -> dict[Trial, Outcome]:
+def outcomes(study: Path, trials: Sequence[Trial]) -> dict[Trial, TrialOutcome]:
     """Of the trials that have ended."""
-    found = {trial: Outcome.read(directory_of(study, trial)) for trial in trials}
+    found = {trial: TrialOutcome.read(directory_of(study, trial)) for trial in trials}
     return {trial: outcome for trial, outcome in found.items() if outcome is not None}
 
 
@@ -128,7 +128,12 @@ def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_fai
 
 
 def _run_until_failure(
-    spec: StudySpec, script: Script, study: Path, watcher: StudyWatcher, left: list[Trial], done: dict[Trial, Outcome]
+    spec: StudySpec,
+    script: Script,
+    study: Path,
+    watcher: StudyWatcher,
+    left: list[Trial],
+    done: dict[Trial, TrialOutcome],
 ) -> None:
     """Run trials off the front of `left` into `done` until one fails, whose Ray is not to be trusted."""
     while left:
@@ -151,7 +156,7 @@ def _run(
     watched: AbstractContextManager[Watcher],
     *,
     is_first: bool,
-) -> Outcome:
+) -> TrialOutcome:
     """
     Args:
         watched: entered while the trial runs, and left by what the trial fails with.
@@ -179,7 +184,7 @@ def _run(
         status, reason = FAILED, str(error)
     except Exception as error:  # whatever Ray or a full disk raises is this trial's end and not the study's
         status, reason = FAILED, f"{type(error).__name__}: {error}"
-    outcome = Outcome(status, reason, time.monotonic() - began_s)
+    outcome = TrialOutcome(status, reason, time.monotonic() - began_s)
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / CHECKPOINT_FILE).unlink(missing_ok=True)  # a trial that has ended is never gone on with
     outcome.write(scratch)
@@ -239,7 +244,7 @@ def _is_running(pid: int, *, since_s: float) -> bool:
         return False
 
 
-def estimate_left_s(left: Sequence[Trial], done: Mapping[Trial, Outcome]) -> float | None:
+def estimate_left_s(left: Sequence[Trial], done: Mapping[Trial, TrialOutcome]) -> float | None:
     """Wall seconds of the trials in `left`: each as those of its strategy and workers, else as the mean of all."""
     finished = {trial: outcome.wall_s for trial, outcome in done.items() if outcome.status == FINISHED}
     if not finished:

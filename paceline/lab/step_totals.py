@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +20,7 @@ from paceline.records import StepRecord, record_path
 PACE_POINTS = 300
 _BLOCK_ROWS = 250_000
 _SUMS = ("compute_s", "communication_s", "waiting_s", "hidden_s", "moved_bytes")
-_TYPES = {
-    "worker": "int64",
-    "iteration": "int64",
-    "time_s": "float64",
-    "samples": "int64",
-    "compute_s": "float64",
-    "communication_s": "float64",
-    "waiting_s": "float64",
-    "moved_bytes": "int64",
-    "staleness": "int64",
-    "hidden_s": "float64",
-}
+_TYPES = {field.name: f"{field.type}64" for field in fields(StepRecord)}
 
 
 @dataclass(frozen=True)

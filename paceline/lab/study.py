@@ -16,10 +16,10 @@ from rich.console import Console
 
 from paceline.engines.standing import Watcher
 from paceline.errors import UsageError
-from paceline.lab import durable, runner, tables, verdict
+from paceline.lab import durable, gathering, runner, verdict
 from paceline.lab.frames import Frames
 from paceline.lab.outcome import FILE_NAME as OUTCOME_FILE
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import Position, StudyWatcher
 from paceline.lab.spec import StudySpec, Trial
@@ -39,7 +39,7 @@ class _QuietStudy:
     def trial(self, trial: Trial, position: Position) -> AbstractContextManager[Watcher]:
         return nullcontext(Quiet())
 
-    def on_outcome(self, trial: Trial, position: Position, outcome: Outcome, directory: Path) -> None:
+    def on_outcome(self, trial: Trial, position: Position, outcome: TrialOutcome, directory: Path) -> None:
         pass
 
 
@@ -161,7 +161,7 @@ class Study:
         """The tables, from the trials' own records; where only the tables were kept, as they were saved."""
         if not (self.directory / runner.TRIALS).is_dir() and (self.directory / TABLES).is_dir():
             return Frames.load(self.directory / TABLES)
-        return tables.build(self.spec, self.directory, name=self.name)
+        return gathering.build(self.spec, self.directory, name=self.name)
 
     @cached_property
     def verdict(self) -> verdict.Verdict:

@@ -1,7 +1,5 @@
-"""What exchanges cost, in closed form: pure functions of sizes, bandwidths and latencies. Knows no cluster.
-
-M is `num_bytes`, B `bytes_per_s` of one direction of a full-duplex card, L `latency_s` of a message, one way.
-"""
+"""What exchanges cost in closed form, without a cluster: M is `num_bytes`, B is `bytes_per_s` of one direction of a
+full-duplex card, L is `latency_s` of a message, one way."""
 
 from __future__ import annotations
 
@@ -35,12 +33,8 @@ def halving_doubling_s(num_ranks: int, num_bytes: float, *, bytes_per_s: float, 
 
 
 def burst_s(num_messages: int, *, each_s: float, message_s: float = 0.0) -> float:
-    """So many messages that a rank posts one after the other, until the last has left: c + t + (k - 1) max(c, t).
-
-    Args:
-        each_s: t, for which one keeps the card busy.
-        message_s: c, that the rank is at posting one.
-    """
+    """A rank posts k messages, c = `message_s` each, and each keeps its card busy for t = `each_s`:
+    c + t + (k - 1) max(c, t) until the last has left."""
     return message_s + each_s + (num_messages - 1) * max(message_s, each_s)
 
 
@@ -53,11 +47,8 @@ def reduce_broadcast_s(
     piece_bytes: float = math.inf,
     message_s: float = 0.0,
 ) -> float:
-    """Through one rank: (n - 1) M / B in, as much out, which begins with the first piece that is reduced.
-
-    The shape of Dean and Ghemawat, "MapReduce", OSDI 2004, section 3.1, with one reducer, and pieces that are sent back
-    while others arrive.
-    """
+    """All to one rank and back: (n - 1) M / B in, as much out, which begins with the first piece that is reduced
+    (Dean and Ghemawat, "MapReduce", OSDI 2004, section 3.1, with one reducer)."""
     if num_ranks == 1:
         return 0.0
     piece_bytes = min(piece_bytes, num_bytes)
@@ -75,10 +66,8 @@ def all_to_all_s(
     piece_bytes: float = math.inf,
     message_s: float = 0.0,
 ) -> float:
-    """By direct exchange, everyone with everyone: 2 (n - 1) M / (n B) + 2 L.
-
-    Thakur, Rabenseifner and Gropp, section 4.4, all pairs at once. The same as servers on every worker's host.
-    """
+    """By direct exchange, everyone with everyone: 2 (n - 1) M / (n B) + 2 L (Thakur, Rabenseifner and Gropp,
+    section 4.4, all pairs at once), which is what servers on every worker's host cost, too."""
     if num_ranks == 1:
         return 0.0
     piece_bytes = min(piece_bytes, num_bytes / num_ranks)
@@ -88,19 +77,18 @@ def all_to_all_s(
 
 
 def pipeline_s(stages_s: Sequence[float], num_pieces: float) -> float:
-    """When the last of alike pieces has passed all stages, each of which takes one piece at a time: the first piece
-    through all, then one every slowest stage (the makespan of a permutation flow shop with equal jobs).
+    """When the last of alike pieces has passed all stages: the first passes all, then one follows every slowest stage
+    (the makespan of a permutation flow shop with equal jobs). A smaller last piece counts in proportion.
 
     Args:
-        stages_s: what one piece takes in each.
-        num_pieces: at least 1; a last one that is smaller counts in proportion.
+        stages_s: for one piece.
     """
     return sum(stages_s) + (max(num_pieces, 1.0) - 1) * max(stages_s)
 
 
 def queue_ends_s(ready_s: Sequence[float], busy_s: Sequence[float]) -> list[float]:
-    """When a link is done with each of some jobs that become ready in this order: max(ready, the end before) + busy
-    (Lindley, "The theory of queues with a single server", 1952)."""
+    """When a link is done with each job, in order: max(ready, the end before) + busy (Lindley, "The theory of queues
+    with a single server", 1952)."""
     end_s, ends_s = 0.0, []
     for ready, busy in zip(ready_s, busy_s, strict=True):
         end_s = max(end_s, ready) + busy
@@ -113,14 +101,13 @@ def asynchronous_rate(num_workers: int, *, cycle_s: float, own_s: float, shared_
 
     Mean value analysis of a closed network of a delay and one processor-sharing queue (Reiser and Lavenberg,
     "Mean-value analysis of closed multichain queuing networks", JACM 27(2), 1980): R(n) = D (1 + Q(n - 1)),
-    X = n / (Z + R), Q = X R. For processor sharing it holds whatever the distributions. What a worker's own card takes
-    longer than what is shared is a delay (Seidmann, Schweitzer and Shalev-Oren, "Computerized closed queueing network
-    models of flexible manufacturing systems", Large Scale Systems 12, 1987). Never above n / (Z + max(own, D)), 1 / D.
+    X = n / (Z + R), Q = X R, for any distribution. Where a worker's own card takes longer than what is shared, the rest
+    is a delay (Seidmann, Schweitzer and Shalev-Oren, Large Scale Systems 12, 1987).
 
     Args:
-        cycle_s: Z, of a worker besides its transfer: computing, latency, the update.
-        own_s: of its transfer, where it meets no other.
-        shared_s: D, of one transfer on what is shared most.
+        cycle_s: Z, what a worker does besides its transfer: computing, latency, the update.
+        own_s: its transfer, alone.
+        shared_s: D, one transfer on what is shared most.
     """
     delay_s = cycle_s + max(0.0, own_s - shared_s)
     queue, rate = 0.0, 1 / (delay_s + shared_s)

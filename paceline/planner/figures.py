@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
-from paceline.lab.figures.chart import Chart, canvas, line
-from paceline.lab.figures.style import FAINT, Style, plain, strategy_styles
+from paceline.lab.figures.chart import Chart, canvas, curve, ideal
+from paceline.lab.figures.style import Style, plain, strategy_styles
 from paceline.lab.variant import Variant
 from paceline.planner.search import Plan, Point
 
@@ -74,20 +73,14 @@ def _drawn(
         counts = [point.prediction.workers for point in points]
         values = [value_of(point) for point in points]
         rows += [(label, count, value) for count, value in zip(counts, values, strict=True)]
-        plot.add_trace(
-            go.Scatter(
-                x=counts,
-                y=values,
-                mode="lines+markers",
-                name=plain(label),
-                legendgroup=plain(label),
-                line=line(style),
-                marker={"symbol": style.marker, "size": 7, "color": style.colour},
-            )
-        )
+        plot.add_trace(curve(label, style, x=counts, y=values))
         knee = knees.get(label)
         if knee is not None and counts[0] <= knee <= counts[-1]:
-            plot.add_trace(_knee(label, style, knee, _between(counts, values, knee)))
+            mark = {"symbol": f"{style.marker}-open", "size": 15, "line": {"width": 2}}
+            found: dict[str, Any] = {"x": [knee], "y": [_between(counts, values, knee)], "showlegend": False}
+            plot.add_trace(
+                curve(f"knee, {label}", style, mode="markers", legendgroup=plain(label), marker=mark, **found)
+            )
             notes.append(f"{label}: {knee}")
     plot.update_xaxes(type="log", tickmode="array", tickvals=_ticks(curves), ticktext=[str(n) for n in _ticks(curves)])
     if key in ("step", "rate"):
@@ -95,37 +88,13 @@ def _drawn(
     else:
         plot.update_yaxes(rangemode="tozero")
     if key == "rate":
-        _ideal(plot, plan)
+        most = max(point.prediction.workers for point in plan.points)
+        alone = plan.best.prediction.samples_per_s / plan.best.speedup
+        ideal(plot, most, most * alone, first=alone)
     table = pd.DataFrame(rows, columns=["strategy", "workers", y_title])
     shown = f"Knees, as large open marks: {'; '.join(notes)} workers." if notes else "No curve has a knee."
     return Chart(
         key, title, plot, f"{title} against the number of workers, a curve each strategy. {shown}", table, (shown,)
-    )
-
-
-def _knee(label: str, style: Style, workers: int, value: float) -> go.Scatter:
-    return go.Scatter(
-        x=[workers],
-        y=[value],
-        mode="markers",
-        name=f"knee, {plain(label)}",
-        legendgroup=plain(label),
-        showlegend=False,
-        marker={"symbol": f"{style.marker}-open", "size": 15, "color": style.colour, "line": {"width": 2}},
-    )
-
-
-def _ideal(plot: go.Figure, plan: Plan) -> None:
-    alone = plan.best.prediction.samples_per_s / plan.best.speedup
-    most = max(point.prediction.workers for point in plan.points)
-    plot.add_trace(
-        go.Scatter(
-            x=[1, most],
-            y=[alone, most * alone],
-            mode="lines",
-            name="ideal",
-            line={"color": FAINT, "width": 1, "dash": "4px 4px"},
-        )
     )
 
 

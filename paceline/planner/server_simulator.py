@@ -22,7 +22,7 @@ _TINY = 1e-12
 
 @final
 class SynchronousRun:
-    """Who completes a clock has it answered for all whose gradients counted, in turns."""
+    """The gradient that completes a clock has all workers answered whose gradients counted, in turns."""
 
     def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
         size = setting.num_workers
@@ -55,7 +55,7 @@ class SynchronousRun:
         heapq.heappush(self._begun, (end_s, self._num_begun, worker))
 
     def _push(self, worker: int, begin_s: float) -> float | None:
-        """When the clock was answered that this gradient completes, if it does."""
+        """When the clock was answered, if this gradient completes it."""
         self._starts_s.append(begin_s)
         contributors = self._rule.push(worker, self._clocks[worker])
         if not contributors:
@@ -76,11 +76,9 @@ class SynchronousRun:
 
 @final
 class AsynchronousRun:
-    """Each gradient is a job on two processor-sharing queues: links towards the servers, and back. It enters the second
-    when its first piece is through the first; and is over when all pieces have come and gone.
-
-    Links that both ways pass take gradients as they come, and answers get what those leave, or a little.
-    """
+    """Each gradient is a job in two processor-sharing queues: the links to the servers, and those back. It enters the
+    second when its first piece has left the first. Where both ways share a link, gradients go first and answers get
+    what is left, or a little."""
 
     def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
         assert traffic.staleness is not None
@@ -140,19 +138,19 @@ class AsynchronousRun:
         return ends_s
 
     def _push_pace_s(self) -> float:
-        """Seconds for all of a gradient, with as many as are under way."""
+        """Seconds for a whole gradient, with as many as are under way."""
         count = len(self._pushing)
         share = self._passing() if self._pulling else 0.0
         return max(self._least_push_s, self._push_s * count, self._both_push_s * count / (1 - share), _TINY)
 
     def _passing(self) -> float:
-        """The part of a link that both ways pass which answers get at least: who sends a chunk waits for all that have
-        come before it, and so sends about sqrt(2 n) of them while n come."""
+        """The part of a shared link that answers get at least: a sender's next chunk waits for all that came before it,
+        so that about sqrt(2 n) chunks leave while n come."""
         num_chunks = max(1, len(self._pushing)) / self._chunk_share
         return min(_MOST_PASSING, math.sqrt(2 / num_chunks))
 
     def _pull_pace_s(self) -> float:
-        """For all of an answer."""
+        """Seconds for a whole answer."""
         left = max(self._passing(), 1 - self._both_push_s * len(self._pushing) / self._pushing.pace_s)
         each_s = max(self._pull_s, self._both_pull_s / left)
         return max(self._least_pull_s, each_s * len(self._pulling), _TINY)
@@ -163,10 +161,9 @@ class AsynchronousRun:
         heapq.heappush(self._due, (end_s, self._num_due, worker))
 
     def _pushed(self, worker: int, now_s: float, ends_s: list[float]) -> None:
-        """All of a gradient has come: the last piece is updated, and may be answered."""
+        """A whole gradient has come: the server updates the last piece, and may answer."""
         began_s, own_s = self._began_s[worker], self._own_s[worker]
         last_s = self._served_s * self._piece
-        # The server has begun when it was free, and when the first piece was there.
         begun_s = max(self._server_free_s, began_s + own_s * self._piece)
         self._server_free_s = max(begun_s + self._served_s - last_s, now_s, began_s + own_s) + last_s
         self._leaves_s[worker] = done_s = self._server_free_s
@@ -182,7 +179,7 @@ class AsynchronousRun:
                 self._go_on(freed, max(now_s, self._leaves_s[freed] + self._back_s[freed] * self._piece))
 
     def _pulled(self, worker: int, now_s: float) -> None:
-        """The links have carried all of an answer, or would have; the last piece is there a little after its update."""
+        """The links are done with an answer; its last piece cannot come before its update."""
         end_s = max(now_s, self._leaves_s[worker] + self._back_s[worker] * self._piece)
         if self._rule.is_admitted(worker):
             self._go_on(worker, end_s)
@@ -195,15 +192,14 @@ class AsynchronousRun:
 
 @final
 class _Shared:
-    """A processor-sharing queue, by the work that each job in it has been given so far."""
+    """A processor-sharing queue, by the work that each of its jobs has been given so far."""
 
     def __init__(self) -> None:
         self.pace_s = _TINY
-        """Each job in it needs for one unit of work, until anything changes."""
+        """Each job takes so long for one unit of work, until anything changes."""
         self._given = self._now_s = 0.0
-        self._jobs: list[
-            tuple[float, int, int, bool]
-        ] = []  # given what, a job is through; its order; whose; which part
+        # Each: through at how much given, in which order it came, whose it is, whether it is a first part.
+        self._jobs: list[tuple[float, int, int, bool]] = []
         self._num_entered = 0
 
     def __len__(self) -> int:
@@ -211,7 +207,7 @@ class _Shared:
 
     @property
     def next_s(self) -> float:
-        """When the next job is through, if nothing changes before."""
+        """When the next job is done, if nothing changes before."""
         if not self._jobs:
             return math.inf
         return self._now_s + max(0.0, self._jobs[0][0] - self._given) * self.pace_s
@@ -226,13 +222,13 @@ class _Shared:
         heapq.heappush(self._jobs, (self._given + size, self._num_entered, worker, is_first))
 
     def leave(self) -> tuple[int, bool]:
-        """Whose job is through next, and whether it is the first part of one."""
+        """Take out the job that is done next: whose it is, and whether it is a first part."""
         _, _, worker, is_first = heapq.heappop(self._jobs)
         return worker, is_first
 
 
 def _late(exchange: ServerExchange, piece: float) -> float:
-    """The part of a gradient that is pushed before its answer begins, so that it ends when it would beside what the
-    worker still packs. What all share at a single server says the same."""
+    """The part of a gradient that is pushed before its answer begins, chosen so that the answer ends when it would
+    beside what the worker still packs."""
     back = exchange.own_beside * exchange.own_pull_s / np.maximum(exchange.own_push_s, _TINY)
     return float(np.clip(1 - (1 - piece) * back, piece, 1.0).mean())

@@ -1,4 +1,4 @@
-"""What pushing to and pulling from a group of servers takes on a cluster."""
+"""How long pushing to and pulling from a group of servers takes on a cluster."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ from paceline.server.windows import PIECES_UNDER_WAY
 
 @dataclass(frozen=True)
 class ServerExchange:
-    """Seconds that links, memories and messages take. `own_`: of each worker, where it meets no other."""
+    """How long gradients and parameters keep links, memories and servers busy. `own_`: one value for each worker, as if
+    it trained alone. Push is from workers to servers, pull the way back."""
 
     own_push_s: Floats
     own_pull_s: Floats
     own_both_s: Floats
-    """Of what is busy longest with both, since both ways pass it."""
+    """The busiest thing that a worker's push and pull pass, with both."""
     own_beside: Floats
-    """The part of an answer that passes while the worker's own gradient does."""
+    """The part of its pull that passes while the worker still pushes."""
     push_s: float
-    """Of all workers' gradients, through the busiest link on their ways."""
+    """The busiest link, with all workers' pushes."""
     pull_s: float
     both_s: float
-    """Of the busiest link, with what it carries both ways."""
+    """The busiest link, with all pushes and pulls that pass it."""
     both_push_s: float
-    """Of the same link, for gradients alone."""
+    """The same link, with the pushes alone."""
     update_s: float
-    """On the slowest server, of as many gradients as form one update."""
+    """The slowest server reads and writes memory for so long to make one update."""
     request_s: float
-    """That a server is at one worker's requests, a piece each, besides."""
+    """A server handles one worker's requests for so long, besides the update."""
     ask_s: float
-    """That a worker is at asking."""
+    """A worker makes its requests for so long."""
     latency_s: Floats
-    """Of each worker, there and back."""
+    """There and back."""
     num_pieces: float
-    """That each server's range is cut into."""
+    """Each server's key range travels in so many pieces."""
     turn_s: float
-    """Between the answers to two workers: the last chunk of the last piece, in turns."""
+    """Between the ends of the answers to two workers: a link serves them chunk by chunk, in turns."""
     clash_s: float
-    """All workers turn to the first server first, and all servers to the first worker: while its card takes a chunk
-    from each, others idle."""
+    """All workers begin with the same server, and all servers with the same worker: others idle meanwhile."""
     chunk_share: float
-    """Of a range."""
+    """A chunk is this part of a key range."""
     ahead: float
-    """The part of a range that a worker has under way at most until others' gradients come."""
+    """An early worker sends at most this part of a key range before the others' gradients come."""
     overlap_s: float
-    """A lone worker's last chunks come to the servers in turns: the first begins to answer before the last has all."""
+    """Servers get a lone worker's last chunks in turns, so that the first one answers before the last has all."""
     loads: Loads
-    """Of all workers, both ways."""
 
     @property
     def after_push_s(self) -> float:
-        """From when all gradients have come, which all began at once, until the last parameters have."""
+        """From the last gradient's arrival until the last parameters arrive, where all workers begin at once."""
         pieces, count = self.num_pieces, len(self.own_push_s)
         requests_s = count * self.request_s
         stages = [self.push_s / pieces, (requests_s + self.update_s) / pieces, self.pull_s / pieces]
         shared_s = self.push_s + stages[1] + self.pull_s * (1 - (pieces - 1) / pieces * self.beside)
-        # A server takes the requests of a piece while others of it still come; the last one comes last.
+        # While a piece still comes from others, the server handles the requests that it has.
         taken_s = (count - 1) / count * min(requests_s, self.push_s) / pieces
         return max(costs.pipeline_s(stages, pieces), shared_s) - taken_s - self.push_s + self.clash_s
 
     @property
     def beside(self) -> float:
-        """The part of an answer that passes while gradients come."""
+        """The part of the pull that passes while workers still push."""
         return float(_beside(self.push_s, self.pull_s, self.both_push_s, self.both_s - self.both_push_s))
 
     def answered_s(self, starts_s: Floats) -> Floats:
-        """When the last parameters have come, without latency, of workers that begin to push at these times, in order.
+        """When the last parameters arrive, without latency, where workers begin to push at these times.
 
-        Along the last axis; others are independent.
+        Args:
+            starts_s: ascending along the last axis; other axes are independent draws.
 
         Links to the servers pass chunks as they come. So the first piece is complete when whole chunks that others sent
         before the last worker began have passed, and with them that worker's piece, among those of all who still send.
@@ -97,7 +97,7 @@ class ServerExchange:
 
     @property
     def trips_s(self) -> Floats:
-        """Of each worker's gradient there and its parameters back, where it meets no other."""
+        """Each worker's push, update and pull together, where it meets no other."""
         pieces = self.num_pieces
         served_s = np.full_like(self.own_push_s, self.served_s)
         stages = np.stack([self.own_push_s, served_s, self.own_pull_s]) / pieces
@@ -109,12 +109,12 @@ class ServerExchange:
 
     @property
     def served_s(self) -> float:
-        """For which a server is at one worker's gradient, where each is an update."""
+        """A server handles one worker's gradient for so long, where each is an update."""
         return self.request_s + self.update_s
 
     @property
     def hub_s(self) -> float:
-        """Of one gradient, through what workers share most."""
+        """One worker's push and pull keep the link that workers share most busy for so long."""
         return max(self.push_s, self.pull_s, self.both_s) / len(self.own_push_s)
 
 
@@ -169,32 +169,28 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
 
 
 def _beside(push_s: Any, pull_s: Any, both_push_s: Any, both_pull_s: Any) -> Floats:
-    """The part of answers that passes while gradients come, but for the first piece: they come as fast as links of one
-    direction let them, and answers get what that leaves of a link that both pass.
-
-    Args:
-        both_push_s, both_pull_s: for which that link is busy with either.
-    """
+    """The part of the pull that passes while workers push. Pushes go at full rate, and pulls get what they leave of the
+    link that both pass, which is busy with either for `both_push_s` and `both_pull_s`."""
     left = _ratio(push_s - both_push_s, both_pull_s)
     found: Floats = np.clip(np.minimum(left, _ratio(push_s, pull_s)), 0.0, 1.0)
     return found
 
 
 def _ratio(above: Any, below: Any) -> Floats:
-    """1 where there is nothing."""
+    """1 where the divisor is 0."""
     found: Floats = np.where(np.asarray(below) > 0, above / np.maximum(below, 1e-300), 1.0)
     return found
 
 
 def _passed_s(starts_s: Floats, busy_s: Floats) -> Floats:
-    """When a link has passed jobs that begin at these times, in order, and keep it busy for so long each."""
+    """When a link is done with jobs that arrive at these times, in order, and keep it busy for so long each."""
     left_s: Floats = np.cumsum(busy_s[..., ::-1], axis=-1)[..., ::-1]
     end_s: Floats = np.max(starts_s + left_s, axis=-1)
     return end_s
 
 
 def _own_s(setting: Setting, near: Floats, far: Floats, range_bytes: float) -> Floats:
-    """A range to or from every server, through a worker's own card and each server's, of either direction."""
+    """How long one worker's key ranges take through its own card (`near`) and the servers' cards (`far`)."""
     workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
     here = np.bincount(servers, minlength=setting.fabric.num_hosts)[workers]
     card_s = _remote_bytes(setting, range_bytes) / near[workers]
@@ -205,7 +201,7 @@ def _own_s(setting: Setting, near: Floats, far: Floats, range_bytes: float) -> F
 
 
 def _remote_bytes(setting: Setting, range_bytes: float) -> Floats:
-    """Of each worker, one way: to servers on other hosts."""
+    """What each worker sends to servers on other hosts."""
     servers = np.array(setting.places.servers)
     here = np.bincount(servers, minlength=setting.fabric.num_hosts)[np.array(setting.places.workers)]
     remote: Floats = (len(servers) - here) * range_bytes

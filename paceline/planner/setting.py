@@ -23,7 +23,7 @@ from paceline.planner.trees import Trees
 
 @final
 @dataclass(frozen=True)
-class Ring:
+class RingReduction:
     """The all-reduce of `engines.virtual.patterns.all_reduce`: a ring among hosts, through memory within them."""
 
     fabric: Fabric
@@ -138,16 +138,16 @@ class Setting:
         return self.work.samples / (self.alone_s + self.work.overhead_s)
 
     @cached_property
-    def ring(self) -> Ring:
+    def ring(self) -> RingReduction:
         ranks = self.places.ranks_by_host
         leaders = np.array([self.places.workers[host[0]] for host in ranks])
-        return Ring(self.fabric, leaders, np.array([len(host) - 1 for host in ranks]))
+        return RingReduction(self.fabric, leaders, np.array([len(host) - 1 for host in ranks]))
 
     @cached_property
-    def ring_of_ranks(self) -> Ring:
+    def ring_of_ranks(self) -> RingReduction:
         """Through every rank, as `comm.algorithms.ring` goes."""
         ranks = np.array(self.places.workers)
-        return Ring(self.fabric, ranks, np.zeros_like(ranks), self.message_s)
+        return RingReduction(self.fabric, ranks, np.zeros_like(ranks), self.message_s)
 
     @cached_property
     def trees(self) -> Trees:

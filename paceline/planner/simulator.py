@@ -23,7 +23,7 @@ from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
 from paceline.planner.question import Question
 from paceline.planner.server_simulator import AsynchronousRun, SynchronousRun
-from paceline.planner.setting import Ring, Setting
+from paceline.planner.setting import RingReduction, Setting
 from paceline.strategies.base import Strategy
 from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic
 
@@ -165,7 +165,7 @@ def _through_hosts(setting: Setting, begin_s: Floats, num_bytes: float) -> Float
     return over_s
 
 
-def ring_ends_s(ring: Ring, begin_s: Floats, num_bytes: float) -> Floats:
+def ring_ends_s(ring: RingReduction, begin_s: Floats, num_bytes: float) -> Floats:
     """When each host is through a ring that they enter at these times.
 
     In each of R = 2 (n - 1) rounds a host waits for the one before it, so it ends at the maximum over d of when the

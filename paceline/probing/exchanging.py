@@ -20,9 +20,8 @@ from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.wire import FRAME_BYTES, Keys
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
-from paceline.probing.caches import CacheEmptier
 from paceline.probing.echo import EPOCH
-from paceline.probing.timing import mean_s
+from paceline.probing.timing import CacheEmptier, mean_s
 from paceline.records import Reporter
 from paceline.server.admission import BulkSynchronous
 from paceline.server.ranges import cut

@@ -72,13 +72,21 @@ def connected(keys: Keys, endpoint: str, names: Sequence[str]) -> Iterator[list[
     try:
         for caller in callers:
             caller.send(Message(Kind.EXCHANGE, EPOCH))
-            if not caller.socket.poll(int(_ANSWER_S * 1000)):
-                raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
-            caller.socket.recv_multipart()
+            await_answer(caller)
         yield callers
     finally:
         for caller in callers:
             caller.close()
+
+
+def await_answer(caller: Caller) -> None:
+    """
+    Raises:
+        WireError: it does not come.
+    """
+    if not caller.socket.poll(int(_ANSWER_S * 1000)):
+        raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
+    caller.socket.recv_multipart()
 
 
 def answered(callers: Sequence[Caller]) -> list[int]:

@@ -1,14 +1,19 @@
-"""How long something takes that is done again and again."""
+"""How long something takes that is done again and again, with caches that are warm or hold other things."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from typing import final
+
+import torch
 
 _NUM_WARMUP = 5
 _TRIMMED = 0.1
 """Of the shortest times, and of the longest, that do not count."""
+_CACHE_BYTES = 2**26
+"""More than most caches hold, that of all cores included."""
 
 
 def median_s(action: Callable[[], object], count: int) -> float:
@@ -35,3 +40,18 @@ def _times_s(action: Callable[[], object], count: int) -> list[float]:
         action()
         times_s.append(time.perf_counter() - began_s)
     return times_s
+
+
+@final
+class CacheEmptier:
+    """Fills the caches with other things, as cores that hosts share find them when another host has been at work."""
+
+    def __init__(self) -> None:
+        self.processor_s = 0.0
+        """What that took so far, of this thread: torch is to compute with no other."""
+        self._scratch = torch.zeros(_CACHE_BYTES // 4)
+
+    def __call__(self) -> None:
+        began_s = time.thread_time()
+        self._scratch.add_(1.0)
+        self.processor_s += time.thread_time() - began_s

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from paceline.comm.algorithms.pieces import exchange
 from paceline.comm.base import Collective
-from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message, WireError
+from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message
 from paceline.engines.ray.nodes import own_address
 from paceline.engines.world import current
-from paceline.probing.caches import CacheEmptier
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
 from paceline.probing.exchanging import ExchangeCost, Exchanges
-from paceline.probing.sharing import NUM_TRIES, answered, connected, measure_unevenness, unevenness_of
+from paceline.probing.sharing import NUM_TRIES, answered, await_answer, connected, measure_unevenness, unevenness_of
 from paceline.probing.step_times import tell
-from paceline.probing.timing import mean_s, median_s
+from paceline.probing.timing import CacheEmptier, mean_s, median_s
 from paceline.records import Reporter
 
 _NUM_PINGS = 40
@@ -40,7 +39,6 @@ _FIRST_PIECES = 3
 _LEAST_INCAST = 3
 """Hosts, for two of them to send to one at the same time."""
 _CONNECT_S = 10.0
-_ANSWER_S = 30.0
 _MEMORY_BYTES = 2**26
 _NUM_UPDATES = 5
 _NUM_SINGLE_PIECES = 5
@@ -216,8 +214,8 @@ class _Measurement:
             emptier()
             swap_few()
         message_core_s = (time.process_time() - began_s - emptier.processor_s) / _NUM_PINGS / _FEW
-        num_pieces = self._stream(other, _FIRST_PIECES)
-        bytes_per_s = self._stream_rate(other, num_pieces)
+        num_pieces = int(self._stream(other, _FIRST_PIECES))
+        bytes_per_s = self._stream(other, num_pieces)
         caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
         try:
             empty_s = median_s(lambda: _ask(caller, 1, b""), _NUM_PINGS)
@@ -253,19 +251,12 @@ class _Measurement:
         for work in works:
             work.wait()
 
-    def _stream(self, other: int, num_pieces: int) -> int:
-        """Send some pieces; returns how many the other wants to be sent next."""
-        self._send_pieces(other, num_pieces)
-        return int(self._hear(other))
-
-    def _stream_rate(self, other: int, num_pieces: int) -> float:
-        self._send_pieces(other, num_pieces)
-        return self._hear(other)
-
-    def _send_pieces(self, other: int, num_pieces: int) -> None:
+    def _stream(self, other: int, num_pieces: int) -> float:
+        """Send some pieces, and hear what the other says of them."""
         piece = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
         for work in [self._collective.send(piece, destination=other) for _ in range(num_pieces)]:
             work.wait()
+        return self._hear(other)
 
     def _take_stream(self, other: int, num_pieces: int) -> float:
         """Bytes per second from the end of the first piece, which what queues let pass at once has been spent on."""
@@ -304,9 +295,7 @@ def _ask(caller: Caller, count: int, piece: bytes) -> float:
         caller.send(message)
     began_s = time.perf_counter()
     for number in range(count):
-        if not caller.socket.poll(int(_ANSWER_S * 1000)):
-            raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
-        caller.socket.recv_multipart()
+        await_answer(caller)
         if number == 0:
             began_s = time.perf_counter()
     return (count - 1) * len(piece) / max(time.perf_counter() - began_s, 1e-9)

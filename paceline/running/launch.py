@@ -134,8 +134,7 @@ def run(
             job = VirtualJob(task, plan, workers, virtual, config, raw)
             with watched as watcher:
                 _simulate(job, directory, watcher, described, kept=kept)
-            # The workers' models lie in reference cycles; Python keeps these for long, as it counts objects, not bytes.
-            gc.collect()
+            gc.collect()  # models lie in reference cycles, which Python keeps for long: it counts objects, not bytes
             return Result(directory)
         _write_manifest(directory, described)
         with watched as watcher, connected(address):

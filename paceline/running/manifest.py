@@ -29,7 +29,7 @@ _PACKAGES = ("paceline", "torch", "ray", "pyzmq", "numpy")
 def describe_run(
     *, program: str, arguments: Sequence[str], strategy: Strategy, num_workers: int, config: RunConfig
 ) -> dict[str, Any]:
-    """Command, configuration, seed, versions, git commit and machine."""
+    """Command, configuration, unit of an iteration, seed, versions, git commit and machine."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
@@ -37,6 +37,7 @@ def describe_run(
         "program": program,
         "arguments": list(arguments),
         "strategy": {"name": name_of(strategy), **asdict(strategy)},
+        "unit": strategy.traits.unit,
         "num_workers": num_workers,
         "config": asdict(config),
         "versions": {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}},

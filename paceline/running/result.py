@@ -21,6 +21,7 @@ from paceline.records import (
     summarise,
 )
 from paceline.running import manifest
+from paceline.strategies.traits import Unit
 from paceline.training.clock import VIRTUAL, unit
 from paceline.training.pauses import MODEL_FILE
 
@@ -60,6 +61,12 @@ class Result:
     @property
     def engine(self) -> str:
         return str(self.manifest.get("engine", "ray"))
+
+    @property
+    def unit(self) -> Unit:
+        """What an iteration is; an update where an older result does not say."""
+        unit: Unit = self.manifest.get("unit", "update")
+        return unit
 
     @property
     def is_virtual(self) -> bool:
@@ -120,11 +127,8 @@ class Result:
     @property
     def shares(self) -> dict[str, float]:
         """The parts of all workers' time in compute, communication and waiting; they add up to 1."""
-        totals = {
-            "compute": sum(step.compute_s for step in self.steps),
-            "communication": sum(step.communication_s for step in self.steps),
-            "waiting": sum(step.waiting_s for step in self.steps),
-        }
+        parts = ("compute", "communication", "waiting")
+        totals = {part: sum(getattr(step, f"{part}_s") for step in self.steps) for part in parts}
         whole = sum(totals.values())
         return {name: total / whole if whole else 0.0 for name, total in totals.items()}
 

@@ -7,8 +7,7 @@ import io
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TextIO, final
+from typing import Any, TextIO, final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -94,11 +93,9 @@ class ProgressLine:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         self._live.stop()
-        self._silence.__exit__(kind, error, trace)
+        self._silence.__exit__(*failure)
 
     def on_progress(self, progress: Progress) -> None:
         now_s = time.monotonic()

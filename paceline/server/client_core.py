@@ -187,8 +187,8 @@ class ClientCore:
         yield from self._next(index)
         if answer.payload and answer.kind is Kind.ANSWER:
             from_frames(answer.payload, server.parameters[answer.shard])
-        if "contributors" in answer.body:
-            yield from self._follow_up(answer)
+        if self._pushed is not None and "contributors" in answer.body:
+            yield from self._follow_up(answer, *self._pushed)
 
     @property
     def is_done(self) -> bool:
@@ -258,6 +258,7 @@ class ClientCore:
     # ------------------------------------------------------------------------------------------------------------
 
     def _ask_all(self, what: str, kind: Kind, **fields: Any) -> list[Send]:
+        self._pushed = None
         return self._ask(what, [[self._message(kind, **fields)] for _ in self._servers])
 
     def _ask(self, what: str, requests: Sequence[Sequence[Message]]) -> list[Send]:
@@ -287,13 +288,12 @@ class ClientCore:
         self.moved_bytes += message.num_bytes
         return Send(index, message)
 
-    def _follow_up(self, decided: Message) -> Iterator[Send]:
+    def _follow_up(self, decided: Message, push: Push, request: Request) -> Iterator[Send]:
         """What other servers are told of the first one's decision; those beside, with the push, as they take one
         request."""
         decision = {"contributors": decided.body["contributors"], "goes_on_at": decided.clock}
         for index, server in enumerate(self._servers):
             if server.follows and server.is_beside:
-                push, request = self._require_pushed()
                 message = request(tensor_bytes=0 if push.void else server.range_bytes)
                 message.body = {**message.body, **decision}
                 yield self._sent(index, message)
@@ -314,11 +314,6 @@ class ClientCore:
 
     def _message(self, kind: Kind, **fields: Any) -> Message:
         return Message(kind, self._epoch, sender=self._rank, **fields)
-
-    def _require_pushed(self) -> tuple[Push, Request]:
-        if self._pushed is None:
-            raise WireError("a server speaks of a push that was never made")
-        return self._pushed
 
     def _require_layout(self) -> Layout:
         if self._layout is None:

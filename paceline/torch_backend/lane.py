@@ -6,6 +6,8 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import final
 
 from paceline.comm.base import Work
@@ -46,12 +48,10 @@ class Lane:
         if not is_async or self._helper.is_closed:  # a closed group's operations fail as they begin
             self.help(work, None)
             return
-        if never_blocks and self._begin_driving():
-            try:
-                if self._queue and self._queue[0] is work:
+        if never_blocks:
+            with self._drive(waits=False) as drives:
+                if drives and self._queue and self._queue[0] is work:
                     self._run_first(patience_s=self._inline_s)
-            finally:
-                self._end_driving()
         if not work.is_over:
             self._helper.call(self._serve)
 
@@ -60,11 +60,10 @@ class Lane:
         if self._is_driving():
             self._run_until(work)
         # Driving blocks as long as the collective does: a wait with a timeout leaves it to the lane's thread.
-        elif timeout_s is None and self._begin_driving():
-            try:
-                self._run_until(work)
-            finally:
-                self._end_driving()
+        elif timeout_s is None:
+            with self._drive(waits=False) as drives:
+                if drives:
+                    self._run_until(work)
         if not work.is_over:
             self._helper.call(self._serve)
             work.wait_until_over(timeout_s)
@@ -76,15 +75,18 @@ class Lane:
     def _is_driving(self) -> bool:
         return self._driver == threading.get_ident()
 
-    def _begin_driving(self) -> bool:
-        if not self._driving.acquire(blocking=False):
-            return False
+    @contextmanager
+    def _drive(self, *, waits: bool) -> Iterator[bool]:
+        """Make this thread the one that drives, and say whether it is; `waits`: for another that does."""
+        if not self._driving.acquire(blocking=waits):
+            yield False
+            return
         self._driver = threading.get_ident()
-        return True
-
-    def _end_driving(self) -> None:
-        self._driver = None
-        self._driving.release()
+        try:
+            yield True
+        finally:
+            self._driver = None
+            self._driving.release()
 
     def _run_until(self, work: GroupWork) -> None:
         while self._queue and not work.is_over:
@@ -102,20 +104,16 @@ class Lane:
                 self._queue.appendleft(work)
                 return
         except BaseException as error:
-            work.fail(error)
+            work.end(error)
             if not isinstance(error, Exception):
                 raise
         else:
-            work.succeed()
+            work.end()
 
     def _serve(self) -> None:
-        with self._driving:
-            self._driver = threading.get_ident()
-            try:
-                while self._queue:
-                    self._run_first()
-            finally:
-                self._driver = None
+        with self._drive(waits=True):
+            while self._queue:
+                self._run_first()
 
 
 def _is_over_within(patience_s: float, work: Work) -> bool:

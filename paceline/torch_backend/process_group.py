@@ -245,7 +245,7 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def end(_: object) -> None:
             error = next((one.exception() for one in batch if one.exception() is not None), None)
-            whole.succeed() if error is None else whole.fail(error)
+            whole.end(error)
 
         whole = GroupWork("coalesced operations", base.Finished, [], wait)
         torch.futures.collect_all([one.get_future() for one in batch]).add_done_callback(end)
@@ -259,7 +259,6 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _reduce(self, label: str, targets: list[Tensor], outputs: list[Tensor], opts: Any) -> GroupWork:
-        """All-reduce the targets."""
         op = _reduce_op(opts)
 
         def start() -> base.Work:
@@ -359,5 +358,4 @@ def _fill_each(targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
 
 
 def _fill_parts(target: Tensor, results: Sequence[Tensor]) -> None:
-    """Write the results one after another."""
     _fill(target, torch.cat([result.view(-1) for result in results]))

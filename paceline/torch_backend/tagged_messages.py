@@ -31,7 +31,7 @@ class Messages:
     """Tagged messages: of those from one rank with one tag, the earlier is received first.
 
     A message travels as a header (tag and length) and its bytes. A receiver keeps a copy of a message until somebody
-    asks for it. Who waits moves all messages on, without blocking, under one lock; a thread does while nobody waits.
+    asks for it. Whoever waits moves all messages on, under one lock; a thread does while nobody waits.
     """
 
     def __init__(self, collective: base.Collective, name: str, *, deadline_s: float, yields: bool) -> None:
@@ -58,7 +58,7 @@ class Messages:
             works = [self._collective.send(header, destination=destination)]
             if raw.numel():
                 works.append(self._collective.send(raw, destination=destination))
-            self._outgoing.append(_Outgoing(work, works, _now()))
+            self._outgoing.append(_Outgoing(work, works, time.perf_counter()))
 
         return self._post(work, post)
 
@@ -67,7 +67,7 @@ class Messages:
         flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
         whom = "any rank" if source is None else f"rank {source}"
         work = GroupWork(f"recv from {whom}", base.Finished, [tensor], self._help)
-        wanted = _Wanted(work, flat.view(torch.uint8), copy_back, source, tag, _now())
+        wanted = _Wanted(work, flat.view(torch.uint8), copy_back, source, tag, time.perf_counter())
         return self._post(work, lambda: self._wanted.append(wanted))
 
     def close(self) -> None:
@@ -89,11 +89,11 @@ class Messages:
     def _help(self, work: GroupWork, timeout_s: float | None) -> None:
         """Advance everything until `work` is over, or the time is."""
         pause = _Pause(self._yield_s)
-        until_s = None if timeout_s is None else _now() + timeout_s
+        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
         with self._lock:
             self._num_helpers += 1
         try:
-            while not work.is_over and (until_s is None or _now() < until_s):
+            while not work.is_over and (until_s is None or time.perf_counter() < until_s):
                 if self._advance():
                     pause.start_again()
                 elif not work.is_over:
@@ -121,7 +121,7 @@ class Messages:
         under_way = []
         for message in self._outgoing:
             if all(work.poll() for work in message.works):
-                ended.append(message.work.succeed)
+                ended.append(message.work.end)
             else:
                 under_way.append(message)
         has_moved = len(under_way) < len(self._outgoing)
@@ -136,7 +136,7 @@ class Messages:
         return has_moved
 
     def _require_in_time(self) -> None:
-        too_early_s = _now() - self.deadline_s
+        too_early_s = time.perf_counter() - self.deadline_s
         for pending in self._pending():
             if pending.started_s < too_early_s:
                 raise DeadlineExceeded(
@@ -148,7 +148,7 @@ class Messages:
         """No message can be trusted from here on: tell those who wait, here and elsewhere."""
         self._failure = error
         self._collective.abort(str(error))
-        ended.extend(partial(pending.work.fail, error) for pending in self._pending())
+        ended.extend(partial(pending.work.end, error) for pending in self._pending())
         self._outgoing, self._wanted = [], []
         for inbox in self._inboxes:
             inbox.clear()
@@ -194,11 +194,11 @@ class _Wanted:
                 f"rank {rank} sent {num_bytes} bytes with tag {self.tag}, but the tensor to receive it has "
                 f"{self.raw.numel()}; both must have one shape and dtype"
             )
-            ended.append(partial(self.work.fail, error))
+            ended.append(partial(self.work.end, error))
             return
         if self.copy_back is not None:
             self.copy_back()
-        ended.append(self.work.succeed)
+        ended.append(self.work.end)
 
 
 @final
@@ -207,27 +207,31 @@ class _Inbox:
 
     def __init__(self, collective: base.Collective, rank: int) -> None:
         self.target: _Wanted | None = None
-        """Whom the message under way is for, if anybody has asked for it."""
+        """Who has asked for the message under way, if anybody has."""
         self._collective = collective
         self._rank = rank
         self._kept: deque[tuple[int, Tensor]] = deque()
         self._header = torch.zeros(2, dtype=torch.int64)
-        self._tag = 0
-        self._bytes: Tensor = self._header
-        self._receiving_header: base.Work | None = None
-        self._receiving_bytes: base.Work | None = None
+        self._bytes: Tensor | None = None
+        """Where the bytes of the message under way go, once its header is here."""
+        self._receiving: base.Work | None = None
+        """The header or the bytes."""
 
     def advance(self, wanted: list[_Wanted], ended: list[Callable[[], None]]) -> bool:
         """Take one step, if one is possible without blocking."""
-        if self._receiving_bytes is not None:
-            return self._receiving_bytes.poll() and self._take_bytes(ended)
-        if self._hand_over(wanted, ended):
-            return True
-        if not any(one.source in (None, self._rank) for one in wanted):
-            return False  # whoever has left may leave, as long as nobody wants anything of theirs
-        if self._receiving_header is not None:
-            return self._receiving_header.poll() and self._take_header(wanted)
-        self._receiving_header = self._collective.recv(self._header, source=self._rank)
+        if self._bytes is None:
+            if self._hand_over(wanted, ended):
+                return True
+            if not any(one.source in (None, self._rank) for one in wanted):
+                return False  # whoever has left may leave, as long as nobody wants anything of theirs
+        if self._receiving is None:
+            self._receiving = self._collective.recv(self._header, source=self._rank)
+        elif not self._receiving.poll():
+            return False
+        elif self._bytes is None:
+            self._take_header(wanted)
+        else:
+            self._take_bytes(self._bytes, ended)
         return True
 
     def clear(self) -> None:
@@ -247,30 +251,21 @@ class _Inbox:
                     return True
         return False
 
-    def _take_header(self, wanted: list[_Wanted]) -> bool:
-        self._receiving_header = None
-        self._tag, num_bytes = self._header.tolist()
-        self.target = next((one for one in wanted if one.accepts(self._rank, self._tag)), None)
+    def _take_header(self, wanted: list[_Wanted]) -> None:
+        tag, num_bytes = self._header.tolist()
+        self.target = next((one for one in wanted if one.accepts(self._rank, tag)), None)
         if self.target is not None:
             wanted.remove(self.target)
-        if self.target is not None and self.target.raw.numel() == num_bytes:
-            self._bytes = self.target.raw
-        else:
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
-        if num_bytes:
-            self._receiving_bytes = self._collective.recv(self._bytes, source=self._rank)
-        else:
-            self._receiving_bytes = base.Finished()
-        return True
+        has_room = self.target is not None and self.target.raw.numel() == num_bytes
+        self._bytes = self.target.raw if self.target and has_room else torch.empty(num_bytes, dtype=torch.uint8)
+        self._receiving = self._collective.recv(self._bytes, source=self._rank) if num_bytes else base.Finished()
 
-    def _take_bytes(self, ended: list[Callable[[], None]]) -> bool:
-        self._receiving_bytes = None
+    def _take_bytes(self, raw: Tensor, ended: list[Callable[[], None]]) -> None:
         if self.target is None:
-            self._kept.append((self._tag, self._bytes))
+            self._kept.append((int(self._header[0]), raw))
         else:
-            self.target.end(self._rank, self._bytes.numel(), ended)
-        self.target, self._bytes = None, self._header
-        return True
+            self.target.end(self._rank, raw.numel(), ended)
+        self.target = self._bytes = self._receiving = None
 
 
 @final
@@ -282,16 +277,12 @@ class _Pause:
         self.start_again()
 
     def start_again(self) -> None:
-        self._until_s = _now() + self._yield_s
+        self._until_s = time.perf_counter() + self._yield_s
         self._sleep_s = _SHORTEST_SLEEP_S
 
     def __call__(self) -> None:
-        if _now() < self._until_s:
+        if time.perf_counter() < self._until_s:
             os.sched_yield()
             return
         time.sleep(self._sleep_s)
         self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
-
-
-def _now() -> float:
-    return time.perf_counter()

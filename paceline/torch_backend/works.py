@@ -21,7 +21,7 @@ NO_TIMEOUT = timedelta(0)  # what torch passes where the caller gave none
 class GroupWork(Work):
     """One operation of a process group.
 
-    Whoever drives the operation calls `succeed` or `fail` once. A thread that waits calls `help`, which drives the
+    Whoever drives the operation calls `end` once. A thread that waits calls `help`, which drives the
     operation in that thread, or else waits for whoever drives it.
     """
 
@@ -48,13 +48,18 @@ class GroupWork(Work):
         self._trigger: Any = None
         self._future: Any = None
 
-    def succeed(self) -> None:
-        """The outputs are in place. Runs the future's callbacks in this thread."""
-        self._end(None)
-
-    def fail(self, error: BaseException) -> None:
-        """The outputs will never be in place. Runs the future's callbacks in this thread."""
-        self._end(error)
+    def end(self, error: BaseException | None = None) -> None:
+        """The outputs are in place, or never will be. Runs the future's callbacks in this thread."""
+        with self._lock:
+            self._error = error
+            self.is_over = True
+            trigger = self._trigger
+        self._over.set()
+        # They may hold tensors.
+        del self.start
+        self.under_way = None
+        if trigger is not None:
+            trigger.set_result(None)
 
     def wait_until_over(self, timeout_s: float | None) -> None:
         """Sleep until someone else has ended the operation."""
@@ -115,15 +120,3 @@ class GroupWork(Work):
         if self._error is not None:
             raise self._error
         return self._outputs
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._error = error
-            self.is_over = True
-            trigger = self._trigger
-        self._over.set()
-        # They may hold tensors.
-        del self.start
-        self.under_way = None
-        if trigger is not None:
-            trigger.set_result(None)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from paceline.comm.servers.answer_window import LEAST_ANSWERS
-from paceline.comm.servers.answers import AnswersElsewhere
 
 import paceline
 from paceline.checkpoint import FILE_NAME, Checkpoint
-from paceline.comm.servers import answer_window, answers
 from paceline.comm.servers import group as server_group
-from paceline.comm.servers.service import ParameterService
 from paceline.errors import UsageError
+from paceline.server import client_core, server_core, windows
+from paceline.server.windows import LEAST_ANSWERS, AnswerWindow
 from paceline.strategies.parameter_server import ParameterServer
 from tests.conformance import local_engine
 from tests.conformance.reference import train_alone
@@ -28,7 +26,7 @@ PIECE_BYTES = 64
 
 
 def in_small_pieces(script: Callable[[Any], Any]) -> None:
-    server_group.FRAME_BYTES = PIECE_BYTES
+    server_group.FRAME_BYTES = client_core.FRAME_BYTES = PIECE_BYTES
     script(paceline.init())
 
 
@@ -129,16 +127,16 @@ def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_pi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the others are answered a few pieces at a time, both together."""
-    monkeypatch.setattr(answers, "FRAME_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(answer_window, "UNDER_WAY_S", 0.0)  # as if all links were slow
+    monkeypatch.setattr(server_core, "FRAME_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(windows, "UNDER_WAY_S", 0.0)  # as if all links were slow
     answered_at_once: list[int] = []
-    send_next = AnswersElsewhere._send_next
+    take = AnswerWindow.take
 
-    def noted(elsewhere: AnswersElsewhere) -> None:
-        send_next(elsewhere)
-        answered_at_once.append(elsewhere._window._under_way.total())
+    def noted(window: AnswerWindow[Any], now_s: float) -> Iterator[Any]:
+        yield from take(window, now_s)
+        answered_at_once.append(window.under_way.total())
 
-    monkeypatch.setattr(AnswersElsewhere, "_send_next", noted)
+    monkeypatch.setattr(AnswerWindow, "take", noted)
     script, tolerance = SCRIPTS["one-cycle schedule, momentum"]
     result = local_engine.run(
         partial(in_small_pieces, script),
@@ -150,35 +148,6 @@ def test_one_worker_beside_the_servers_pushes_all_at_once_and_others_piece_by_pi
     )
     assert_close(result.model_state(), train_alone(script, 3), tolerance)
     assert 0 < max(answered_at_once) <= LEAST_ANSWERS
-
-
-def test_workers_elsewhere_are_answered_before_the_one_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked first."""
-    order: list[str] = []
-    told: list[list[str]] = []
-    answer, send, answer_on_line = ParameterService._answer, AnswersElsewhere.send, ParameterService._answer_on_line
-
-    def noted_answer(*arguments: Any, **named: Any) -> None:
-        begin = len(order)
-        answer(*arguments, **named)
-        told.append(order[begin:])
-
-    def noted_send(*arguments: Any) -> None:
-        order.append("elsewhere")
-        send(*arguments)
-
-    def noted_answer_on_line(*arguments: Any) -> None:
-        order.append("beside")
-        answer_on_line(*arguments)
-
-    monkeypatch.setattr(ParameterService, "_answer", noted_answer)
-    monkeypatch.setattr(AnswersElsewhere, "send", noted_send)
-    monkeypatch.setattr(ParameterService, "_answer_on_line", noted_answer_on_line)
-    local_engine.run(
-        partial(whole, train), strategy="ps-bsp", options={"servers": 1}, workers=3, out=tmp_path, servers_are_local=[0]
-    )
-    assert ["elsewhere", "elsewhere", "beside"] in told
-    assert all(each in ([], ["elsewhere", "elsewhere", "beside"]) for each in told)
 
 
 @pytest.mark.parametrize("servers_are_local", [False, [0]], ids=["elsewhere", "of one worker"])

@@ -10,21 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-from paceline.comm.servers.answer_window import LEAST_ANSWERS, AnswerWindow
-from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 from torch import nn
 from torch.optim import SGD
 
+from paceline import messages
 from paceline.cluster.description import Cluster, Compute, Hosts, Servers
-from paceline.comm.servers import answer_window
-from paceline.engines.virtual import server, store
-from paceline.engines.virtual.server import Delivery, VirtualServer
+from paceline.comm.servers import group
+from paceline.engines.virtual.carrier import VirtualCarrier
+from paceline.engines.virtual.server import VirtualServer
+from paceline.messages import IN_TURN, Kind, Message
 from paceline.running.result import Result
+from paceline.server import client_core, server_core, windows
+from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 from paceline.training.worker import Worker
 from tests.conformance.reference import train_alone
 from tests.conformance.rows import loader_of, problem
 from tests.conformance.scripts import EXACT, SCRIPTS, NormalisedSGD, assert_close
 from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of, run, tiny
+
+
+def cut_into_pieces(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    for module in (group, client_core, server_core):
+        monkeypatch.setattr(module, "FRAME_BYTES", piece_bytes)
+
 
 # --- theory ----------------------------------------------------------------------------------------------------------
 
@@ -174,7 +182,7 @@ def test_buckets_move_while_backward_goes_on(tmp_path: Path) -> None:
 def test_small_pieces_equal_one_process(
     case: str, servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "FRAME_BYTES", 64)
+    cut_into_pieces(monkeypatch, 64)
     script, tolerance = SCRIPTS[case]
     result = run(
         lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster_of(), options={"servers": servers}
@@ -194,24 +202,25 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(
     strategy: str, options: dict[str, Any], is_in_turn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except where gradients are applied when they come, or shards follow another's decision and want all first."""
-    monkeypatch.setattr(store, "FRAME_BYTES", 64)
+    cut_into_pieces(monkeypatch, 64)
     under_way: Counter[tuple[int, int]] = Counter()
     most = 0
-    push, deliver = VirtualServer.push, store.VirtualStore.deliver
+    receive, deliver = VirtualServer.receive, VirtualCarrier.deliver
 
-    def noted_push(server: VirtualServer, worker: int, *rest: Any, **given: Any) -> None:
+    def noted_receipt(server: VirtualServer, client: Any, message: Message) -> None:
         nonlocal most
-        under_way[server.index, worker] += 1
-        most = max(most, under_way[server.index, worker])
-        push(server, worker, *rest, **given)
+        if message.kind is Kind.EXCHANGE:
+            under_way[server.core.index, message.sender] += 1
+            most = max(most, under_way[server.core.index, message.sender])
+        receive(server, client, message)
 
-    def noted_delivery(own: store.VirtualStore, delivery: Delivery) -> None:
-        if delivery.answer is not None:
-            under_way[delivery.server, own._collective.rank] -= 1
-        deliver(own, delivery)
+    def noted_delivery(carrier: VirtualCarrier, server: int, message: Message) -> None:
+        if message.kind is Kind.ANSWER:
+            under_way[server, carrier._client._rank] -= 1  # type: ignore[union-attr]
+        deliver(carrier, server, message)
 
-    monkeypatch.setattr(VirtualServer, "push", noted_push)
-    monkeypatch.setattr(store.VirtualStore, "deliver", noted_delivery)
+    monkeypatch.setattr(VirtualServer, "receive", noted_receipt)
+    monkeypatch.setattr(VirtualCarrier, "deliver", noted_delivery)
     script, _ = SCRIPTS["one-cycle schedule, momentum"]
     result = run(
         lambda worker, out: script(worker),
@@ -230,26 +239,18 @@ def test_a_server_has_a_few_answers_under_way_to_all_workers_together(
     under_way_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or more, where what arrives within a time is more."""
-    for module in (store, server):
-        monkeypatch.setattr(module, "FRAME_BYTES", 64)
-    monkeypatch.setattr(answer_window, "UNDER_WAY_S", under_way_s)
-    under_way: Counter[int] = Counter()  # by window
+    cut_into_pieces(monkeypatch, 64)
+    monkeypatch.setattr(windows, "UNDER_WAY_S", under_way_s)
     most = 0
-    take, received = AnswerWindow.take, VirtualServer.received
+    take = AnswerWindow.take
 
-    def noted_take(window: AnswerWindow[Any]) -> Iterator[Any]:
+    def noted(window: AnswerWindow[Any], now_s: float) -> Iterator[Any]:
         nonlocal most
-        for answer in take(window):
-            under_way[id(window)] += 1
-            most = max(most, under_way[id(window)])
+        for answer in take(window, now_s):
+            most = max(most, window.under_way.total())
             yield answer
 
-    def noted_receipt(own: VirtualServer, worker: int) -> None:
-        under_way[id(own._answers)] -= 1
-        received(own, worker)
-
-    monkeypatch.setattr(AnswerWindow, "take", noted_take)
-    monkeypatch.setattr(VirtualServer, "received", noted_receipt)
+    monkeypatch.setattr(AnswerWindow, "take", noted)
     script, _ = SCRIPTS["one-cycle schedule, momentum"]
     cluster = cluster_of(placement="with workers")
     result = run(lambda worker, out: script(worker), tmp_path, "ps-bsp", 3, cluster=cluster, options={"servers": 2})
@@ -261,17 +262,16 @@ def test_where_every_worker_has_a_server_beside_it_answers_go_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All links are alike then, and to wait for word of each answer would only take time."""
-    for module in (store, server):
-        monkeypatch.setattr(module, "FRAME_BYTES", 32)
-    monkeypatch.setattr(VirtualServer, "_send_in_turn", lambda *_: pytest.fail("an answer went in turn"))
+    cut_into_pieces(monkeypatch, 32)
     have_many_pieces: set[bool] = set()
-    push = VirtualServer.push
+    send = VirtualServer._send
 
-    def noted(own: VirtualServer, *request: Any, **options: Any) -> None:
-        have_many_pieces.add(own.is_in_turn)
-        push(own, *request, **options)
+    def noted(own: VirtualServer, worker: int, message: Message) -> None:
+        have_many_pieces.add(own.core.is_in_turn)
+        assert not message.flags & IN_TURN
+        send(own, worker, message)
 
-    monkeypatch.setattr(VirtualServer, "push", noted)
+    monkeypatch.setattr(VirtualServer, "_send", noted)
     script, _ = SCRIPTS["one-cycle schedule, momentum"]
     cluster = cluster_of(placement="with workers")
     result = run(lambda worker, out: script(worker), tmp_path, "ps-bsp", 2, cluster=cluster, options={"servers": 2})
@@ -283,7 +283,7 @@ def test_where_every_worker_has_a_server_beside_it_answers_go_at_once(
 def test_waiting_for_a_slow_worker_is_counted_once_however_many_pieces_wait(
     piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "FRAME_BYTES", piece_bytes)
+    cut_into_pieces(monkeypatch, piece_bytes)
     script, _ = SCRIPTS["one-cycle schedule, momentum"]
     cluster = cluster_of(slow=0.5)  # the host of the first worker
     result = run(
@@ -299,16 +299,16 @@ def test_waiting_for_a_slow_connection_is_counted_once_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four pieces at a time wait for the slow worker's, one after the other, until all have come."""
-    monkeypatch.setattr(store, "FRAME_BYTES", 64)
-    monkeypatch.setattr(store, "NOTICE_BYTES", 0.0)  # else to say that they have come takes longer than such pieces
+    cut_into_pieces(monkeypatch, 64)
+    monkeypatch.setattr(messages, "HEAD_BYTES", 0)  # else to say that they have come takes longer than such pieces
     counted_s: Counter[int] = Counter()
-    deliver = store.VirtualStore.deliver
+    deliver = VirtualCarrier.deliver
 
-    def noted(own: store.VirtualStore, delivery: Delivery) -> None:
-        counted_s[own._collective.rank] += delivery.waiting_s
-        deliver(own, delivery)
+    def noted(carrier: VirtualCarrier, server: int, message: Message) -> None:
+        counted_s[carrier._client._rank] += message.waiting_s  # type: ignore[union-attr]
+        deliver(carrier, server, message)
 
-    monkeypatch.setattr(store.VirtualStore, "deliver", noted)
+    monkeypatch.setattr(VirtualCarrier, "deliver", noted)
     slow_bytes_per_s = 1e4
     hosts = (
         Hosts(name="slow", bandwidth_gbit_per_s=8 * slow_bytes_per_s / 1e9, latency_us=0.0),

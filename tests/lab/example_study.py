@@ -111,6 +111,12 @@ def _trial_row(
     zero = dict.fromkeys(("iterations", "training_time_s", "samples", "samples_per_s", "iterations_per_s"), 0)
     zero |= {f"{part}_share": 0.0 for part in ("compute", "communication", "waiting", "hidden")}
     zero |= {"moved_bytes": 0, "mean_staleness": 0.0, "max_staleness": 0}
-    facts = {"status": status, "reason": reason, "engine": engine, "synchronous": synchronous, "servers": servers}
+    facts = {
+        "status": status,
+        "reason": reason,
+        "engine": engine,
+        "unit": "update" if synchronous else "gradient",
+        "servers": servers,
+    }
     facts["cluster"] = CLUSTER if engine == "virtual" else ""
     return {**key, **absent, **zero, **facts, "target": f"accuracy={TARGET}", "reached": False, "metric": "accuracy"}

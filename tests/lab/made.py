@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.lab.frames import FAILED, FINISHED
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.runner import directory_of
 from paceline.lab.spec import StudySpec
 from paceline.lab.study import Study
@@ -91,4 +91,4 @@ def write_trial(directory: Path, made: Made, *, workers: int) -> None:
     if made.used_by_others is not None:
         (directory / "manifest.json").write_text(json.dumps({"load": {"used_by_others": made.used_by_others}}))
     status = FAILED if made.failure is not None else FINISHED
-    Outcome(status, made.failure or "", made.time_s + 3.0).write(directory)
+    TrialOutcome(status, made.failure or "", made.time_s + 3.0).write(directory)

@@ -15,10 +15,10 @@ import pytest
 from paceline import cli
 from paceline.config import DEFAULT_EVAL_EVERY
 from paceline.errors import UsageError
-from paceline.lab import report
+from paceline.lab import report_page
 from paceline.lab.analysis import summarise
 from paceline.lab.frames import Frames
-from paceline.lab.report import Page, render
+from paceline.lab.report_page import Page, render
 from tests.lab import example_study, saved_study
 from tests.lab.made import reaching
 from tests.lab.made import study as study_of
@@ -68,7 +68,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def html(study: Path) -> str:
-    report.write([study], study / "report.html")
+    report_page.write([study], study / "report.html")
     return (study / "report.html").read_text(encoding="utf-8")
 
 
@@ -135,12 +135,12 @@ def test_the_command_repeats_the_study_elsewhere_and_settings_are_those_in_force
     described = {"machine": {"processor": "x", "num_cores": 2, "memory_bytes": 0, "system": "Linux", "gpus": []}}
     described |= {"versions": {}, "git_commit": None, "started": "today", "working_directory": "/home/user/work"}
     (tmp_path / "digits" / "trials" / "all-reduce-n1-s0" / "manifest.json").write_text(json.dumps(described))
-    page = report.page_of(made_study)
+    page = report_page.page_of(made_study)
     assert f"--out {tmp_path.resolve() / 'digits-again'}" in page.command
     assert page.facts["Evaluation"] == f"every {DEFAULT_EVAL_EVERY} iterations"
     assert page.facts["Working directory"] == "/home/user/work"
     untargeted = study_of(tmp_path / "other", trials, target=None)
-    assert report.page_of(untargeted).facts["Evaluation"] == "at the end of each run"
+    assert report_page.page_of(untargeted).facts["Evaluation"] == "at the end of each run"
 
 
 def test_a_figure_that_cannot_be_drawn_is_named_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,14 +208,14 @@ def test_it_goes_where_it_is_told_and_is_shown_if_asked(
 
 def test_refusals_name_the_culprit(study: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere holds no study"):
-        report.write([tmp_path / "nowhere"], tmp_path / "report.html")
+        report_page.write([tmp_path / "nowhere"], tmp_path / "report.html")
     twin = tmp_path / study.name
     saved_study.save(twin)
     with pytest.raises(UsageError, match="two studies are named first"):
-        report.write([study, twin], tmp_path / "report.html")
+        report_page.write([study, twin], tmp_path / "report.html")
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot write the report .*file"):
-        report.write([study], tmp_path / "file" / "report.html")
+        report_page.write([study], tmp_path / "file" / "report.html")
 
 
 def _paceline(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser
 
-from paceline.lab import report
+from paceline.lab import report_page
 from tests.lab import example_study, saved_study
 from tests.lab.browser import PHONE, Loaded, launched, needs_browser, opened
 
@@ -29,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study with a failed trial whose reason is hostile, and one that never reached the target; and its report."""
     place = tmp_path_factory.mktemp("studies") / "digits"
     saved_study.save(place)
-    report.write([place], place / "report.html")
+    report_page.write([place], place / "report.html")
     return place
 
 
@@ -162,7 +162,7 @@ def test_names_in_figures_are_no_markup(browser: Browser, tmp_path: Path) -> Non
     for frame in vars(frames).values():
         frame["strategy"] = frame["strategy"].replace("all-reduce", name)
     file = tmp_path / "report.html"
-    file.write_text(report.render([report.Page("example", "train.py", frames, [], "", {})]), encoding="utf-8")
+    file.write_text(report_page.render([report_page.Page("example", "train.py", frames, [], "", {})]), encoding="utf-8")
     with opened(browser, file) as loaded:
         legend = loaded.page.locator("#speed-up-1 .legendtext").all_text_contents()
         assert name in legend
@@ -176,7 +176,7 @@ def test_two_studies_lie_side_by_side(browser: Browser, directory: Path, tmp_pat
     other = tmp_path / "virtual"
     saved_study.save(other, example_study.frames(study="virtual", engine="virtual", slowdown=0.5))
     out = tmp_path / "both.html"
-    report.write([directory, other], out)
+    report_page.write([directory, other], out)
     with opened(browser, out) as loaded:
         left, right = (loaded.page.locator(f"#training-1-{place}") for place in (1, 2))
         assert left.bounding_box()["y"] == right.bounding_box()["y"]

@@ -22,9 +22,9 @@ from rich.console import Console
 from paceline.cli import compare
 from paceline.engines.standing import Watcher
 from paceline.errors import RunFailed, UsageError
-from paceline.lab import report, runner
+from paceline.lab import report_page, runner
 from paceline.lab.frames import Frames
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.runner import Position, StudyInterrupted
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.study import Study
@@ -82,7 +82,7 @@ def test_whoever_looks_on_learns_of_a_failure_that_left_no_record(machine: Machi
                 ends.append(str(error))
                 raise
 
-        def on_outcome(self, trial: Trial, position: Position, outcome: Outcome, directory: Path) -> None:
+        def on_outcome(self, trial: Trial, position: Position, outcome: TrialOutcome, directory: Path) -> None:
             ends.append(outcome.status)
 
     def fault(name: str) -> None:
@@ -139,7 +139,7 @@ def test_an_end_between_any_two_writes_leaves_whole_trials(
         return wrapped
 
     monkeypatch.setattr(os, "replace", mortal(os.replace))
-    monkeypatch.setattr(Outcome, "write", mortal(Outcome.write))
+    monkeypatch.setattr(TrialOutcome, "write", mortal(TrialOutcome.write))
     monkeypatch.setattr(runner.shutil, "rmtree", mortal(runner.shutil.rmtree))
     monkeypatch.setattr(launch, "run", mortal(machine.run))
     monkeypatch.setattr(Study, "save_tables", mortal(Study.save_tables))
@@ -287,5 +287,5 @@ def test_an_interrupted_study_has_its_tables(machine: Machine, run: Callable[...
 def test_a_report_brings_the_tables_up_to_date(machine: Machine, run: Callable[..., Study], tmp_path: Path) -> None:
     whole = run()
     shutil.rmtree(tmp_path / "out" / "tables")
-    report.write([tmp_path / "out"], tmp_path / "report.html")
+    report_page.write([tmp_path / "out"], tmp_path / "report.html")
     pd.testing.assert_frame_equal(Frames.load(tmp_path / "out" / "tables").summary, whole.frames.summary)

@@ -15,7 +15,7 @@ import filelock
 import pytest
 
 from paceline.errors import UsageError
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.study import Study
 from tests.lab.machine import ORDER, Machine
 
@@ -120,9 +120,9 @@ def test_places_that_cannot_be_written_are_named(
 def test_a_disk_that_is_full(
     machine: Machine, run: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Outcome, directory: Path) -> None:
+    def full(self: TrialOutcome, directory: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Outcome, "write", full)
+    monkeypatch.setattr(TrialOutcome, "write", full)
     with pytest.raises(UsageError, match=r"cannot write results to .*No space left"):
         run()

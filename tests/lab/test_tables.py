@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.lab import step_totals
 from paceline.lab.frames import COLUMNS, Frames, table
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.study import Study
 from paceline.records import (
     EvaluationRecord,
@@ -42,7 +42,7 @@ def test_a_trial_worked_out_by_hand(tmp_path: Path) -> None:
     expected = {
         "study": "made", "script": "train.py", "strategy": "ps-asp servers=2", "workers": 2, "seed": 7,
         "trial": "ps-asp_servers=2-n2-s7", "status": "finished", "reason": "", "engine": "ray", "cluster": "",
-        "synchronous": False,
+        "unit": "gradient",
         "servers": 2, "iterations": 4, "training_time_s": 10.0, "samples": 256, "samples_per_s": 25.6,
         "iterations_per_s": 0.4, "target": "accuracy=0.5", "reached": True, "time_to_target_s": 7.5,
         "resolution_s": 2.5,
@@ -184,7 +184,7 @@ def test_a_study_without_its_trials_is_read_from_its_tables(tmp_path: Path) -> N
 def test_an_outcome_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trial.json").write_text("{}")
     with pytest.raises(UsageError, match="does not say how the trial ended"):
-        Outcome.read(tmp_path)
+        TrialOutcome.read(tmp_path)
 
 
 def test_empty_tables_have_their_types() -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline import Result, Study
 from paceline.errors import UsageError
-from paceline.lab import report, runner
+from paceline.lab import report_page, runner
 
 CLUSTER = """
 [[hosts]]
@@ -100,11 +100,11 @@ def test_what_has_no_room_is_left_out_and_a_failure_is_one_trials(run: Callable[
 
 def test_its_report_says_on_which_cluster(run: Callable[..., Study], tmp_path: Path) -> None:
     study = run(target="count=2", strategies=["all-reduce"], max_time_s=9000.0)
-    page = report.page_of(study)
+    page = report_page.page_of(study)
     assert page.facts["Budget"] == "9000 virtual s"
     assert "slow.toml" in page.facts["Cluster"]
     assert f"--engine virtual --cluster {tmp_path / 'slow.toml'}" in page.command
-    html = report.render([page])
+    html = report_page.render([page])
     assert "Simulated cluster slow. Gradients are real" in html
     assert "Times are virtual, those of the simulated cluster slow, and leave evaluation out." in html
     assert study.verdict.lines[0].startswith("Reach count 2 fastest with all-reduce on ")

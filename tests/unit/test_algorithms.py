@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
@@ -22,7 +23,9 @@ from paceline.comm.algorithms.tree import _places
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, Work
 from paceline.errors import UsageError
+from paceline.membership import Membership
 from paceline.strategies.all_reduce import Algorithm, AllReduce
+from paceline.strategies.base import Context
 from tests.unit.collective_harness import World, caught
 
 WITHIN_S = 60.0
@@ -377,3 +380,12 @@ def test_survivors_of_a_killed_rank_raise(name: str) -> None:
             assert kind == "PeerLost", message
             assert "rank" in message
             assert at - killed_at < 20.0  # half of the deadline
+
+
+def test_they_are_refused_where_ranks_cannot_receive_first() -> None:
+    collective = AloneCollective()
+    collective.can_receive_first = False
+    context = Context(0, Membership.of_size(1), 0, 1, torch.device("cpu"), collective)
+    replica: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(1)]))
+    with pytest.raises(UsageError, match="not for NCCL"):
+        AllReduce(algorithm="ring").bind(context, replica)

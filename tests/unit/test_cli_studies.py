@@ -9,7 +9,7 @@ from rich.console import Console
 
 from paceline.cli import tables
 from paceline.engines.standing import Progress
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import Position
 from paceline.lab.tracking import Tracking
@@ -79,7 +79,7 @@ def test_a_studys_progress_says_which_run_and_how_long_the_rest_takes(monkeypatc
         line.on_progress(busy)
     with shown.trial(made.trials[1], Position(2, 4, 200.0)) as line:
         line.on_progress(busy)
-    shown.on_outcome(made.trials[1], Position(2, 4, 200.0), Outcome("failed", "no\nmore", 1.0), Path("nowhere"))
+    shown.on_outcome(made.trials[1], Position(2, 4, 200.0), TrialOutcome("failed", "no\nmore", 1.0), Path("nowhere"))
     assert stream.getvalue().splitlines() == [
         "1/4 ps-bsp x 1 seed 0: step 7  300 samples/s  accuracy 0.5",
         "2/4 ps-bsp x 2 seed 0: step 7  3 min 20 s left  300 samples/s  accuracy 0.5",
@@ -107,7 +107,7 @@ def test_what_cannot_be_shown_of_a_trial_does_not_end_the_study(tmp_path: Path) 
     stream = io.StringIO()
     made = spec(strategies=("ps-bsp",), workers=(1,))
     shown = StudyProgress(Console(file=stream), made, "s", tracking=Tracking(), timelines=True)
-    shown.on_outcome(made.trials[0], Position(1, 1, None), Outcome("finished", "", 1.0), directory)
+    shown.on_outcome(made.trials[0], Position(1, 1, None), TrialOutcome("finished", "", 1.0), directory)
     assert stream.getvalue().splitlines() == [
         "1/1 ps-bsp x 1 seed 0: accuracy 0.5 after 1.0 s",
         "1/1 ps-bsp x 1 seed 0: KeyError: 'strategy'",

@@ -17,7 +17,7 @@ from paceline.cluster.description import Cluster, Communication, Compute, Hosts,
 from paceline.cluster.reading import load, parse, shipped
 from paceline.cluster.writing import as_toml
 from paceline.errors import RunFailed, UsageError
-from paceline.probing import probe
+from paceline.probing import measuring
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
 from paceline.probing.exchanging import ExchangeCost
@@ -238,17 +238,17 @@ def test_every_table_is_written() -> None:
 
 def test_a_file_that_exists_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
     out = tmp_path / "cluster.toml"
-    probe.require_writable(out, force=False)
+    measuring.require_writable(out, force=False)
     out.write_text("mine")
     with pytest.raises(UsageError, match=r"cluster\.toml exists; give another --out, or --force to replace it"):
-        probe.require_writable(out, force=False)
-    probe.require_writable(out, force=True)
+        measuring.require_writable(out, force=False)
+    measuring.require_writable(out, force=True)
     with pytest.raises(UsageError, match="is a directory"):
-        probe.require_writable(tmp_path, force=True)
+        measuring.require_writable(tmp_path, force=True)
     with pytest.raises(UsageError, match="in no directory that exists"):
-        probe.require_writable(tmp_path / "no" / "such.toml", force=True)
+        measuring.require_writable(tmp_path / "no" / "such.toml", force=True)
     cluster = fit(facts(2), taken(1.0, 1.0), reports(2), about="it")
-    probe.write(cluster, out)
+    measuring.write(cluster, out)
     assert load(out) == cluster
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]
 
@@ -266,16 +266,16 @@ def test_the_command_looks_before_it_starts_anything(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     cluster = fit(facts(2), taken(1.0, 1.0), reports(2), about="it")
     with pytest.raises(RunFailed, match=r"cannot write .*gone.*: No such file"):
-        probe.write(cluster, tmp_path / "gone" / "cluster.toml")
+        measuring.write(cluster, tmp_path / "gone" / "cluster.toml")
 
 
 def test_a_plan_of_too_little_is_refused() -> None:
     with pytest.raises(UsageError, match="--steps must be at least 3, not 2"):
-        probe.plan_for("train.py", num_steps=2)
+        measuring.config_for("train.py", num_steps=2)
     with pytest.raises(UsageError, match="--max-time must be above 0"):
-        probe.plan_for("train.py", max_s=0.0)
+        measuring.config_for("train.py", max_s=0.0)
     with pytest.raises(UsageError, match=r"cannot read the script nowhere\.py"):
-        probe.plan_for("nowhere.py")
+        measuring.config_for("nowhere.py")
 
 
 def test_reports_survive_their_way() -> None:

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
-from paceline.comm.servers.answer_window import LEAST_ANSWERS
-from paceline.comm.servers.send_window import PIECES_UNDER_WAY
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import OptimizerSpec, Push
-from paceline.comm.servers import answers
 from paceline.comm.servers import group as server_group
-from paceline.comm.servers.group import ServerAddress, ServerGroup
+from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.line import WorkerLine
-from paceline.comm.servers.service import ParameterService, ServerSpec
-from paceline.comm.wire import Keys, Kind, Message, WireError
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import WAKE_S, ServerAddress, SocketCarrier, connect_servers
+from paceline.comm.wire import Keys
 from paceline.errors import Aborted
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
+from paceline.messages import Kind, Message, WireError
 from paceline.records import NullReporter
+from paceline.server import client_core, server_core
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.server.client_core import ClientCore
 from paceline.server.ranges import KeyRange
+from paceline.server.server_core import Send
 from paceline.server.shard import Shard
+from paceline.server.spec import ServerSpec
+from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY
 
 EPOCH = 1
 NUM_PIECES = 16
@@ -49,7 +53,7 @@ def group_of_one(
         ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=NullReporter())
         for index in range(1 + has_server_here)
     ]
-    services[0]._elsewhere.has_neighbour = is_beside_another
+    services[0]._core._has_neighbour = is_beside_another
     threads = [threading.Thread(target=service.serve) for service in services]
     for thread in threads:
         thread.start()
@@ -58,7 +62,7 @@ def group_of_one(
         for service, pieces in zip(services, ranges, strict=True):
             service.configure(ServerSpec(layout, pieces, spec, rule, max_updates=None))
 
-    group = ServerGroup(
+    group = connect_servers(
         keys,
         servers=[
             ServerAddress(service.endpoint, service.bell if index else None) for index, service in enumerate(services)
@@ -92,7 +96,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return push(shard, worker, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Shard, "push", noted)
-    for module in (server_group, answers):
+    for module in (server_group, client_core, server_core):
         monkeypatch.setattr(module, "FRAME_BYTES", 256)
     return seen
 
@@ -115,21 +119,20 @@ def test_every_piece_is_sent_in_its_turn(pushed: list[int]) -> None:
 def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(
     pushed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_group, "PIECES_UNDER_WAY", NUM_PIECES)
-    send, take = ServerGroup._send, ServerGroup._take
+    monkeypatch.setattr(client_core, "PIECES_UNDER_WAY", NUM_PIECES)
+    send, receive = SocketCarrier._send, ClientCore.receive
     num_answers = 0
 
-    def all_but_receipts(group: ServerGroup, link: object, request: Message) -> None:
-        if request.kind is not Kind.RECEIVED:
-            send(group, link, request)  # type: ignore[arg-type]
+    def all_but_receipts(carrier: SocketCarrier, sends: Iterable[Send]) -> None:
+        send(carrier, [each for each in sends if each.message.kind is not Kind.RECEIVED])
 
-    def noted(group: ServerGroup, link: object, answer: Message) -> None:
+    def noted(client: ClientCore, index: int, answer: Message) -> Iterator[Send]:
         nonlocal num_answers
-        num_answers += 1
-        take(group, link, answer)  # type: ignore[arg-type]
+        num_answers += answer.kind is Kind.ANSWER
+        return receive(client, index, answer)
 
-    monkeypatch.setattr(ServerGroup, "_send", all_but_receipts)
-    monkeypatch.setattr(ServerGroup, "_take", noted)
+    monkeypatch.setattr(SocketCarrier, "_send", all_but_receipts)
+    monkeypatch.setattr(ClientCore, "receive", noted)
     with group_of_one(BulkSynchronous(Membership.first(1)), is_beside_another=True) as group:
 
         def abort_once_all_is_there() -> None:
@@ -146,7 +149,7 @@ def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(
 
 def test_word_of_an_answer_that_was_not_sent_is_refused(pushed: list[int]) -> None:
     with group_of_one(BulkSynchronous(Membership.first(1)), is_beside_another=True) as group:
-        group._send(group._links[0], group._message(Kind.RECEIVED))
+        group._carrier._send([Send(0, Message(Kind.RECEIVED, EPOCH))])  # type: ignore[attr-defined]
         with pytest.raises(WireError, match="refused word from worker 0 of an answer that it was not sent"):
             group.exchange(Push(pause_at=FOREVER))
 
@@ -182,4 +185,4 @@ def test_a_worker_that_waits_for_servers_here_and_elsewhere_sleeps(monkeypatch: 
         threading.Timer(ENOUGH_S, group.abort, ["the test has seen enough"]).start()
         with pytest.raises(Aborted, match="the test has seen enough"):
             group.exchange(Push(pause_at=FOREVER))
-    assert num_looks < 10 * ENOUGH_S / server_group.WAKE_S
+    assert num_looks < 10 * ENOUGH_S / WAKE_S

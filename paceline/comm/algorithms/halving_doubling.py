@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -44,10 +46,7 @@ def halving_doubling(collective: Collective, tensor: Tensor, *, op: SumOrMean = 
         start, stop = kept.start, kept.stop
         total.store(gone.start, gone.stop)
         incoming = scratch[: stop - start]
-
-        def add(piece: Tensor, at: int, start: int = start) -> None:
-            total.add(piece, start + at)
-
+        add = partial(total.add, shift=start)
         exchange(collective, flat[gone], destination=partner, incoming=incoming, source=partner, arrived=add)
         distance *= 2
     total.store(start, stop, divisor=divisor_of(op, size=size))

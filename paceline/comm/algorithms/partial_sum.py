@@ -22,9 +22,9 @@ class PartialSum:
         self._flat = flat
         self._total = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 
-    def add(self, part: Tensor, at: int = 0) -> None:
-        """Add another rank's `part`, whose first element belongs at index `at`."""
-        self._total[at : at + part.numel()].add_(part)
+    def add(self, part: Tensor, at: int = 0, *, shift: int = 0) -> None:
+        """Add another rank's `part`, whose first element belongs at index `at + shift`."""
+        self._total[at + shift : at + shift + part.numel()].add_(part)
 
     def store(self, start: int = 0, stop: int | None = None, *, divisor: int = 1) -> None:
         """Write elements `start` to `stop` of the sum, divided by `divisor`, to the tensor."""
@@ -47,5 +47,4 @@ def as_flat(tensor: Tensor, op: SumOrMean) -> Tensor:
 
 
 def divisor_of(op: SumOrMean, *, size: int) -> int:
-    """What the sum over `size` ranks is divided by."""
     return size if op == "mean" else 1

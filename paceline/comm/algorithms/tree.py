@@ -75,7 +75,6 @@ def edges(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _places(rank: int, size: int) -> tuple[_Place, ...]:
-    """The rank's place in each tree."""
     return tuple(
         _Place(
             next((parent for parent, child in tree if child == rank), None),

@@ -45,13 +45,7 @@ class HierarchicalCollective(Collective):
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        hosts: Sequence[Sequence[int]],
-        address: str,
-        deadline_s: float | None = 300.0,
+        self, store: Store, *, rank: int, hosts: Sequence[Sequence[int]], address: str, deadline_s: float | None = 300.0
     ) -> None:
         """Meet the other ranks. Collective call.
 
@@ -98,13 +92,7 @@ class HierarchicalCollective(Collective):
         self._num_staged = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """A zeroed uint8 tensor of shape (num_bytes,) that every rank of the host maps until `close`.
-
-        Raises:
-            TensorMismatch: ranks ask for different sizes.
-            ValueError: `num_bytes` is not positive.
-            OSError: there is no descriptor or no address space left, here.
-        """
+        """As `SharedMemoryCollective.allocate`; every rank of the host maps the tensor."""
         if num_bytes <= 0:
             raise ValueError(f"an allocation needs at least one byte, not {num_bytes}")
         self.require_equal("the size of an allocation", num_bytes)
@@ -197,7 +185,6 @@ class HierarchicalCollective(Collective):
         return passage.is_over
 
     def wait(self, passage: Passage) -> None:
-        """Block until `passage` is over."""
         if not passage.is_over:
             with self._failing():
                 self._stages.wait(passage)

@@ -49,7 +49,7 @@ class Division:
         # `Reduction` accumulates in the first part, which may be the memory of the result.
         others = [part[shares[rank]] for other, part in enumerate(parts) if other != rank]
         self.blocks = blocks_of([self._share, *others, self.total])
-        """Of each block of the share: this rank's, the other ranks', then `total`'s."""
+        """Each block of the share: this rank's memory, the other ranks', then `total`'s."""
         self.copies = [
             (part[share], mine[share])
             for other, (part, share) in enumerate(zip(parts, shares, strict=True))
@@ -89,10 +89,6 @@ class HostShares:
             ranks: the world ranks of this host's ranks, for errors.
             gather: returns the 1-D tensors that all ranks of this host call it with, in their order.
             meet: returns once all ranks of this host have called it.
-
-        Raises:
-            PeerLost: another rank's process is gone, or its memory cannot be opened.
-            OSError: there is no descriptor or no address space left.
         """
         self.timing = Timing()
         self._rank = rank

@@ -49,9 +49,13 @@ class Stages:
         self._reducing: deque[Passage] = deque()
         self._crossing: deque[Passage] = deque()
         self._handed_round: deque[Passage] = deque()
+        self._moves = (
+            (self._reducing, self._cross),
+            (self._crossing, self._hand_round),
+            (self._handed_round, self._end),
+        )
 
     def submit(self, division: Division, finish: Callable[[], None] | None) -> Passage:
-        """Start an all-reduce; never blocks."""
         passage = Passage(division, finish, self._shares.reduce(division))
         self._reducing.append(passage)
         self.advance()
@@ -59,18 +63,15 @@ class Stages:
 
     def advance(self) -> None:
         """Move everything on as far as possible without blocking."""
-        while self._reducing and self._reducing[0].work.poll():
-            self._cross(self._reducing.popleft())
-        while self._crossing and self._crossing[0].work.poll():
-            self._hand_round(self._crossing.popleft())
-        while self._handed_round and self._handed_round[0].work.poll():
-            self._end(self._handed_round.popleft())
+        for stage, move_on in self._moves:
+            while stage and stage[0].work.poll():
+                move_on(stage.popleft())
 
     def wait(self, passage: Passage) -> None:
         """Block until it is over, always on what started first: every rank can go on with that."""
         self.advance()
         while not passage.is_over:
-            oldest = next(stage[0] for stage in (self._handed_round, self._crossing, self._reducing) if stage)
+            oldest = next(stage[0] for stage, _ in reversed(self._moves) if stage)
             oldest.work.wait()
             self.advance()
 
@@ -80,8 +81,7 @@ class Stages:
             self.wait(passage)
 
     def close(self) -> None:
-        """Forget all that is under way."""
-        for stage in (self._reducing, self._crossing, self._handed_round):
+        for stage, _ in self._moves:
             stage.clear()
 
     def _cross(self, passage: Passage) -> None:

@@ -32,7 +32,7 @@ class _Operation:
     start: Callable[[], Any] | None
     finish: Callable[[], None] | None
     number: int = 0
-    """Of a collective operation."""
+    """0 of a message."""
     peer: int | None = None
     """The other rank of a message."""
     started: Any = None
@@ -67,29 +67,22 @@ class TorchCalls:
         self._gone_since_s: float | None = None
 
     def submit(
-        self,
-        operation: str,
-        start: Callable[[], Any],
-        *,
-        num_bytes: int,
-        finish: Callable[[], None] | None = None,
-        must_agree: bool = False,
+        self, operation: str, start: Callable[[], Any], *, num_bytes: int, finish: Callable[[], None] | None = None
     ) -> Work:
         """Issue a collective operation; never blocks.
 
         Args:
-            operation: what it is, in the words of an error.
+            operation: what it is, in the words of an error, which all ranks must agree on.
             start: starts it on the backend.
             num_bytes: what this rank moves.
             finish: is called once when the operation is over.
-            must_agree: all ranks must issue one of the same words, which is looked into the first time.
         """
         self.check()
         self._num_issued += 1
         work = _Operation(operation, start, finish, number=self._num_issued)
         self._timing.moved_bytes += num_bytes
         self._under_way[work.number] = work
-        if must_agree and operation not in self._agreed:
+        if operation not in self._agreed:
             self._agreed.add(operation)
             work.is_agreed = False
             self._tell(work)
@@ -125,7 +118,6 @@ class TorchCalls:
         return work.is_over
 
     def wait(self, work: _Operation) -> None:
-        """Block until the work is over."""
         if work.is_over:
             return
         started_s = time.perf_counter()
@@ -194,7 +186,7 @@ class TorchCalls:
         work.start = work.finish = work.started = None  # they hold tensors
 
     def _sleep(self, work: _Operation, timeout_s: float) -> None:
-        """Until the work may be completed; a try."""
+        """Sleep until the work may be over, at most so long."""
         if work.started is None:
             self._watch.wait(timeout_s)
         elif isinstance(work.started, WatchedMessage):
@@ -247,7 +239,7 @@ class TorchCalls:
                     del peer.calls[number]
 
     def _culprits(self, work: _Operation) -> list[str]:
-        """Who is gone, of those that the work needs, and why."""
+        """Which of the ranks that the work needs are gone, and why."""
         return [
             f"rank {rank} is lost: {peer.departure}"
             for rank, peer in self._watch.peers.items()

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Store
 
-from paceline.comm.arguments import flatten, require_other, timeout_of
+from paceline.comm.arguments import timeout_of
 from paceline.comm.base import ReduceOp, Timing, Work
 from paceline.comm.byte_collective import ByteCollective
 from paceline.comm.helper import Helper
+from paceline.comm.hosts import interface_with, nccl_interface
 from paceline.comm.process_group.calls import TorchCalls
 from paceline.comm.process_group.gloo_messages import WatchedMessage
-from paceline.comm.process_group.network_interface import interface_with, nccl_interface
 from paceline.comm.process_group.peer_watch import PeerWatch
 from paceline.comm.process_group.reducing import from_wire, options_for, to_wire
 from paceline.comm.rank_errors import disagreement
@@ -38,8 +38,8 @@ class TorchCollective(ByteCollective):
     All blocked time counts as communication: the backends do not tell it from waiting. `wait` blocks this thread until
     the result is in place, with NCCL too, so that every wait has a deadline. After any error every later call raises.
 
-    Errors name the rank that is lost, missing or disagrees. Ranks compare operation, root, dtype and
-    size the first time that one of them asks for such an all-reduce, and in every call of the other operations. If
+    Errors name the rank that is lost, missing or disagrees. Ranks compare operation, root, dtype and size the first
+    time that one of them asks for that, and dtypes and sizes in every call of operations other than all-reduce. If
     ranks mix up all-reduces that were all agreed on before, gloo ends their processes: to compare every time would
     double the time of a 12 KB all-reduce. A message of another dtype or size than its receiver awaits never arrives
     over gloo; over NCCL what happens is undefined.
@@ -48,27 +48,8 @@ class TorchCollective(ByteCollective):
     tensors one must send first and the other receive first.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        *,
-        device: torch.device,
-        address: str,
-        deadline_s: float | None,
-    ) -> None:
-        """Take over a backend's group. Collective call. `connect_gloo` and `connect_nccl` make groups.
-
-        Args:
-            group: one of gloo or NCCL; `close` shuts it down.
-            device: where this rank's tensors are.
-            address: IP address of this host on which the other ranks reach it.
-            deadline_s: the longest that any one call may wait; None for ever. The group's own timeout is set
-                a little longer.
-
-        Raises:
-            DeadlineExceeded, PeerLost: another rank did not come.
-            OSError: another rank's address cannot be reached.
-        """
+    def __init__(self, group: Any, *, device: torch.device, address: str, deadline_s: float | None) -> None:
+        """Take over the group of a backend from `connect_gloo` or `connect_nccl`. Collective call."""
         self.rank = group.rank()
         self.size = group.size()
         self.timing = Timing()
@@ -96,7 +77,8 @@ class TorchCollective(ByteCollective):
             TypeError: the dtype cannot be reduced, or the tensor is not on the backend's device.
         """
         require_reducible(op, tensor.dtype)
-        self._require_device(tensor)
+        if tensor.device.type != self.device.type:
+            raise TypeError(f"this collective reduces tensors on {self.device.type}, not on {tensor.device}")
         tensor = tensor.detach()
         wire = to_wire(tensor, op)
         options = options_for(op, tensor.dtype)
@@ -107,7 +89,6 @@ class TorchCollective(ByteCollective):
             lambda: self._group.allreduce([wire], options),
             num_bytes=num_bytes,
             finish=finish,
-            must_agree=True,
         )
 
     def broadcast_bytes(self, signature: Signature, raw: Tensor, root: int) -> None:
@@ -153,18 +134,15 @@ class TorchCollective(ByteCollective):
     def fail(self, error: PacelineError) -> NoReturn:
         self._calls.fail(error)
 
-    def send(self, tensor: Tensor, *, destination: int) -> Work:
-        require_other(destination, rank=self.rank, size=self.size)
-        raw = flatten(tensor, device_type=self.device.type)[0].view(torch.uint8)
-        tag = _tag(tensor)
-        return self._message("send to", destination, tensor, lambda: self._group.send([raw], destination, tag))
+    def send_bytes(self, signature: Signature, raw: Tensor, destination: int) -> Work:
+        return self._message(
+            "send to", destination, signature, raw, lambda tag: self._group.send([raw], destination, tag), None
+        )
 
-    def recv(self, tensor: Tensor, *, source: int) -> Work:
-        require_other(source, rank=self.rank, size=self.size)
-        flat, copy_back = flatten(tensor, device_type=self.device.type, is_target=True)
-        raw = flat.view(torch.uint8)
-        tag = _tag(tensor)
-        return self._message("recv from", source, tensor, lambda: self._group.recv([raw], source, tag), copy_back)
+    def recv_bytes(self, signature: Signature, raw: Tensor, source: int, finish: Callable[[], None] | None) -> Work:
+        return self._message(
+            "recv from", source, signature, raw, lambda tag: self._group.recv([raw], source, tag), finish
+        )
 
     def barrier(self) -> None:
         one = torch.zeros(1, device=self.device)
@@ -189,22 +167,24 @@ class TorchCollective(ByteCollective):
             self._group = None
 
     def _run(self, signature: Signature, start: Callable[[], Any], num_bytes: int) -> None:
-        self._calls.submit(str(signature), start, num_bytes=num_bytes, must_agree=True).wait()
+        self._calls.submit(str(signature), start, num_bytes=num_bytes).wait()
 
     def _message(
         self,
         way: str,
         other: int,
-        tensor: Tensor,
-        start: Callable[[], Any],
-        finish: Callable[[], None] | None = None,
+        signature: Signature,
+        raw: Tensor,
+        start: Callable[[int], Any],
+        finish: Callable[[], None] | None,
     ) -> Work:
-        operation = f"{way} rank {other} of {Signature('message', tensor.dtype, tensor.numel())}"
+        # Only tensors of one form share a tag: gloo ends a process that gets more than it has room for.
+        tag = zlib.crc32(f"{signature.dtype} {signature.num_elements}".encode()) & 0x7FFFFFFF
         return self._calls.submit_message(
-            operation,
-            lambda: self._watched(start(), f"{way} {other}"),
+            f"{way} rank {other} of {signature}",
+            lambda: self._watched(start(tag), f"{way} {other}"),
             peer=other,
-            num_bytes=tensor.nbytes,
+            num_bytes=raw.numel(),
             finish=finish,
         )
 
@@ -237,10 +217,6 @@ class TorchCollective(ByteCollective):
                 longest * (self.size - 1),
             )
         return [theirs[:length] for theirs, length in zip(gathered, lengths, strict=True)]
-
-    def _require_device(self, tensor: Tensor) -> None:
-        if tensor.device.type != self.device.type:
-            raise TypeError(f"this collective moves tensors on {self.device.type}, not on {tensor.device}")
 
 
 def connect_gloo(
@@ -297,8 +273,3 @@ def _meeting(size: int, deadline_s: float | None) -> Iterator[None]:
 @functools.lru_cache(maxsize=4096)
 def _all_reduce_of(op: ReduceOp, dtype: torch.dtype, num_elements: int) -> str:
     return str(Signature("all_reduce", dtype, num_elements, op))
-
-
-def _tag(tensor: Tensor) -> int:
-    """A tag that only tensors of one form share: gloo ends a process that gets more than it has room for."""
-    return zlib.crc32(f"{tensor.dtype} {tensor.numel()}".encode()) & 0x7FFFFFFF

@@ -13,7 +13,6 @@ class WatchedMessage:
     """A message's work that can be asked whether it is over."""
 
     def __init__(self, work: Any) -> None:
-        """`work`: the backend's."""
         self._work = work
         self._failure: RuntimeError | None = None
         self._is_over = threading.Event()
@@ -22,7 +21,6 @@ class WatchedMessage:
         return self._is_over.is_set()
 
     def sleep(self, timeout_s: float) -> None:
-        """Until it is over, but no longer than that."""
         self._is_over.wait(timeout_s)
 
     def wait(self) -> None:

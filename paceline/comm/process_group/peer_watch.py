@@ -104,7 +104,6 @@ class PeerWatch:
         self._send(_LEAVE, num_completed, reason)
 
     def look(self) -> None:
-        """Read what the others have said since."""
         for peer in self.peers.values():
             if peer.departure is None:
                 _read(peer)

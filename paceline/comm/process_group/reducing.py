@@ -45,7 +45,6 @@ def to_wire(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 
 def options_for(op: ReduceOp, dtype: torch.dtype) -> Any:
-    """The backend's options of an all-reduce."""
     options = dist.AllreduceOptions()
     options.reduceOp = (_BOOL_OPERATIONS if dtype == torch.bool else _OPERATIONS)[op]
     return options

@@ -63,7 +63,6 @@ class Allocations:
         return SharedTensor(parts, allocation.offset_bytes + start)
 
     def close(self) -> None:
-        """Let go of all memory."""
         for allocation in self._all:
             for block in allocation.blocks:
                 block.close()

@@ -21,7 +21,7 @@ class BlockAddress:
     pid: int
     """The process that made the block."""
     fd: int
-    """That process's descriptor of it."""
+    """The descriptor that it has there."""
     num_bytes: int
 
     def gathered(self, gather: Callable[[Tensor], list[Tensor]]) -> list[BlockAddress]:

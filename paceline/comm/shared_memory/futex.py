@@ -72,14 +72,6 @@ def wake(address: int) -> None:
         _syscall(_number, address, _WAKE, _EVERYONE, None, None, 0)
 
 
-def _foreign_call() -> None:
-    _libc.getppid()
-
-
-def _nothing() -> None:
-    pass
-
-
 def may_skip_wakes() -> bool:
     """Join those whose stores `flush_others` makes visible; whether that is possible here."""
     return _membarrier(_REGISTER_GLOBAL_EXPEDITED)
@@ -99,5 +91,5 @@ def _membarrier(command: int) -> bool:
     return _membarrier_number is not None and _syscall(_membarrier_number, command, 0, 0, None, None, 0) == 0
 
 
-fence: Callable[[], None] = _nothing if _machine in ("x86_64", "AMD64") else _foreign_call
+fence: Callable[[], object] = (lambda: None) if _machine in ("x86_64", "AMD64") else _libc.getppid
 """To be called between data and the word that publishes it, on both sides."""

@@ -123,7 +123,6 @@ class Mailbox:
         return self._start(self._incoming[source], raw, signature, finish)
 
     def wait(self, message: _Message) -> None:
-        """Block until `message` is over."""
         started_s = time.perf_counter()
         while message.pieces:
             self._rendezvous.check()
@@ -156,7 +155,6 @@ class Mailbox:
         return is_any_left
 
     def close(self) -> None:
-        """Forget all messages and let go of the memory."""
         self._outgoing, self._incoming = {}, {}
 
     def _start(self, way: _Way, raw: Tensor, signature: Signature, finish: Callable[[], None] | None = None) -> Work:

@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from paceline.comm.base import Timing, Work
-from paceline.comm.shared_memory.rendezvous import (
-    FIRST_NUMBER,
-    LOOK_INTERVAL_S,
-    NUM_SIGNATURES,
-    Obstacle,
-    Rendezvous,
-)
+from paceline.comm.shared_memory.rendezvous import FIRST_NUMBER, LOOK_INTERVAL_S, NUM_SIGNATURES, Obstacle, Rendezvous
 from paceline.comm.signature import Signature
 from paceline.comm.works import OwnedWork
 from paceline.errors import Aborted, PacelineError, UsageError
@@ -106,7 +100,6 @@ class Pipeline:
         return False
 
     def wait(self, number: int) -> None:
-        """Block until step `number` is over."""
         started_s = time.perf_counter()
         while self._over < number:
             self._rendezvous.check()
@@ -122,7 +115,6 @@ class Pipeline:
         return self._over < self._issued
 
     def close(self) -> None:
-        """Forget all steps and the tensors they hold."""
         self._to_load.clear()
         self._to_exchange.clear()
         self._to_store.clear()

@@ -57,7 +57,6 @@ class ReductionPlans:
         ]
 
     def close(self) -> None:
-        """Let go of all memory."""
         self._allocations.close()
         self._staging = []
         for plans in (self._small, self._staged, self._shared):

@@ -71,7 +71,6 @@ class Counter:
         return self._floor >= number
 
     def missing(self, number: int) -> list[int]:
-        """The ranks that have not come to `number`."""
         floor, word = self._floor, self._word
         return [rank for rank, words in self._others.items() if floor + ((words[word] - floor) & _MASK) < number]
 
@@ -82,10 +81,9 @@ class Obstacle(NamedTuple):
     counter: Counter
     number: int
     signature: Signature
-    """Of the operation, for errors."""
+    """What the operation is, for errors."""
 
     def missing(self) -> list[int]:
-        """The ranks that have not come there."""
         return self.counter.missing(self.number)
 
 

@@ -85,7 +85,6 @@ class Transfers:
         self._timing.moved_bytes += (self._size - 2) * out.nbytes + sum(raw.numel() for raw in outgoing)
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._staging = []
 
     def _move(
@@ -123,7 +122,6 @@ class Transfers:
         return read
 
     def _others(self, lengths: Sequence[int]) -> dict[int, Tensor]:
-        """Memory for what every other rank gives."""
         return {
             rank: torch.empty(length, dtype=torch.uint8) for rank, length in enumerate(lengths) if rank != self._rank
         }

@@ -87,7 +87,7 @@ class WorldSpec:
         return len({worker.node_id for worker in self.workers})
 
     def num_threads(self, rank: int) -> int:
-        """That a worker computes with: its share of its host's cores.
+        """A worker computes with its share of its host's cores.
 
         Servers are not counted: under bsp they compute while workers wait, else they take what their updates need.
         """
@@ -117,12 +117,7 @@ class WorkerActor:
         )
 
     def run(
-        self,
-        spec: WorldSpec,
-        rank: int,
-        program: Program,
-        launcher: LauncherAddress,
-        servers: list[Any],
+        self, spec: WorldSpec, rank: int, program: Program, launcher: LauncherAddress, servers: list[Any]
     ) -> Outcome:
         # A Ctrl-C in the launcher's terminal reaches the whole process group; the launcher alone acts on it.
         with contextlib.suppress(ValueError):
@@ -139,12 +134,7 @@ class WorkerActor:
             for end in ends:
                 end.abort(reason)
 
-        line = ControlLine(
-            launcher,
-            identity=f"worker-{rank}",
-            progress=progress,
-            on_abort=abort,
-        )
+        line = ControlLine(launcher, identity=f"worker-{rank}", progress=progress, on_abort=abort)
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends)
             with captured(line.say):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.lab.figures import breakdown, curves, efficiency, ranking, speedup, staleness
+from paceline.lab.figures import breakdown, curves, efficiency, ranking, scaling, staleness
 from paceline.lab.figures.chart import Chart, Subject, say_cluster, share_ranges
 
 __all__ = ["Chart", "Figure", "Subject", "figures"]
@@ -52,7 +52,7 @@ _KINDS = (
         "Speed-up",
         "How many times sooner n workers reach the target than the base does. The dashed diagonal is ideal; fine dots "
         "are Amdahl's law fitted to each strategy up to its fastest. Whiskers: lowest to highest pairing of seeds.",
-        speedup.speedup,
+        scaling.speedup,
     ),
     _Kind(
         "convergence",

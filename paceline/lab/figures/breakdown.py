@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from paceline.lab.figures.chart import Chart, Subject, canvas
+from paceline.lab.figures.chart import Chart, Subject, canvas, pattern
 
 _HEIGHT_PX = 320
 # Column, name, colour and pattern of each part, from the axis outward; the parts add up to the whole time.
@@ -69,17 +69,13 @@ def _by_strategy(subject: Subject) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _stack(plot: go.Figure, labels: list[str], parts: pd.DataFrame) -> None:
-    for column, name, colour, pattern in _PARTS:
+    for column, name, colour, shape in _PARTS:
         plot.add_trace(
             go.Bar(
                 x=labels,
                 y=parts[column].tolist(),
                 name=name,
-                marker={
-                    "color": colour,
-                    "line": {"color": "var(--page)", "width": 1},
-                    "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "var(--page)", "size": 6},
-                },
+                marker={"color": colour, "line": {"color": "var(--page)", "width": 1}, "pattern": pattern(shape)},
             )
         )
     plot.update_layout(barmode="stack", bargap=0.3, legend_traceorder="normal")

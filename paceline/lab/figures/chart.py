@@ -116,9 +116,13 @@ class Subject:
     def time_title(self) -> str:
         return self.seconds("Training time")
 
-    def is_synchronous(self, strategy: str) -> bool:
+    def unit_of(self, strategy: str) -> str:
+        """What an iteration is."""
         trials = self.frames.trials
-        return bool(trials.loc[trials["strategy"] == strategy, "synchronous"].all())
+        return str(trials.loc[trials["strategy"] == strategy, "unit"].iloc[0])
+
+    def is_synchronous(self, strategy: str) -> bool:
+        return self.unit_of(strategy) != "gradient"
 
     def counts_of(self, strategy: str) -> list[int]:
         """Worker counts at which the strategy has a finished trial."""
@@ -171,8 +175,42 @@ def canvas(*, x_title: str, y_title: str, height_px: int = HEIGHT_PX) -> go.Figu
     return plot
 
 
-def line(style: Style, *, width: float = 2) -> dict[str, Any]:
-    return {"color": style.colour, "dash": style.dash, "width": width}
+def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **settings: Any) -> go.Scatter:
+    """A line with marks in the style of what it is of.
+
+    Args:
+        settings: of the trace besides; `line` and `marker` add to what they are by default.
+    """
+    line = {"color": style.colour, "dash": style.dash, "width": width, **settings.pop("line", {})}
+    marker = {"symbol": style.marker, "size": size, "color": style.colour, **settings.pop("marker", {})}
+    given = {"mode": "lines+markers", "name": plain(name), "legendgroup": plain(name), **settings}
+    return go.Scatter(line=line, marker=marker, **given)
+
+
+def pattern(shape: str) -> dict[str, Any]:
+    """Of a bar."""
+    return {"shape": shape, "fillmode": "overlay", "fgcolor": "var(--page)", "size": 6}
+
+
+def whiskers(
+    rows: pd.DataFrame, quantity: str, colour: str, *, thickness: float = 1.2, width: int = 3
+) -> dict[str, Any]:
+    """From the lowest to the highest seed."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": (rows[f"{quantity}_high"] - rows[quantity]).tolist(),
+        "arrayminus": (rows[quantity] - rows[f"{quantity}_low"]).tolist(),
+        "color": colour,
+        "thickness": thickness,
+        "width": width,
+    }
+
+
+def ideal(plot: go.Figure, workers: int, value: float, *, first: float = 1.0) -> None:
+    """A faint straight line from what one worker does to as many times that for so many."""
+    line = {"color": FAINT, "width": 1, "dash": "4px 4px"}
+    plot.add_trace(go.Scatter(x=[1, workers], y=[first, value], mode="lines", name="ideal", line=line))
 
 
 def share_ranges(charts: Iterable[Chart], *, from_zero: bool) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from paceline.lab import words
-from paceline.lab.figures.chart import Chart, Subject, canvas, draw_target, is_percent, line
+from paceline.lab.figures.chart import Chart, Subject, canvas, curve, draw_target, is_percent
 from paceline.lab.figures.seeds import Band, Curve, band
 from paceline.lab.figures.style import Style, plain
 
@@ -185,17 +185,8 @@ def _draw(
             )
         )
     for name, found in bands.items():
-        style = styles[name]
-        plot.add_trace(
-            go.Scatter(
-                **{across: found.x.tolist(), up: found.mean.tolist()},
-                mode="lines+markers",
-                name=plain(name),
-                legendgroup=plain(name),
-                line=line(style),
-                marker={"symbol": style.marker, "size": 7, "color": style.colour, "maxdisplayed": _NUM_MARKERS},
-            )
-        )
+        points = {across: found.x.tolist(), up: found.mean.tolist()}
+        plot.add_trace(curve(name, styles[name], **points, marker={"maxdisplayed": _NUM_MARKERS}))
 
 
 def _table(bands: Mapping[Any, Band], key: str, *, x: str, y: str) -> pd.DataFrame:
@@ -226,7 +217,7 @@ def _named(subject: Subject) -> dict[str, Style]:
 
 
 def _iterations_title(subject: Subject, strategy: str) -> str:
-    return "Iterations (global updates)" if subject.is_synchronous(strategy) else "Iterations (gradients applied)"
+    return f"Iterations ({words.ITERATIONS[subject.unit_of(strategy)]})"
 
 
 def _metric_title(subject: Subject) -> str:

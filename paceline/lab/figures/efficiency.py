@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from paceline.lab.figures.chart import Chart, Subject, canvas
-from paceline.lab.figures.style import FAINT, plain
+from paceline.lab.figures.chart import Chart, Subject, canvas, curve, whiskers
+from paceline.lab.figures.style import FAINT
 
 _HEIGHT_PX = 420
 _MIN_TICKS = 4
@@ -66,32 +66,11 @@ def efficiency(subject: Subject) -> list[Chart]:
 
 def _points(plot: go.Figure, subject: Subject, strategy: str, rows: pd.DataFrame) -> None:
     style = subject.strategy_styles[strategy]
-    errors = {
-        f"error_{axis}": {
-            "type": "data",
-            "symmetric": False,
-            "array": (rows[f"{column}_high"] - rows[column]).tolist(),
-            "arrayminus": (rows[column] - rows[f"{column}_low"]).tolist(),
-            "color": style.colour,
-            "thickness": 1,
-            "width": 3,
-        }
-        for axis, column in (("x", "samples_per_s"), ("y", "samples_to_target"))
-    }
-    plot.add_trace(
-        go.Scatter(
-            x=rows["samples_per_s"].tolist(),
-            y=rows["samples_to_target"].tolist(),
-            mode="lines+markers+text",
-            name=plain(strategy),
-            text=[str(count) for count in rows["workers"]],
-            textposition="top center",
-            textfont={"size": 11},
-            line={"color": style.colour, "dash": style.dash, "width": 1.5},
-            marker={"symbol": style.marker, "size": 9, "color": style.colour},
-            **errors,
-        )
-    )
+    axes = {"x": "samples_per_s", "y": "samples_to_target"}
+    errors = {f"error_{axis}": whiskers(rows, name, style.colour, thickness=1) for axis, name in axes.items()}
+    numbers = {axis: rows[name].tolist() for axis, name in axes.items()}
+    labels = {"text": [str(count) for count in rows["workers"]], "textposition": "top center", "textfont": {"size": 11}}
+    plot.add_trace(curve(strategy, style, width=1.5, size=9, mode="lines+markers+text", **numbers, **labels, **errors))
 
 
 def _span(rows: pd.DataFrame, column: str) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from paceline.lab.figures.chart import Chart, Subject, canvas, reached_in_part
+from paceline.lab.figures.chart import Chart, Subject, canvas, pattern, reached_in_part, whiskers
 from paceline.lab.figures.style import INK, plain
 from paceline.lab.reliability import num_tried
 
@@ -69,17 +69,9 @@ def _bars(plot: go.Figure, subject: Subject, strategy: str, rows: pd.DataFrame, 
             marker={
                 "color": style.colour,
                 "line": {"color": style.colour, "width": 1},
-                "pattern": {"shape": style.pattern, "fillmode": "overlay", "fgcolor": "var(--page)", "size": 6},
+                "pattern": pattern(style.pattern),
             },
-            error_x={
-                "type": "data",
-                "symmetric": False,
-                "array": (rows[f"{quantity}_high"] - rows[quantity]).tolist(),
-                "arrayminus": (rows[quantity] - rows[f"{quantity}_low"]).tolist(),
-                "color": INK,
-                "thickness": 1.2,
-                "width": 3,
-            },
+            error_x=whiskers(rows, quantity, INK),
         )
     )
 

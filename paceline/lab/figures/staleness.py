@@ -9,9 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from paceline.lab import words
-from paceline.lab.figures.chart import Chart, Subject, canvas
+from paceline.lab.figures.chart import Chart, Subject, canvas, curve
 from paceline.lab.figures.seeds import Floats
-from paceline.lab.figures.style import plain
 
 _HEIGHT_PX = 300
 _MAX_BINS = 200
@@ -91,14 +90,7 @@ def _chart(subject: Subject, strategy: str, rows: pd.DataFrame) -> Chart:
 
 def _outline(plot: go.Figure, subject: Subject, count: int, bins: _Bins, share: Floats) -> None:
     centres, style = bins.centres, subject.worker_styles[count]
-    plot.add_trace(
-        go.Scatter(
-            # A zero at each end closes the outline; bins lie around their centres.
-            x=[centres[0] - bins.width, *centres, centres[-1] + bins.width],
-            y=[0.0, *share.tolist(), 0.0],
-            mode="lines+markers",
-            name=plain(words.workers(count)),
-            line={"color": style.colour, "dash": style.dash, "width": 2, "shape": "hvh"},
-            marker={"symbol": style.marker, "size": 7, "color": style.colour, "maxdisplayed": 12},
-        )
-    )
+    # A zero at each end closes the outline; bins lie around their centres.
+    x, y = [centres[0] - bins.width, *centres, centres[-1] + bins.width], [0.0, *share.tolist(), 0.0]
+    shape, marks = {"shape": "hvh"}, {"maxdisplayed": 12}
+    plot.add_trace(curve(words.workers(count), style, x=x, y=y, line=shape, marker=marks))

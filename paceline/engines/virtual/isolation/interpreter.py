@@ -50,10 +50,10 @@ def kept() -> Iterator[None]:
 
 @contextmanager
 def sleeping(sleep: Callable[[float], bool]) -> Iterator[None]:
-    """`time.sleep` takes virtual time where that is the caller's.
+    """`time.sleep` takes virtual time where the caller lives in it.
 
     Args:
-        sleep: takes it, in seconds; false: the caller lives in real time.
+        sleep: takes so many seconds; returns false where the caller lives in real time.
     """
     real = time.sleep
 
@@ -66,6 +66,11 @@ def sleeping(sleep: Callable[[float], bool]) -> Iterator[None]:
         yield
     finally:
         time.sleep = real
+        sleep = _never  # modules imported meanwhile may have kept `either`, and must not keep the run
+
+
+def _never(duration_s: float) -> bool:
+    return False
 
 
 @contextmanager

@@ -7,6 +7,14 @@ from collections.abc import Callable
 from typing import TextIO, final
 
 
+def _nobody() -> None:
+    return None
+
+
+def _ignore(who: str, line: str) -> None:
+    pass
+
+
 @final
 class OutputByLine(io.TextIOBase):
     """A stand-in for standard output that hands on whole lines of workers, and anything else as it comes.
@@ -40,8 +48,13 @@ class OutputByLine(io.TextIOBase):
         if self._otherwise is not None:
             self._otherwise.flush()
 
-    def finish(self, who: str | None = None) -> None:
-        """Hand on lines without an end, of one worker or of all."""
-        for name in [who] if who is not None else list(self._begun):
-            if rest := self._begun.pop(name, ""):
+    def retire(self) -> None:
+        """Hand on the lines without an end, and forget the run.
+
+        Modules that scripts have imported may have kept this as their standard output.
+        """
+        for name, rest in self._begun.items():
+            if rest:
                 self._say(name, rest)
+        self._begun.clear()
+        self._who, self._say = _nobody, _ignore

@@ -31,15 +31,16 @@ class Surroundings:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """All is as before at the end."""
-        with interpreter.kept(), interpreter.sleeping(self._sleep), self._backward.in_place():
-            with contextlib.redirect_stdout(self._out), contextlib.redirect_stderr(self._err), labels.only_where_seen():
-                yield
-            self.finish_lines()
-
-    def finish_lines(self, who: str | None = None) -> None:
-        """Hand on the lines that a worker has begun, or all have."""
-        self._out.finish(who)
-        self._err.finish(who)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._out.retire)
+            stack.callback(self._err.retire)
+            stack.enter_context(interpreter.kept())
+            stack.enter_context(interpreter.sleeping(self._sleep))
+            stack.enter_context(self._backward.in_place())
+            stack.enter_context(contextlib.redirect_stdout(self._out))
+            stack.enter_context(contextlib.redirect_stderr(self._err))
+            stack.enter_context(labels.only_where_seen())
+            yield
 
     @contextlib.contextmanager
     def not_heard(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from paceline.lab import amdahl, words
-from paceline.lab.figures.chart import Chart, Subject, canvas, reached_in_part
+from paceline.lab.figures.chart import Chart, Subject, canvas, curve, ideal, reached_in_part, whiskers
 from paceline.lab.figures.style import FAINT, plain
 
 _HEIGHT_PX = 420
@@ -31,11 +31,7 @@ def speedup(subject: Subject) -> list[Chart]:
     )
     most = max(subject.counts)
     top = max(_ROOM * float(summary["speedup_high"].max()), 1.2)
-    plot.add_trace(
-        go.Scatter(
-            x=[1, most], y=[1, most], mode="lines", name="ideal", line={"color": FAINT, "width": 1, "dash": "4px 4px"}
-        )
-    )
+    ideal(plot, most, most)
     never = summary[(summary["reached"] == 0) & (summary["seeds"] > 0)]
     notes = [f"Never reached the target: {row.strategy} at {row.workers} workers." for row in never.itertuples()]
     notes += reached_in_part(summary)
@@ -58,25 +54,9 @@ def speedup(subject: Subject) -> list[Chart]:
 
 def _measured(plot: go.Figure, subject: Subject, strategy: str, rows: pd.DataFrame) -> None:
     style = subject.strategy_styles[strategy]
+    errors = whiskers(rows, "speedup", style.colour, width=4)
     plot.add_trace(
-        go.Scatter(
-            x=rows["workers"].tolist(),
-            y=rows["speedup"].tolist(),
-            mode="lines+markers",
-            name=plain(strategy),
-            legendgroup=plain(strategy),
-            line={"color": style.colour, "dash": style.dash, "width": 2},
-            marker={"symbol": style.marker, "size": 9, "color": style.colour},
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": (rows["speedup_high"] - rows["speedup"]).tolist(),
-                "arrayminus": (rows["speedup"] - rows["speedup_low"]).tolist(),
-                "color": style.colour,
-                "thickness": 1.2,
-                "width": 4,
-            },
-        )
+        curve(strategy, style, size=9, x=rows["workers"].tolist(), y=rows["speedup"].tolist(), error_y=errors)
     )
 
 
@@ -109,17 +89,18 @@ def _draw_never(plot: go.Figure, subject: Subject, never: pd.DataFrame, top: flo
         style = subject.strategy_styles[strategy]
         counts = never.loc[never["strategy"] == strategy, "workers"].tolist()
         plot.add_trace(
-            go.Scatter(
+            curve(
+                strategy,
+                style,
+                size=9,
                 x=counts,
                 y=[-_STRIP * top * (place + 0.75)] * len(counts),
                 mode="markers+text",
                 text=[f"{plain(strategy)}: never"] * len(counts),
                 textposition="middle left",
                 textfont={"size": 11},
-                name=plain(strategy),
-                legendgroup=plain(strategy),
                 showlegend=False,
-                marker={"symbol": style.marker + "-open", "size": 9, "color": style.colour},
+                marker={"symbol": style.marker + "-open"},
                 hoverinfo="skip",
             )
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,16 @@ from paceline.config import Target, rises
 from paceline.errors import UsageError
 from paceline.lab import analysis, runner, step_totals
 from paceline.lab.frames import FINISHED, MISSING, Frames, table
-from paceline.lab.outcome import Outcome
+from paceline.lab.outcome import TrialOutcome
 from paceline.lab.reaching import first_reaching
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.step_totals import StepTotals
 from paceline.records import EvaluationRecord, read_records
 from paceline.running import manifest
 
-
-@dataclass
-class _Rows:
-    """What has been read so far, table by table."""
-
-    trials: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    workers: list[dict[str, Any]] = field(default_factory=list)
-    staleness: list[dict[str, Any]] = field(default_factory=list)
-    pace: list[dict[str, Any]] = field(default_factory=list)
+_Rows = Mapping[str, list[dict[str, Any]]]
+"""What has been read so far, by table."""
+_READ = ("trials", "evaluations", "workers", "staleness", "pace")
 
 
 def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
@@ -37,30 +29,22 @@ def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
     Raises:
         UsageError: a trial's records are damaged; the message names the file.
     """
-    rows = _Rows()
+    rows: _Rows = {name: [] for name in _READ}
     outcomes = runner.outcomes(directory, spec.trials)
     for trial in spec.trials:
-        outcome = outcomes.get(trial, Outcome(MISSING, "", 0.0))
+        outcome = outcomes.get(trial, TrialOutcome(MISSING, "", 0.0))
         key = _key(spec, trial, name)
         if outcome.status != FINISHED:
-            rows.trials.append({**key, **_facts(spec, trial, outcome), **_NOTHING})
+            rows["trials"].append({**key, **_facts(spec, trial, outcome)})
             continue
         _read(rows, spec, trial, outcome, key, runner.directory_of(directory, trial))
-    trials = table("trials", rows.trials)
-    summary = analysis.summarise(trials)
-    return Frames(
-        trials=trials,
-        evaluations=table("evaluations", rows.evaluations),
-        workers=table("workers", rows.workers),
-        staleness=table("staleness", rows.staleness),
-        pace=table("pace", rows.pace),
-        summary=summary,
-        amdahl=analysis.fit_amdahl(summary),
-    )
+    read = {name: table(name, found) for name, found in rows.items()}
+    summary = analysis.summarise(read["trials"])
+    return Frames(**read, summary=summary, amdahl=analysis.fit_amdahl(summary))
 
 
 def _read(
-    rows: _Rows, spec: StudySpec, trial: Trial, outcome: Outcome, key: Mapping[str, Any], directory: Path
+    rows: _Rows, spec: StudySpec, trial: Trial, outcome: TrialOutcome, key: Mapping[str, Any], directory: Path
 ) -> None:
     """Add a finished trial's rows to every table."""
     totals = step_totals.read(directory)
@@ -75,15 +59,15 @@ def _read(
         "moved_bytes": int(totals.workers["moved_bytes"].sum()),
         "used_by_others": _used_by_others(directory),
     }
-    rows.trials.append({**key, **_facts(spec, trial, outcome), **measured})
-    rows.evaluations += [
+    rows["trials"].append({**key, **_facts(spec, trial, outcome), **measured})
+    rows["evaluations"] += [
         {**key, "iteration": e.iteration, "time_s": e.time_s, "samples": e.samples, "metric": metric, "value": value}
         for e in evaluations
         for metric, value in e.metrics.items()
     ]
-    rows.workers += [{**key, **row} for row in totals.workers.reset_index().to_dict("records")]
-    rows.staleness += [{**key, "staleness": s, "count": totals.staleness[s]} for s in sorted(totals.staleness)]
-    rows.pace += [{**key, **row} for row in totals.pace.to_dict("records")]
+    rows["workers"] += [{**key, **row} for row in totals.workers.reset_index().to_dict("records")]
+    rows["staleness"] += [{**key, "staleness": s, "count": totals.staleness[s]} for s in sorted(totals.staleness)]
+    rows["pace"] += [{**key, **row} for row in totals.pace.to_dict("records")]
 
 
 def _key(spec: StudySpec, trial: Trial, name: str) -> dict[str, Any]:
@@ -97,35 +81,16 @@ def _key(spec: StudySpec, trial: Trial, name: str) -> dict[str, Any]:
     }
 
 
-def _facts(spec: StudySpec, trial: Trial, outcome: Outcome) -> dict[str, Any]:
+def _facts(spec: StudySpec, trial: Trial, outcome: TrialOutcome) -> dict[str, Any]:
     return {
         "status": outcome.status,
         "reason": outcome.reason,
         "engine": spec.engine,
         "cluster": spec.cluster.name if spec.cluster is not None else "",
-        "synchronous": trial.variant.strategy.traits.is_synchronous,
+        "unit": trial.variant.strategy.traits.unit,
         "servers": trial.variant.strategy.traits.num_servers,
         "target": spec.target or "",
     }
-
-
-_NEVER = {
-    "reached": False,
-    "time_to_target_s": math.nan,
-    "resolution_s": math.nan,
-    "iterations_to_target": math.nan,
-    "samples_to_target": math.nan,
-    "worker_s_to_target": math.nan,
-    "server_s_to_target": math.nan,
-}
-_NOTHING = {
-    **_NEVER,
-    **dict.fromkeys(("iterations", "samples", "moved_bytes", "max_staleness"), 0),
-    **dict.fromkeys(("training_time_s", "samples_per_s", "iterations_per_s"), math.nan),
-    **dict.fromkeys(("last_metric", "best_metric", "mean_staleness", "used_by_others"), math.nan),
-    **dict.fromkeys(("compute_share", "communication_share", "waiting_share", "hidden_share"), math.nan),
-    "metric": "",
-}
 
 
 def _speeds(totals: StepTotals) -> dict[str, Any]:
@@ -143,7 +108,7 @@ def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, tr
     """When the first evaluation reached the target, and what that cost."""
     reaching = first_reaching(evaluations, target) if target is not None else None
     if reaching is None:
-        return _NEVER
+        return {}
     reached = reaching.evaluation
     return {
         "reached": True,

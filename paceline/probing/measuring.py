@@ -38,7 +38,7 @@ class Audience(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProbeConfig:
     """What is probed, and for how long."""
 
     script: Script
@@ -49,7 +49,9 @@ class Plan:
     device: DeviceChoice = "auto"
 
 
-def plan_for(script: str | Path, arguments: Sequence[str] = (), *, num_steps: int = 50, max_s: float = 10.0) -> Plan:
+def config_for(
+    script: str | Path, arguments: Sequence[str] = (), *, num_steps: int = 50, max_s: float = 10.0
+) -> ProbeConfig:
     """
     Raises:
         UsageError: the script cannot be read, or too few steps are asked for.
@@ -58,10 +60,10 @@ def plan_for(script: str | Path, arguments: Sequence[str] = (), *, num_steps: in
         raise UsageError(f"--steps must be at least {steps.MIN_STEPS}, not {num_steps}")
     if not max_s > 0:
         raise UsageError(f"--max-time must be above 0, not {max_s:g}")
-    return Plan(read_script(script, arguments), num_steps, max_s)
+    return ProbeConfig(read_script(script, arguments), num_steps, max_s)
 
 
-def probe(plan: Plan, *, address: str | None, audience: Audience) -> Cluster:
+def probe(config: ProbeConfig, *, address: str | None, audience: Audience) -> Cluster:
     """Measure a cluster of Ray, or this machine with a Ray of its own.
 
     Raises:
@@ -73,14 +75,14 @@ def probe(plan: Plan, *, address: str | None, audience: Audience) -> Cluster:
         hosts = _answering_hosts(address)
         many = f"{len(hosts)} host(s)"
         environment = own_environment() if chosen_address(address) is not None else {}
-        run = _Runs(Path(directory), plan, environment, audience)
-        audience.on_stage(2, 3, f"steps of {Path(plan.script.path).name} on {many}, a worker each, without exchange")
-        program = steps.MeasuredScript(plan.script, plan.num_steps, plan.max_s)
-        taken = [steps.read(report) for report in run("steps", program, len(hosts), device=plan.device)]
+        run = _Runs(Path(directory), config, environment, audience)
+        audience.on_stage(2, 3, f"steps of {Path(config.script.path).name} on {many}, a worker each, without exchange")
+        program = steps.MeasuredScript(config.script, config.num_steps, config.max_s)
+        taken = [steps.read(report) for report in run("steps", program, len(hosts), device=config.device)]
         audience.on_stage(3, 3, f"the network of {many}" if len(hosts) > 1 else "the memory of 1 host")
         measuring = network.MeasuredNetwork(Keys.generate())
         reports = [network.read(report) for report in run("network", measuring, max(2, len(hosts)), device="cpu")]
-        about = _about(plan, hosts)
+        about = _about(config, hosts)
     known = {host.address: fitting.HostFacts(host.address, host.num_cpus, host.num_gpus) for host in hosts}
     order = [report.address for report in (taken if len(hosts) == 1 else reports)]
     by_address = {report.address: report for report in taken}
@@ -136,9 +138,9 @@ def _answering_hosts(address: str | None) -> list[Node]:
     return hosts
 
 
-def _about(plan: Plan, hosts: Sequence[Node]) -> str:
+def _about(config: ProbeConfig, hosts: Sequence[Node]) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    script = " ".join([Path(plan.script.path).name, *plan.script.arguments])
+    script = " ".join([Path(config.script.path).name, *config.script.arguments])
     text = f"Measured by paceline probe on {now} with {script}, on {', '.join(host.address for host in hosts)}."
     if len(hosts) == 1:
         return text + " One host: bandwidth and latency are those between two of its processes."
@@ -149,8 +151,8 @@ def _about(plan: Plan, hosts: Sequence[Node]) -> str:
 class _Runs:
     """Runs programs that tell a report each, one worker a host."""
 
-    def __init__(self, directory: Path, plan: Plan, environment: dict[str, str], audience: Audience) -> None:
-        self._directory, self._plan, self._environment, self._audience = directory, plan, environment, audience
+    def __init__(self, directory: Path, config: ProbeConfig, environment: dict[str, str], audience: Audience) -> None:
+        self._directory, self._config, self._environment, self._audience = directory, config, environment, audience
 
     def __call__(self, name: str, program: Program, num_workers: int, *, device: DeviceChoice) -> list[dict[str, Any]]:
         """The reports, in rank order.
@@ -160,14 +162,14 @@ class _Runs:
         """
         directory = self._directory / name
         directory.mkdir()
-        config = RunConfig(seed=self._plan.seed, device=device, deadline_s=_DEADLINE_S)
+        config = RunConfig(seed=self._config.seed, device=device, deadline_s=_DEADLINE_S)
         job = Job(program, steps.Apart(), num_workers, config, environment=self._environment, is_spread=True)
         try:
             Supervisor(job, directory, _Ear(self._audience)).run()
         except UsageError as error:
-            raise UsageError(f"cannot probe with {self._plan.script.path}: {error}") from None
+            raise UsageError(f"cannot probe with {self._config.script.path}: {error}") from None
         except PacelineError as error:
-            what = f"the script {self._plan.script.path}" if name == "steps" else "measuring the network"
+            what = f"the script {self._config.script.path}" if name == "steps" else "measuring the network"
             raise RunFailed(f"probing ended in {what}: {error}") from None
         events = read_records(directory, EventRecord)
         found = {event.who: event.details for event in events if event.name == steps.EVENT}

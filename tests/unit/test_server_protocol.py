@@ -1,0 +1,310 @@
+"""Both ends of the protocol, with messages between them that arrive in any order, except those of one pair."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.layout import TensorSpec, by_group
+from paceline.membership import Membership
+from paceline.messages import ALL_SHARDS, HEAD_BYTES, IN_TURN, STOP, VOID, Kind, Message, WireError
+from paceline.records import UpdateRecord
+from paceline.server import client_core, server_core
+from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.server.client_core import ClientCore
+from paceline.server.ranges import cut
+from paceline.server.server_core import Action, BesideNext, Send, ServerCore, Updated
+from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+
+EPOCH, FOREVER, LR = 4, 10**9, 0.5
+LAYOUT = by_group([TensorSpec("weight", (96,), torch.float32), TensorSpec("bias", (5,), torch.float64)])
+SPEC = OptimizerSpec(torch.optim.SGD, {"lr": LR}, ({"lr": LR},), element_wise=True)
+
+
+class Net:
+    """Workers and servers. What is sent is encoded, and decoded as it arrives.
+
+    Args:
+        beside: of each worker, whether each server is on its host.
+    """
+
+    def __init__(
+        self, rules: Iterable[AdmissionRule], beside: list[list[bool]], *, randomness: random.Random, piece_bytes: int
+    ) -> None:
+        rules = list(rules)
+        self.servers = [ServerCore(index=index, epoch=EPOCH) for index in range(len(rules))]
+        ranges = cut(LAYOUT, num_servers=len(rules), whole_tensors=False, piece_bytes=piece_bytes)
+        for server, pieces, rule in zip(self.servers, ranges, rules, strict=True):
+            server.configure(ServerSpec(LAYOUT, pieces, SPEC, rule, None))
+        self.clients = [ClientCore(rank=rank, epoch=EPOCH, beside=each) for rank, each in enumerate(beside)]
+        self.buffers = [[torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in beside]
+        self.under_way: dict[tuple[bool, int, int], deque[list[Any]]] = {}
+        """To the server or from it, worker, server."""
+        self.records: list[UpdateRecord] = []
+        self.errors: list[int] = []
+        self.bytes: Counter[int] = Counter()
+        """Of the messages of each worker."""
+        self._beside, self._random = beside, randomness
+        for rank, client in enumerate(self.clients):
+            parameters, gradients = self.buffers[rank]
+            memory = [{"beside": is_beside} for is_beside in beside[rank]]
+            self.ask(
+                rank,
+                client.attach(LAYOUT, ranges, whole=False, parameters=parameters, gradients=gradients, bodies=memory),
+            )
+            self.run()
+            client.attached()
+        self.ask(0, self.clients[0].initialise(iteration=0))
+        self.run()
+
+    def views(self, worker: int) -> list[Tensor]:
+        """A worker's parameters."""
+        return LAYOUT.views(self.buffers[worker][0])
+
+    def push(self, worker: int, value: float, **push: Any) -> None:
+        for gradient in LAYOUT.views(self.buffers[worker][1]):
+            gradient.fill_(value)
+        self.ask(worker, self.clients[worker].exchange(Push(pause_at=FOREVER, **push)))
+
+    def ask(self, worker: int, sends: Iterable[Send]) -> None:
+        for server, message in sends:
+            self.bytes[worker] += message.num_bytes
+            self._put(True, worker, server, message)
+
+    def run(self) -> None:
+        """Until nothing is under way."""
+        while ways := [way for way, queue in self.under_way.items() if queue]:
+            way = self._random.choice(ways)
+            self.deliver(way, Message.decode(self.under_way[way].popleft(), epoch=EPOCH))
+
+    def deliver(self, way: tuple[bool, int, int], message: Message) -> None:
+        is_request, worker, server = way
+        if not is_request:
+            self.bytes[worker] += message.num_bytes
+            self.ask(worker, self.clients[worker].receive(server, message))
+            return
+        core = self.servers[server]
+        if message.kind is Kind.ATTACH:
+            parameters, gradients = self.buffers[worker] if message.body["beside"] else (None, None)
+            about = core.attach(message, gradients=gradients, parameters=parameters, is_beside=message.body["beside"])
+            self._put(False, worker, server, core.message(Kind.OK, body=about))
+            return
+        for action in core.receive(message, 0.0):
+            if isinstance(action, Send):
+                self._put(False, action.to, server, action.message)
+            elif isinstance(action, Updated):
+                self.records += action.records
+
+    def _put(self, is_request: bool, worker: int, server: int, message: Message) -> None:
+        if message.kind is Kind.ERROR:
+            self.errors.append(worker)
+            return
+        frames = message.encode_head() if self._beside[worker][server] else message.encode()
+        queue = self.under_way.setdefault((is_request, worker, server), deque())
+        queue.append([bytes(frame) for frame in frames])
+
+
+def gradient(worker: int, clock: int) -> float:
+    return float((worker + 1) * (clock + 2) % 7)
+
+
+RULES = {
+    "bsp": partial(BulkSynchronous),
+    "backup": partial(BulkSynchronous, backup_workers=1),
+    "ssp": partial(StaleSynchronous, staleness=1),
+    "asp": partial(StaleSynchronous),
+}
+
+
+def train(net: Net, num_steps: int) -> list[int]:
+    """Each worker pushes so many times, whenever it may; how far each came."""
+    steps = [0] * len(net.clients)
+    is_asking = [False] * len(steps)
+
+    def go_on() -> None:
+        for worker, client in enumerate(net.clients):
+            if is_asking[worker] and client.is_done:
+                client.require_done()
+                assert client.reply().admitted
+                is_asking[worker] = False
+                steps[worker] += 1
+            if not is_asking[worker] and steps[worker] < num_steps:
+                net.push(worker, gradient(worker, steps[worker]))
+                is_asking[worker] = True
+
+    go_on()
+    while ways := [way for way, queue in net.under_way.items() if queue]:
+        way = net._random.choice(ways)
+        net.deliver(way, Message.decode(net.under_way[way].popleft(), epoch=EPOCH))
+        go_on()
+    return steps
+
+
+@pytest.mark.parametrize("name", RULES)
+@settings(max_examples=40)
+@given(
+    randomness=st.integers(0, 2**32).map(random.Random),
+    num_workers=st.integers(2, 4),
+    num_servers=st.integers(1, 3),
+    piece_bytes=st.sampled_from([64, 1024]),
+)
+def test_any_order_of_messages_gives_the_naive_servers_model(
+    name: str, randomness: random.Random, num_workers: int, num_servers: int, piece_bytes: int
+) -> None:
+    members = Membership.first(num_workers)
+    beside = [[randomness.random() < 0.4 for _ in range(num_servers)] for _ in range(num_workers)]
+    rule = RULES[name]
+    net = Net((rule(members) for _ in range(num_servers)), beside, randomness=randomness, piece_bytes=piece_bytes)
+    num_steps = 4
+    steps = train(net, num_steps)
+    if name == "backup":  # a late worker has others' clocks to wait for: the last to end are never all answered
+        assert max(steps) == num_steps
+    else:
+        assert steps == [num_steps] * num_workers, "somebody waits for ever"
+    for worker in range(num_workers):
+        net.ask(worker, net.clients[worker].pull())
+    net.run()
+    model = torch.cat([tensor.double().reshape(-1) for tensor in net.views(0)])
+    assert not net.errors
+    if name == "bsp":
+        means = [sum(gradient(w, c) for w in range(num_workers)) / num_workers for c in range(num_steps)]
+        assert model == pytest.approx(-LR * sum(means), rel=1e-5)
+    elif name == "backup":
+        told = [[(r.iteration, r.worker, r.clock) for r in net.records if r.server == s] for s in range(num_servers)]
+        shortest = min(map(len, told))
+        assert all(one[:shortest] == told[0][:shortest] for one in told), "servers count the same gradients"
+    else:
+        total = sum(gradient(w, c) for w in range(num_workers) for c in range(num_steps))
+        assert model == pytest.approx(-LR * total, rel=1e-5)
+
+
+@given(
+    kind=st.sampled_from([k for k in Kind if k not in (Kind.ATTACH, Kind.LEAVE, Kind.PULL, Kind.GET_STATE)]),
+    flags=st.sampled_from([0, VOID, STOP, VOID | STOP]),
+    shard=st.sampled_from([ALL_SHARDS, -2, 0, 3, 1000]),
+    clock=st.sampled_from([-1, 0, 1, 5]),
+    body=st.fixed_dictionaries(
+        {},
+        optional={
+            "sender": st.sampled_from([0, 9, -1, "x", None, [], 1.5]),
+            "weight": st.sampled_from([0, -1.0, "1", None, float("inf"), 2]),
+            "kind": st.sampled_from(["delta", "x", [], None]),
+            "groups": st.sampled_from([[], {}, [{}], [{"params": []}], None, 3]),
+            "contributors": st.sampled_from([[0, 1], 3, None]),
+            "goes_on_at": st.integers(-1, 2),
+        },
+    ),
+    payload=st.lists(st.binary(max_size=70), max_size=2),
+    sender=st.sampled_from([7, 2]),
+)
+def test_a_strangers_message_gives_an_error_to_it_alone(sender: int, kind: Kind, **fields: Any) -> None:
+    """Worker 7 has never attached; worker 2 has, but is no member."""
+    members = Membership.first(2)
+    net = Net([BulkSynchronous(members)], [[True], [False], [False]], randomness=random.Random(0), piece_bytes=64)
+    if sender == 2 and kind in (Kind.INITIALISE, Kind.SET_STATE, Kind.JOIN):
+        return
+    net.push(0, 1.0)
+    net.run()
+    actions = list(net.servers[0].receive(Message(kind, EPOCH, sender=sender, **fields), 0.0))
+    assert [(type(action), action.to, action.message.kind) for action in actions if isinstance(action, Send)] == [
+        (Send, sender, Kind.ERROR)
+    ]
+    assert len(actions) == 1
+    net.push(1, 3.0)
+    net.run()
+    assert all(client.is_done and client.reply().iteration == 1 for client in net.clients[:2])
+    assert all(tensor.tolist() == [-LR * 2.0] * len(tensor) for tensor in net.views(0))
+
+
+def test_workers_elsewhere_are_answered_before_the_one_beside() -> None:
+    """Whoever asked first; and what says so lies between."""
+    net = Net(
+        [BulkSynchronous(Membership.first(3))],
+        [[True], [False], [False]],
+        randomness=random.Random(0),
+        piece_bytes=4096,
+    )
+    actions: list[Action] = []
+    receive = net.servers[0].receive
+    net.servers[0].receive = lambda message, now_s: [actions.append(a) or a for a in receive(message, now_s)]  # type: ignore[method-assign,misc,return-value,func-returns-value,assignment]
+    for worker in range(3):
+        net.push(worker, 1.0)
+        net.run()
+    last = [action.to if isinstance(action, Send) else type(action) for action in actions[-5:]]
+    assert last == [Updated, 1, 2, BesideNext, 0]
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    for beside in (True, False):
+        net = Net([BulkSynchronous(Membership.first(1))], [[beside]], randomness=random.Random(0), piece_bytes=64)
+        net.bytes.clear()
+        net.push(0, 1.0)
+        net.run()
+        num_pieces = sum(len(part.pieces) for part in net.servers[0].parts)
+        num_messages = 2 if beside else 2 * num_pieces
+        # Padding at the end of a segment passes too, as it always did.
+        owned = sum(part.tensor_bytes for part in net.servers[0].parts)
+        assert net.clients[0].moved_bytes == net.bytes[0] == num_messages * HEAD_BYTES + 2 * owned
+        net.push(0, 1.0, void=True)
+        net.run()
+        assert net.clients[0].moved_bytes == (2 if beside else 1 + num_pieces) * HEAD_BYTES + owned
+
+
+def test_answers_go_a_few_at_a_time_where_only_some_hosts_have_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all get there."""
+    for module in (client_core, server_core):
+        monkeypatch.setattr(module, "FRAME_BYTES", 64)
+    for beside, is_in_turn in (([[True, False], [False, False]], True), ([[True, False], [False, True]], False)):
+        rules = [BulkSynchronous(Membership.first(2)) for _ in range(2)]
+        net = Net(rules, beside, randomness=random.Random(0), piece_bytes=16)
+        flags = list[int]()
+        put = net._put
+        net._put = lambda *sent, put=put, flags=flags: flags.append(sent[-1].flags) or put(*sent)  # type: ignore[method-assign,misc]
+        assert train(net, 3) == [3, 3]
+        assert any(each & IN_TURN for each in flags) == is_in_turn
+
+
+def test_who_comes_back_takes_part_from_the_present_clock() -> None:
+    net = Net([BulkSynchronous(Membership.first(2))], [[True], [False]], randomness=random.Random(0), piece_bytes=64)
+    net.ask(1, net.clients[1].leave())
+    net.run()
+    for value in (2.0, 4.0):
+        net.push(0, value)
+        net.run()
+        assert net.clients[0].reply().admitted
+    net.ask(1, net.clients[1].join())
+    net.run()
+    net.clients[1].joined()
+    net.ask(1, net.clients[1].pull())
+    net.run()
+    assert net.clients[1].iteration == 2
+    net.push(0, 0.0)
+    net.run()
+    assert not net.clients[0].is_done
+    net.push(1, 2.0)
+    net.run()
+    assert net.clients[0].reply().iteration == net.clients[1].reply().iteration == 3
+    assert set(net.views(1)[0].tolist()) == {-LR * 7.0}
+    (again,) = net.servers[0].receive(Message(Kind.JOIN, EPOCH, sender=1), 0.0)
+    assert isinstance(again, Send)
+    list(net.clients[1].receive(0, again.message))
+    with pytest.raises(WireError, match=r"was refused by server 0: .*worker 1 takes part already"):
+        net.clients[1].require_done()
+
+
+def test_state_that_cannot_be_read_is_refused() -> None:
+    net = Net([BulkSynchronous(Membership.first(1))], [[False]], randomness=random.Random(0), piece_bytes=64)
+    for tensors in (3, [["0.x", "torch.float31", [2]]], [["0.x", "torch.float32", [-2]]], [["0.x"]], [[[], "y", "z"]]):
+        message = Message(Kind.SET_STATE, EPOCH, body={"tensors": tensors})
+        (action,) = net.servers[0].receive(message, 0.0)
+        assert isinstance(action, Send)
+        assert "refused an optimizer state that cannot be read" in action.message.body["error"]

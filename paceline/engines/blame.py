@@ -31,6 +31,10 @@ class Statement:
     def is_worker(self) -> bool:
         return self.name.startswith("worker")
 
+    @property
+    def last_step(self) -> int:
+        return max(self.num_steps, self.outcome.num_steps if self.outcome is not None else 0)
+
 
 def judge(members: Sequence[Statement], *, is_training: bool, is_synchronous: bool) -> PacelineError:
     """The run's error: deaths before failures, causes before their consequences.
@@ -42,8 +46,8 @@ def judge(members: Sequence[Statement], *, is_training: bool, is_synchronous: bo
     dead = [member for member in members if member.is_dead]
     if dead:
         return RunFailed("\n".join(_death(member, members, is_training, is_synchronous) for member in dead))
-    failed = [member for member in members if member.outcome is not None and member.outcome.error is not None]
-    causes = [member for member in failed if member.outcome is not None and not member.outcome.is_consequence]
+    failed = [(member, member.outcome) for member in members if member.outcome and member.outcome.error is not None]
+    causes = [(member, outcome) for member, outcome in failed if not outcome.is_consequence]
     if causes:
         return _failure(causes, is_alone=len(causes) == len(failed) and len(failed) > 1)
     return RunFailed(_silence(failed, members))
@@ -54,41 +58,31 @@ def _death(member: Statement, members: Sequence[Statement], is_training: bool, i
     if not is_training:
         return f"{member.who} died before training began"
     if is_synchronous and survivors:
-        return f"{member.who} died during step {1 + max(_num_steps(other) for other in [*survivors, member])}"
+        return f"{member.who} died during step {1 + max(other.last_step for other in [*survivors, member])}"
     if member.is_worker:
         return f"{member.who} died during step {1 + member.num_steps} or shortly after"
     return f"{member.who} died after update {member.num_steps} or shortly after"
 
 
-def _failure(causes: Sequence[Statement], *, is_alone: bool) -> PacelineError:
+def _failure(causes: Sequence[tuple[Statement, Outcome]], *, is_alone: bool) -> PacelineError:
     # Where every rank reports the same trouble, the one that names its own tensor or rank knows most.
-    member = min(causes, key=lambda cause: ("another rank" in _outcome(cause).message, cause.name))
-    outcome = _outcome(member)
+    member, outcome = min(causes, key=lambda cause: ("another rank" in cause[1].message, cause[0].name))
     where = f"{member.who} failed after step {outcome.num_steps}: "
     if outcome.is_usage:
         # What every rank says alike is nobody's in particular.
-        says_the_same = is_alone and len({_outcome(cause).message for cause in causes}) == 1
+        says_the_same = is_alone and len({each.message for _, each in causes}) == 1
         return UsageError(outcome.message if says_the_same else where + outcome.message)
     if not outcome.traceback:
         return RunFailed(where + outcome.message)
     return RunFailed(f"{where}{outcome.error}\n\n{outcome.traceback}".rstrip())
 
 
-def _silence(failed: Sequence[Statement], members: Sequence[Statement]) -> str:
+def _silence(failed: Sequence[tuple[Statement, Outcome]], members: Sequence[Statement]) -> str:
     """Some gave up waiting, and nobody says why: those who have not even ended are who was waited for."""
-    first = min(failed, key=lambda member: member.name)
-    text = f"{first.who} failed after step {_num_steps(first)}: {_outcome(first).message}"
+    first, outcome = min(failed, key=lambda failure: failure[0].name)
+    text = f"{first.who} failed after step {first.last_step}: {outcome.message}"
     silent = [member for member in members if member.is_worker and member.outcome is None]
     if not silent:
         return text
     hanging = ", ".join(f"{member.who} hangs after step {member.num_steps}" for member in silent)
     return f"{hanging}; {text}"
-
-
-def _outcome(member: Statement) -> Outcome:
-    assert member.outcome is not None
-    return member.outcome
-
-
-def _num_steps(member: Statement) -> int:
-    return max(member.num_steps, member.outcome.num_steps if member.outcome is not None else 0)

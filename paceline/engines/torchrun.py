@@ -9,7 +9,6 @@ from torch.distributed import PrefixStore, rendezvous
 
 from paceline.comm.connecting import connect
 from paceline.config import RunConfig
-from paceline.engines.threads import share_cores
 from paceline.engines.world import World
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
@@ -25,7 +24,7 @@ def join(*, seed: int) -> World:
     config = RunConfig(seed=seed)
     has_own_device = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
     device = torch.device("cuda", local_rank) if has_own_device else torch.device("cpu")
-    share_cores(local_size)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     keep_freed_memory()
     store, _, _ = next(rendezvous("env://", rank, size))
     collective = connect(

@@ -27,7 +27,6 @@ from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_proce
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.output import captured
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
-from paceline.engines.threads import share_of
 from paceline.engines.world import World, enter
 from paceline.layout import Layout
 from paceline.membership import Membership
@@ -92,7 +91,7 @@ class WorldSpec:
         Servers are not counted: under bsp they compute while workers wait, else they take what their updates need.
         """
         worker = self.workers[rank]
-        return share_of(worker.num_cores, len(self.ranks_on(worker.node_id)))
+        return max(1, worker.num_cores // len(self.ranks_on(worker.node_id)))
 
     def ranks_on(self, node_id: str) -> list[int]:
         return [rank for rank, worker in enumerate(self.workers) if worker.node_id == node_id]
@@ -162,9 +161,11 @@ class WorkerActor:
     ) -> World:
         me = spec.workers[rank]
         local_ranks = spec.ranks_on(me.node_id)
+        local_rank = local_ranks.index(rank)
         torch.set_num_threads(spec.num_threads(rank))
         keep_freed_memory()
-        device = _device_of(me, local_ranks.index(rank)) if spec.uses_cuda else torch.device("cpu")
+        # Ray shows a worker the devices that it was given, or all of them where it was given a share of each.
+        device = torch.device("cuda", local_rank % me.num_devices) if spec.uses_cuda else torch.device("cpu")
         first = spec.workers[0]
         meeting_place = (
             self._store
@@ -187,7 +188,7 @@ class WorkerActor:
         context = Context(
             rank=rank,
             membership=spec.membership,
-            local_rank=local_ranks.index(rank),
+            local_rank=local_rank,
             local_size=len(local_ranks),
             device=device,
             collective=collective,
@@ -256,8 +257,3 @@ def _configure(
         own = ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps, spec.strategy.aggregator())
         requests.append(server.configure.remote(own))
     ray.get(requests)
-
-
-def _device_of(worker: WorkerInfo, local_rank: int) -> torch.device:
-    # Ray shows a worker the devices that it was given, or all of them where it was given a share of each.
-    return torch.device("cuda", local_rank % worker.num_devices)

@@ -28,9 +28,6 @@ class Controller:
     """Keeps the run's records and files. Single-threaded: everything happens inside `turn`.
 
     Args:
-        directory: of the results.
-        host: the address to listen on.
-        epoch: membership epoch.
         on_output: gets each line of the scripts' output, with who printed it.
         on_records: gets records once they are written, the launcher's own among them.
         checkpoint: given to members that ask what to go on from.
@@ -109,7 +106,9 @@ class Controller:
                 self.num_steps[identity] = message.iteration
             elif message.kind is Kind.RECORDS:
                 steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
-                self._keep([*steps, *(from_plain(record) for record in message.body["records"])])
+                records = [*steps, *(from_plain(record) for record in message.body["records"])]
+                self.record(*records)
+                self.progress.take(records)
             elif message.kind is Kind.OUTPUT:
                 for line in message.body["lines"]:
                     self._on_output(identity, str(line))
@@ -122,10 +121,6 @@ class Controller:
                 self._listener.send(frames[0].bytes, Message(Kind.CONTENT, self._epoch, payload=frames_of_checkpoint))
         except (WireError, ValueError, TypeError, KeyError) as error:
             self.event("refused", identity, error=str(error))
-
-    def _keep(self, records: Sequence[Record]) -> None:
-        self.record(*records)
-        self.progress.take(records)
 
     def _write_file(self, identity: str, message: Message) -> None:
         """Whole or not at all: a full disk leaves the file that was there before."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast, final
 
-import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from paceline.comm.hosts import interface_with
 from paceline.engines.ray.nodes import connected, nodes, own_address
 from paceline.errors import RunFailed
 
@@ -41,15 +41,14 @@ class ProbeActor:
     def __init__(self) -> None:
         self._server = socket.create_server((own_address(), 0))
 
-    def look(self) -> dict[str, Any]:
+    def look(self) -> tuple[tuple[str, int], dict[str, str]]:
+        """Where it listens, and what is installed there."""
         address, port = self._server.getsockname()[:2]
-        return {
-            "address": address,
-            "port": port,
+        return (address, port), {
             "python": platform.python_version(),
             "torch": _version("torch"),
             "paceline": _version("paceline"),
-            "interface": _interface_of(address),
+            "interface": interface_with(address),
         }
 
     def reach(self, others: list[tuple[str, int]]) -> list[str]:
@@ -80,8 +79,8 @@ def probe(address: str | None) -> list[HostReport]:
             looks = ray.get([actor.look.remote() for actor in actors], timeout=_PROBE_S)
             reaches = ray.get(
                 [
-                    actor.reach.remote([(o["address"], o["port"]) for o in looks if o is not mine])
-                    for actor, mine in zip(actors, looks, strict=True)
+                    actor.reach.remote([other for other, _ in looks if other != own])
+                    for actor, (own, _) in zip(actors, looks, strict=True)
                 ],
                 timeout=_PROBE_S + _CONNECT_S * len(hosts),
             )
@@ -90,12 +89,12 @@ def probe(address: str | None) -> list[HostReport]:
         finally:
             for actor in actors:
                 ray.kill(actor)
+    (first_address, _), first = looks[0]
     reports = []
-    for host, look, problems in zip(hosts, looks, reaches, strict=True):
+    for host, (_, facts), problems in zip(hosts, looks, reaches, strict=True):
         for package in ("python", "torch", "paceline"):
-            if look[package] != looks[0][package]:
-                problems.append(f"{package} is {look[package]}, but {looks[0][package]} on {looks[0]['address']}")
-        facts = {name: look[name] for name in ("python", "torch", "paceline", "interface")}
+            if facts[package] != first[package]:
+                problems.append(f"{package} is {facts[package]}, but {first[package]} on {first_address}")
         reports.append(HostReport(host.address, host.num_cpus, host.num_gpus, problems=tuple(problems), **facts))
     return reports
 
@@ -105,10 +104,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "missing"
-
-
-def _interface_of(address: str) -> str:
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return str(name)
-    return "unknown"

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from paceline.comm.wire import Kind
 from paceline.config import RunConfig
 from paceline.engines.blame import Statement, judge
-from paceline.engines.ray.actors import ServerActor, WorkerActor, WorldSpec
+from paceline.engines.ray.actors import ServerActor, ServerInfo, WorkerActor, WorkerInfo, WorldSpec
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.liveness import Watch, end_processes_of
@@ -57,12 +57,15 @@ class _Members:
     """The run's actors by name, and what became of them."""
 
     actors: dict[str, Any] = field(default_factory=dict)
-    pids: dict[str, int] = field(default_factory=dict)
-    node_ids: dict[str, str] = field(default_factory=dict)
+    infos: dict[str, WorkerInfo | ServerInfo] = field(default_factory=dict)
     pending: dict[Any, str] = field(default_factory=dict)
     """What they were asked to do and have not ended."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
+
+    @property
+    def servers(self) -> dict[str, Any]:
+        return {name: actor for name, actor in self.actors.items() if name.startswith("server")}
 
     @property
     def has_workers_pending(self) -> bool:
@@ -82,13 +85,7 @@ class _Members:
 
 @final
 class Supervisor:
-    """Runs one job on the connected cluster.
-
-    Args:
-        job: what to run.
-        directory: of the results; exists.
-        watcher: is told of progress and shown the scripts' output.
-    """
+    """Runs one job on the connected cluster; the directory of its results exists."""
 
     def __init__(self, job: Job, directory: Path, watcher: Watcher) -> None:
         self._job, self._directory, self._watcher = job, directory, watcher
@@ -127,7 +124,7 @@ class Supervisor:
 
     def _start(self) -> None:
         """Place all processes, make the world known, and set everybody to work."""
-        job = self._job
+        job, members = self._job, self._members
         hosts = nodes()
         uses_cuda = _uses_cuda(job.config.device, sum(host.num_gpus for host in hosts))
         workers, servers = place(
@@ -143,40 +140,38 @@ class Supervisor:
         launcher = self._controller.address
         for rank, where in enumerate(workers):
             variables = {"runtime_env": {"env_vars": dict(job.environment)}} if job.environment else {}
-            self._members.actors[f"worker-{rank}"] = _actor(WorkerActor, where, **variables).remote()
+            members.actors[f"worker-{rank}"] = _actor(WorkerActor, where, **variables).remote()
         for index, where in enumerate(servers):
             server = _actor(ServerActor, where, max_concurrency=3)
-            self._members.actors[f"server-{index}"] = server.remote(launcher, index)
+            members.actors[f"server-{index}"] = server.remote(launcher, index)
         infos = self._hello()
-        names = list(self._members.actors)
-        self._members.pids = {name: infos[name].pid for name in names}
-        self._members.node_ids = {name: infos[name].node_id for name in names}
-        for name in names:
-            if infos[name].node_id == own_node_id():
-                self._watch.add(name, infos[name].pid)
+        members.infos = {name: infos[name] for name in members.actors}
+        for name, info in members.infos.items():
+            if info.node_id == own_node_id():
+                self._watch.add(name, info.pid)
         spec = WorldSpec(
             FIRST_EPOCH,
-            tuple(infos[name] for name in names if name.startswith("worker")),
-            tuple(infos[name] for name in names if name.startswith("server")),
+            tuple(info for info in members.infos.values() if isinstance(info, WorkerInfo)),
+            tuple(info for info in members.infos.values() if isinstance(info, ServerInfo)),
             job.strategy,
             job.config,
             uses_cuda,
             job.checkpoint is not None,
         )
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
-        self._controller.event("started", pids=self._members.pids, hosts=spec.num_hosts, threads=threads)
-        server_actors = [actor for name, actor in self._members.actors.items() if name.startswith("server")]
-        for actor, name in zip(server_actors, [n for n in names if n.startswith("server")], strict=True):
-            self._members.pending[actor.serve.remote()] = name
+        pids = {name: info.pid for name, info in members.infos.items()}
+        self._controller.event("started", pids=pids, hosts=spec.num_hosts, threads=threads)
+        for name, server in members.servers.items():
+            members.pending[server.serve.remote()] = name
         program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
         for rank in range(job.num_workers):
-            actor = self._members.actors[f"worker-{rank}"]
-            future = actor.run.remote(spec, rank, program, launcher, server_actors)
-            self._members.pending[future] = f"worker-{rank}"
+            worker = members.actors[f"worker-{rank}"]
+            future = worker.run.remote(spec, rank, program, launcher, list(members.servers.values()))
+            members.pending[future] = f"worker-{rank}"
 
-    def _hello(self) -> dict[str, Any]:
+    def _hello(self) -> dict[str, WorkerInfo | ServerInfo]:
         waiting = {actor.hello.remote(): name for name, actor in self._members.actors.items()}
-        infos: dict[str, Any] = {}
+        infos: dict[str, WorkerInfo | ServerInfo] = {}
         give_up_s = time.monotonic() + _START_S
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_TURN_S)
@@ -205,11 +200,9 @@ class Supervisor:
 
     def _part(self) -> None:
         """All workers have ended well: end the servers, and hear everybody's last records."""
-        members = self._members
-        for name, actor in members.actors.items():
-            if name.startswith("server"):
-                actor.stop.remote()
-        self._hear_last_words(set(members.actors))
+        for server in self._members.servers.values():
+            server.stop.remote()
+        self._hear_last_words(set(self._members.actors))
         self._controller.raise_write_error()
 
     def _hear_last_words(self, names: set[str]) -> None:
@@ -267,9 +260,10 @@ class Supervisor:
 
     def _statement(self, name: str) -> Statement:
         members = self._members
+        info = members.infos.get(name)
         return Statement(
             name,
-            members.pids.get(name),
+            info.pid if info is not None else None,
             self._controller.num_steps.get(name, 0),
             members.outcomes.get(name),
             is_dead=name in members.dead,
@@ -284,7 +278,7 @@ class Supervisor:
                 members = self._members
                 self._gather(lambda: members.has_failure or not members.has_workers_pending, limit_s=_SAVE_S)
                 if not members.has_workers_pending:
-                    self._hear_last_words({name for name in members.actors if name.startswith("worker")})
+                    self._hear_last_words(members.actors.keys() - members.servers.keys())
             # Whoever has not ended by now will not answer to a friendly word.
             self._is_urgent = self._members.has_workers_pending
         except KeyboardInterrupt:
@@ -295,9 +289,8 @@ class Supervisor:
         members = self._members
         if not (self._is_urgent or members.has_failure):
             with contextlib.suppress(KeyboardInterrupt):
-                for name, actor in members.actors.items():
-                    if name.startswith("server"):
-                        actor.stop.remote()
+                for server in members.servers.values():
+                    server.stop.remote()
                 self._gather(lambda: members.has_failure, limit_s=_GRACE_S)
         with hold_back_interrupts():
             self._controller.turn(timeout_s=0.0)
@@ -314,7 +307,7 @@ class Supervisor:
         end_processes_of(run)
         if not (self._is_urgent or members.has_failure):
             return  # every member has ended by itself, and its children with it
-        elsewhere = set(members.node_ids.values()) - {own_node_id()}
+        elsewhere = {info.node_id for info in members.infos.values()} - {own_node_id()}
         task = cast(Any, ray.remote)(num_cpus=0, max_retries=0)(end_processes_of)
         sweeps = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(run)

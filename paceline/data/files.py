@@ -40,7 +40,6 @@ def locate(files: FileSet, directory: str | os.PathLike[str] | None, *, reserved
     """The path of every file, in the order of `files.names`, downloaded where needed and allowed.
 
     Args:
-        files: what to look for.
         directory: the only place to look; None stands for $PACELINE_DATA, then the user's cache, then the network.
         reserved: folder names of all data sets. A folder named after another one is never taken for this one's, since
             MNIST and Fashion-MNIST have the same file names.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ from paceline.config import Target, rises
 from paceline.errors import UsageError
 from paceline.lab import analysis, runner, step_totals
 from paceline.lab.frames import FINISHED, MISSING, Frames, table
-from paceline.lab.outcome import TrialOutcome
-from paceline.lab.reaching import first_reaching
+from paceline.lab.runner import TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.step_totals import StepTotals
 from paceline.records import EvaluationRecord, read_records
@@ -155,3 +155,22 @@ def _staleness_facts(totals: StepTotals) -> dict[str, Any]:
     num = totals.staleness.total()
     weighted = sum(staleness * count for staleness, count in totals.staleness.items())
     return {"mean_staleness": weighted / num if num else math.nan, "max_staleness": max(totals.staleness, default=0)}
+
+
+@dataclass(frozen=True)
+class Reaching:
+    """The target was reached at an evaluation, or somewhere between it and the one before."""
+
+    evaluation: EvaluationRecord
+    resolution_s: float
+    """Since the evaluation before, or since the start."""
+
+
+def first_reaching(evaluations: Sequence[EvaluationRecord], target: Target) -> Reaching | None:
+    """None: no evaluation reached the target."""
+    before_s = 0.0
+    for evaluation in evaluations:
+        if target.is_reached(evaluation.metrics.get(target.metric, math.nan)):
+            return Reaching(evaluation, evaluation.time_s - before_s)
+        before_s = evaluation.time_s
+    return None

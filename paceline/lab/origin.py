@@ -26,12 +26,14 @@ def origin(study: Path) -> dict[str, str]:
             known[path.parent.name] = _facts(manifest.read(path.parent))
         except (UsageError, KeyError, TypeError):
             damaged.append(path.parent.name)
-    facts = {name: _together({trial: own[name] for trial, own in known.items()}) for name in _names(known)}
+    facts = {}
+    for name in next(iter(known.values()), {}):
+        facts[name] = _together({trial: own[name] for trial, own in known.items()})
     if known:
         started = sorted({own["Started"] for own in known.values()})
         facts["Started"] = started[0] if len(started) == 1 else f"{started[0]}; the last trial {started[-1]}"
     if damaged:
-        facts["Damaged manifests"] = _counted(damaged)
+        facts["Damaged manifests"] = words.listed(damaged, most=_MAX_NAMES)
     return {name: value for name, value in facts.items() if value}
 
 
@@ -43,13 +45,9 @@ def _facts(described: Mapping[str, Any]) -> dict[str, str]:
         "Machine": ", ".join(parts),
         "Versions": ", ".join(f"{name} {number}" for name, number in described["versions"].items() if number),
         "Script's commit": described["git_commit"] or "",
-        "Started": described["started"],
         "Working directory": described.get("working_directory", ""),
+        "Started": described["started"],
     }
-
-
-def _names(known: Mapping[str, Mapping[str, str]]) -> list[str]:
-    return [name for name in next(iter(known.values()), {}) if name != "Started"]
 
 
 def _together(values: Mapping[str, str]) -> str:
@@ -60,11 +58,5 @@ def _together(values: Mapping[str, str]) -> str:
     if len(trials) == 1:
         return next(iter(trials))
     most_first = sorted(trials.items(), key=lambda item: -len(item[1]))
-    return "they differ: " + "; ".join(f"{value or 'none'} ({_counted(names)})" for value, names in most_first)
-
-
-def _counted(names: list[str]) -> str:
-    """`a, b and c`, or `a, b, c and 12 more`."""
-    shown = names[:_MAX_NAMES]
-    left = len(names) - len(shown)
-    return words.listed([*shown, f"{left} more"] if left else shown)
+    named = [f"{value or 'none'} ({words.listed(names, most=_MAX_NAMES)})" for value, names in most_first]
+    return f"they differ: {'; '.join(named)}"

@@ -7,12 +7,13 @@ and the directory takes its final name by one rename: whatever happens, a trial 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -26,16 +27,50 @@ from paceline.engines.scripting import Script
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, UsageError
 from paceline.lab.frames import FAILED, FINISHED
-from paceline.lab.outcome import TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
 from paceline.running import durable, launch
 
 TRIALS = "trials"
+OUTCOME_FILE = "trial.json"
 _LOCK = ".lock"
 _GONE_S = 5.0
 _LEFT_BEHIND_GONE_S = 30.0  # workers whose launcher was killed find out by themselves
 _CREATION_S = 1.0  # the operating system tells when a process began to about a hundredth of a second
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """A trial's end. A trial without one is still to be run."""
+
+    status: str
+    """`finished` or `failed`."""
+    reason: str
+    """Why it failed; empty if it did not."""
+    wall_s: float
+    """How long it took with start-up and evaluation, from which the rest of a study is estimated."""
+
+    def __post_init__(self) -> None:
+        # Output of a dead process may hold what is no text, which no file and no terminal would take.
+        object.__setattr__(self, "reason", self.reason.encode("utf-8", "backslashreplace").decode())
+
+    def write(self, directory: Path) -> None:
+        (directory / OUTCOME_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> TrialOutcome | None:
+        """The outcome in a trial's final directory; none if there is none.
+
+        Raises:
+            UsageError: the file is no outcome.
+        """
+        path = directory / OUTCOME_FILE
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"{path} does not say how the trial ended: {error}; remove {directory}") from None
 
 
 @dataclass(frozen=True)
@@ -156,13 +191,9 @@ def _run(
     *,
     is_first: bool,
 ) -> TrialOutcome:
-    """
-    Args:
-        watched: entered while the trial runs, and left by what the trial fails with.
-        is_first: no trial has finished yet.
-    """
+    """`is_first`: no trial has finished yet."""
     final = directory_of(study, trial)
-    scratch = _scratch_of(final)
+    scratch = final.with_name(f".{final.name}.partial")
     for left in (scratch, final):
         shutil.rmtree(left, ignore_errors=True)
     began_s = time.monotonic()
@@ -206,10 +237,6 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         out=directory,
         watcher=watcher,
     )
-
-
-def _scratch_of(final: Path) -> Path:
-    return final.with_name(f".{final.name}.partial")
 
 
 def _clear_left_behind(study: Path) -> None:

@@ -18,10 +18,8 @@ from paceline.engines.standing import Watcher
 from paceline.errors import UsageError
 from paceline.lab import gathering, runner, verdict
 from paceline.lab.frames import Frames
-from paceline.lab.outcome import FILE_NAME as OUTCOME_FILE
-from paceline.lab.outcome import TrialOutcome
 from paceline.lab.progress import StudyProgress
-from paceline.lab.runner import Position, StudyWatcher
+from paceline.lab.runner import OUTCOME_FILE, Position, StudyWatcher, TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking
 from paceline.running import durable, watching

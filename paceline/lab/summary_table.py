@@ -22,24 +22,10 @@ class Cell:
     spread: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
-    cells: list[Cell]
-    is_best: bool
-    """Whether it is the first to the target."""
-
-
-@dataclass(frozen=True)
-class SummaryTable:
-    headings: list[str]
-    rows: list[Row]
-
-
-def summary_table(summary: pd.DataFrame, *, has_target: bool, metric: str | None, seconds: str) -> SummaryTable:
-    """One row a strategy and number of workers.
+def summary_table(summary: pd.DataFrame, *, has_target: bool, metric: str | None, seconds: str) -> dict[str, Any]:
+    """As templates want it: `headings`, and `rows` of cells, one a strategy and number of workers; the best is marked.
 
     Args:
-        summary: the frame of that name.
         has_target: whether the study had one; without it the columns that speak of it are left out.
         metric: heading of the last metric.
         seconds: `s`, or what says that they are virtual: `virtual s`.
@@ -66,10 +52,13 @@ def summary_table(summary: pd.DataFrame, *, has_target: bool, metric: str | None
     times_s = surest(summary)["time_to_target_s"]
     best = times_s.idxmin() if len(times_s) else None  # as the verdict chooses it
     rows = [
-        Row([Cell(str(row["strategy"])), Cell(str(row["workers"])), *(cell(row) for _, cell in columns)], index == best)
+        {
+            "cells": [Cell(str(row["strategy"])), Cell(str(row["workers"])), *(cell(row) for _, cell in columns)],
+            "is_best": index == best,
+        }
         for index, row in summary.iterrows()
     ]
-    return SummaryTable(["strategy", "workers", *(heading for heading, _ in columns)], rows)
+    return {"headings": ["strategy", "workers", *(heading for heading, _ in columns)], "rows": rows}
 
 
 def _spread(row: Any, quantity: str, shown: Callable[[float], str]) -> Cell:

@@ -12,8 +12,7 @@ from typing import final
 
 from paceline.engines.standing import Progress, Watcher
 from paceline.errors import unknown
-from paceline.lab.delivery import Delivery
-from paceline.lab.trackers import MLflow, Settings, TensorBoard, Tracker, WandB, load
+from paceline.lab.trackers import Delivery, MLflow, Settings, TensorBoard, Tracker, WandB, load
 from paceline.records import EvaluationRecord, EventRecord, MetricRecord, Record, StepRecord
 
 _INTERVAL_S = 1.0
@@ -89,7 +88,9 @@ class Feed:
                 values = {f"evaluation/{name}": value for name, value in record.metrics.items()}
                 self._log(values, step=record.iteration, time_s=record.time_s)
             elif isinstance(record, EventRecord):
-                self._notice(record)
+                if record.name == "training":
+                    self._began_s = record.time_s
+                self._has_ended_badly |= record.name in _UNHAPPY_ENDS
         newest = max(self._intervals, default=0)
         for second in sorted(second for second in self._intervals if second < newest - 1):
             self._tell(second)
@@ -100,12 +101,6 @@ class Feed:
             self._tell(second)
         for tracker in self._trackers:
             tracker.close(is_finished=is_finished and not self._has_ended_badly)
-
-    def _notice(self, event: EventRecord) -> None:
-        if event.name == "training":
-            self._began_s = event.time_s
-        elif event.name in _UNHAPPY_ENDS:
-            self._has_ended_badly = True
 
     def _tell(self, second: int) -> None:
         """The first second of a run may be a short one, as may the last."""

@@ -48,24 +48,22 @@ def is_tie(one: Row, other: Row, quantity: str) -> bool:
 
     A time to the target is the time of an evaluation, so that nothing shorter than evaluations are apart is noticed.
     """
-    margin = max(chance.margin(_sample(one, quantity), _sample(other, quantity)), *_resolutions(one, other, quantity))
+    noticed = max(_resolution_of(one, quantity), _resolution_of(other, quantity))
+    margin = max(chance.margin(_sample(one, quantity), _sample(other, quantity)), noticed)
     return bool(abs(one[quantity] - other[quantity]) <= margin)
 
 
 def _sample(row: Row, quantity: str) -> Sample:
-    return Sample(row[quantity], row[f"{quantity}_std"], _num_values(row, quantity))
+    num = int(row["reached"] if "to_target" in quantity else row["seeds"])
+    return Sample(row[quantity], row[f"{quantity}_std"], num)
 
 
-def _num_values(row: Row, quantity: str) -> int:
-    return int(row["reached"] if "to_target" in quantity else row["seeds"])
-
-
-def _resolutions(one: Row, other: Row, quantity: str) -> list[float]:
-    """How finely a quantity is known in each; 0 for those that evaluations do not cut into pieces."""
-    pieces = {"time_to_target_s": lambda row: row["resolution_s"]}
-    pieces["worker_s_to_target"] = lambda row: row["resolution_s"] * row["workers"]
-    found = [pieces[quantity](row) if quantity in pieces else 0.0 for row in (one, other)]
-    return [0.0 if value != value else float(value) for value in found]
+def _resolution_of(row: Row, quantity: str) -> float:
+    """How finely a quantity is known; 0 for those that evaluations do not cut into pieces."""
+    if quantity not in ("time_to_target_s", "worker_s_to_target"):
+        return 0.0
+    value = float(row["resolution_s"] * (row["workers"] if quantity == "worker_s_to_target" else 1))
+    return 0.0 if np.isnan(value) else value
 
 
 @dataclass(frozen=True)
@@ -225,13 +223,12 @@ class _Judge:
             return []
         bases = {(row["base_strategy"], row["base_workers"]) for row in _each(self.summary)}
         names = dict.fromkeys(zip(trials["strategy"], trials["workers"], strict=True))
-        shown = [words.combination(*name) for name in names][:_MAX_DISTURBED]
-        left = len(names) - len(shown)
+        named = words.listed([words.combination(*name) for name in names], most=_MAX_DISTURBED)
         is_base = any(name in bases for name in names)
         against = " What speed-ups are measured against is among them." if is_base else ""
         return [
             f"Other programs kept up to {words.percent(trials['used_by_others'].max())} of the machine busy as trials "
-            f"began, of {words.listed([*shown, f'{left} more'] if left else shown)}: their times mislead.{against} "
+            f"began, of {named}: their times mislead.{against} "
             "Run the study again on a quiet machine."
         ]
 

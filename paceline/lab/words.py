@@ -79,9 +79,13 @@ def combination(strategy: str, count: int) -> str:
     return f"{strategy} on {workers(count)}"
 
 
-def listed(parts: Sequence[str]) -> str:
+def listed(parts: Sequence[str], *, most: int | None = None) -> str:
     """
     >>> listed(["a", "b", "c"])
     'a, b and c'
+    >>> listed(["a", "b", "c"], most=1)
+    'a and 2 more'
     """
+    if most is not None and len(parts) > most:
+        parts = [*parts[:most], f"{len(parts) - most} more"]
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

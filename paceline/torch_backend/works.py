@@ -105,13 +105,11 @@ class GroupWork(Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Done when the operation is over; holds the outputs, or raises what `wait` raises as a RuntimeError."""
         with self._lock:
+            is_over = self._future is None and self.is_over
             if self._future is None:
                 self._trigger = torch.futures.Future()
                 # `then`, because C++ sees only errors that a callback raises.
                 self._future = self._trigger.then(self._settle)
-                is_over = self.is_over
-            else:
-                is_over = False
         if is_over:
             self._trigger.set_result(None)
         return self._future  # type: ignore[no-any-return]

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.lab.frames import FAILED, FINISHED
-from paceline.lab.outcome import TrialOutcome
-from paceline.lab.runner import directory_of
+from paceline.lab.runner import TrialOutcome, directory_of
 from paceline.lab.spec import StudySpec
 from paceline.lab.study import Study
 from paceline.lab.variant import Variant

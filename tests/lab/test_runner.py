@@ -24,8 +24,7 @@ from paceline.engines.standing import Watcher
 from paceline.errors import RunFailed, UsageError
 from paceline.lab import report_page, runner
 from paceline.lab.frames import Frames
-from paceline.lab.outcome import TrialOutcome
-from paceline.lab.runner import Position, StudyInterrupted
+from paceline.lab.runner import Position, StudyInterrupted, TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.study import Study
 from paceline.records import EventRecord, RecordWriter

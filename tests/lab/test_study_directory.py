@@ -15,7 +15,7 @@ import filelock
 import pytest
 
 from paceline.errors import UsageError
-from paceline.lab.outcome import TrialOutcome
+from paceline.lab.runner import TrialOutcome
 from paceline.lab.study import Study
 from tests.lab.machine import ORDER, Machine
 

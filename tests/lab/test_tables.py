@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.lab import step_totals
 from paceline.lab.frames import COLUMNS, Frames, table
-from paceline.lab.outcome import TrialOutcome
+from paceline.lab.runner import TrialOutcome
 from paceline.lab.study import Study
 from paceline.records import (
     EvaluationRecord,

@@ -18,9 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from paceline.engines.standing import Progress
 from paceline.errors import RunFailed, UsageError
-from paceline.lab import delivery, trackers, tracking
-from paceline.lab.delivery import MAX_WAITING, Delivery
-from paceline.lab.trackers import Tracker
+from paceline.lab import trackers, tracking
+from paceline.lab.trackers import MAX_WAITING, Delivery, Tracker
 from paceline.lab.tracking import Feed, Tracking
 from paceline.records import EvaluationRecord, EventRecord, MetricRecord, Record, StepRecord
 
@@ -223,7 +222,7 @@ def test_a_service_that_does_not_answer_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not when it is opened, not while the run goes on, and at its end no longer than it is given."""
-    monkeypatch.setattr(delivery, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(trackers, "PATIENCE_S", 0.1)
 
     def opened() -> Tracker:
         stuck.wait(60)

@@ -185,7 +185,7 @@ def test_a_crash_counts_as_a_seed_that_did_not_get_there(tmp_path: Path) -> None
     (note,) = reached_in_part(made.frames.summary)
     assert note == "ps-asp on 2 workers: the mean is of the 1 of 3 seeds that reached."
     table = summary_table(made.frames.summary, has_target=True, metric="accuracy", seconds="s")
-    assert [shown.is_best for shown in table.rows] == [True, False]
+    assert [shown["is_best"] for shown in table["rows"]] == [True, False]
     console = Console(width=80, file=io.StringIO())
     console.print(tables.of_study(made.frames))
     assert "1/3" in console.file.getvalue()

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from paceline.cli import tables
 from paceline.engines.standing import Progress
-from paceline.lab.outcome import TrialOutcome
 from paceline.lab.progress import StudyProgress
-from paceline.lab.runner import Position
+from paceline.lab.runner import Position, TrialOutcome
 from paceline.lab.tracking import Tracking
 from paceline.lab.virtual_cluster import VirtualCluster
 from paceline.running import watching

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,14 @@ _BAND = {"mode": "lines", "fill": "toself", "line": {"width": 0}, "opacity": 0.1
 def convergence(subject: Subject) -> list[Chart]:
     """Iterations against the metric, a chart a strategy, a line a number of workers."""
     return [
-        _by_workers(subject, strategy, _metric_over(subject, "iteration"), _iterations_title(subject, strategy))
+        _by_workers(subject, strategy, "iteration", _iterations_title(subject, strategy))
         for strategy in _with_evaluations(subject)
     ]
 
 
 def training(subject: Subject) -> list[Chart]:
     """Time against the metric."""
-    return [
-        _by_workers(subject, strategy, _metric_over(subject, "time_s"), subject.time_title)
-        for strategy in _with_evaluations(subject)
-    ]
+    return [_by_workers(subject, strategy, "time_s", subject.time_title) for strategy in _with_evaluations(subject)]
 
 
 def iteration_rate(subject: Subject) -> list[Chart]:
@@ -99,13 +96,9 @@ def _metric_rows(subject: Subject) -> pd.DataFrame:
     return evaluations[evaluations["metric"] == subject.metric]
 
 
-def _metric_over(subject: Subject, x: str) -> Callable[[str], dict[int, Band]]:
-    return lambda strategy: _bands(subject, _metric_rows(subject), strategy, x=x, y="value")
-
-
-def _by_workers(subject: Subject, strategy: str, bands_of: Callable[[str], dict[int, Band]], x_title: str) -> Chart:
-    """The metric over something, one line a number of workers."""
-    bands = bands_of(strategy)
+def _by_workers(subject: Subject, strategy: str, x: str, x_title: str) -> Chart:
+    """The metric over the column `x`, one line a number of workers."""
+    bands = _bands(subject, _metric_rows(subject), strategy, x=x, y="value")
     plot = canvas(x_title=x_title, y_title=_metric_title(subject))
     _finish_metric_axis(plot, subject)
     _draw(plot, {words.workers(n): found for n, found in bands.items()}, _named(subject))

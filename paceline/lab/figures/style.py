@@ -38,7 +38,10 @@ class Style:
 
 def strategy_styles(strategies: Sequence[str]) -> dict[str, Style]:
     """A style for each strategy, told apart by any one of its parts where there are at most eight."""
-    return {name: _style("series", index) for index, name in enumerate(dict.fromkeys(strategies))}
+    return {
+        name: Style(_colour("series", index % NUM_COLOURS), **_shapes(index))
+        for index, name in enumerate(dict.fromkeys(strategies))
+    }
 
 
 def worker_styles(counts: Sequence[int]) -> dict[int, Style]:
@@ -50,10 +53,6 @@ def worker_styles(counts: Sequence[int]) -> dict[int, Style]:
         count: Style(_colour("ramp", step), **_shapes(index))
         for index, (count, step) in enumerate(zip(ordered, steps, strict=True))
     }
-
-
-def _style(palette: str, index: int) -> Style:
-    return Style(_colour(palette, index % NUM_COLOURS), **_shapes(index))
 
 
 def _colour(palette: str, index: int) -> str:

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from paceline.config import Target
 from paceline.lab import words
+from paceline.lab.analysis import num_tried
 from paceline.lab.frames import Frames
-from paceline.lab.reliability import num_tried
 from paceline.running.result import Result
 from paceline.training import clock
 

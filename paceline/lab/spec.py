@@ -203,7 +203,7 @@ class StudySpec:
         try:
             lists = {"arguments": tuple(plain["arguments"]), **{name: tuple(plain[name]) for name in _EXTENSIBLE}}
             lists["strategies"] = tuple(Variant.parse(text) for text in plain["strategies"])
-            cluster = VirtualCluster.from_json(plain["cluster"]) if plain.get("cluster") is not None else None
+            cluster = VirtualCluster(**plain["cluster"]) if plain.get("cluster") is not None else None
             return cls(**{**plain, **lists, "cluster": cluster})
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"not a study of this version of Paceline: {error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from paceline.lab import words
-from paceline.lab.reliability import num_tried, surest
+from paceline.lab.analysis import num_tried, surest
 
 NEVER, NONE = "never", "–"
 _NO_BREAK = "\N{NO-BREAK SPACE}"

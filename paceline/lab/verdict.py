@@ -11,9 +11,9 @@ import pandas as pd
 
 from paceline.config import Target, rises
 from paceline.lab import amdahl, binding, chance, words
+from paceline.lab.analysis import num_tried, reliability, surest
 from paceline.lab.chance import Sample
 from paceline.lab.frames import FAILED, FINISHED, MISSING, Frames
-from paceline.lab.reliability import num_tried, reliability, surest
 from paceline.training import clock
 
 Row: TypeAlias = pd.Series

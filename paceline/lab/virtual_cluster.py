@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
@@ -48,9 +46,5 @@ class VirtualCluster:
         return Path(self.source).stem
 
     def to_json(self) -> dict[str, str]:
+        """What makes it again; the file itself need not be there."""
         return {"source": self.source, "text": self.text}
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> VirtualCluster:
-        """The inverse of `to_json`; the file itself need not be there."""
-        return cls(plain["source"], plain["text"])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.lab import amdahl, analysis, speedup
+from paceline.lab import amdahl, analysis
 from paceline.lab.frames import table
 from tests.lab.made import reaching, study
 
@@ -112,7 +112,7 @@ def test_scaling_all_times_leaves_speedups_unchanged(times: dict[tuple[int, int]
 
 @given(base=st.dictionaries(st.integers(0, 4), SECONDS), times=st.dictionaries(st.integers(0, 4), SECONDS))
 def test_speedups_lie_between_the_extremes(base: dict[int, float], times: dict[int, float]) -> None:
-    found = speedup.speedups(base, times)
+    found = analysis.speedups(base, times)
     assert bool(found.values) == bool(base and times)
     assert found.num_pairs == len(base.keys() & times.keys())
     for value in found.values:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from paceline.lab.analysis import fit_amdahl, summarise
 from paceline.lab.figures import Chart, Subject, efficiency, figures, staleness
+from paceline.lab.figures.curves import NUM_POINTS, Curve, band
 from paceline.lab.figures.scaling import speedup
-from paceline.lab.figures.seeds import NUM_POINTS, Curve, band
 from paceline.lab.figures.style import plain, strategy_styles, worker_styles
 from paceline.lab.frames import Frames
 from tests.lab import example_study

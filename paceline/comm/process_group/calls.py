@@ -99,13 +99,9 @@ class TorchCalls:
     def submit(
         self, operation: str, start: Callable[[], Any], *, num_bytes: int, finish: Callable[[], None] | None = None
     ) -> Work:
-        """Issue a collective operation; never blocks.
+        """Issue a collective operation, which all ranks must call the same; never blocks.
 
-        Args:
-            operation: what it is, in the words of an error, which all ranks must agree on.
-            start: starts it on the backend.
-            num_bytes: what this rank moves.
-            finish: is called once when the operation is over.
+        `finish` is called once when the operation is over.
         """
         self.check()
         self._num_issued += 1

@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 
 from paceline.config import Target
 from paceline.lab import words
+from paceline.lab.analysis import num_tried
 from paceline.lab.figures.style import FAINT, GRID, INK, Style, plain, strategy_styles, worker_styles
 from paceline.lab.frames import Frames
-from paceline.lab.reliability import num_tried
 from paceline.training import clock
 
 HEIGHT_PX = 340

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
+from paceline.lab.analysis import num_tried
 from paceline.lab.figures.chart import Chart, Subject, canvas, pattern, reached_in_part, whiskers
 from paceline.lab.figures.style import INK, plain
-from paceline.lab.reliability import num_tried
 
 _ROW_PX, _FRAME_PX = 26, 80
 

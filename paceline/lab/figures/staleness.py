@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from paceline.lab import words
 from paceline.lab.figures.chart import Chart, Subject, canvas, curve
-from paceline.lab.figures.seeds import Floats
+from paceline.lab.figures.curves import Floats
 
 _HEIGHT_PX = 300
 _MAX_BINS = 200

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -113,10 +113,18 @@ class Synchronizer(ABC):
         """The model that is evaluated and saved. Collective call, while all workers pause.
 
         By default this worker's, with the mean over workers of its floating-point buffers. What was changed for it is
-        as before at the end. Strategies whose workers differ give the mean of their parameters: `averaged`.
+        as before at the end. Strategies whose workers differ give `averaged_model`.
         """
         with averaged(self.replica.model.buffers(), self.context.collective):
             yield self.replica.model
+
+    @contextmanager
+    @final
+    def averaged_model(self) -> Iterator[nn.Module]:
+        """The mean of all workers' parameters and buffers, as a `global_model` of workers that differ."""
+        model = self.replica.model
+        with averaged([*model.parameters(), *model.buffers()], self.context.collective):
+            yield model
 
     def leave(self) -> None:  # noqa: B027
         """This worker takes no further step; nobody is to wait for it."""

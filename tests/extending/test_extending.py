@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -275,3 +277,17 @@ def test_a_plan_refuses_what_is_not_declared() -> None:
     work = StepWork(tensor_bytes=(4_000_000,), samples=32, step_s=0.01)
     with pytest.raises(UsageError, match="Silent"):
         predict(load("lab-1gbe"), strategy=Silent(), workers=2, work=work)
+
+
+def test_the_documented_example_runs(tmp_path: Path) -> None:
+    """As it stands there, in fewer than 60 lines of code."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) < 60
+    (tmp_path / "averaging.py").write_text(code)
+    ended = subprocess.run(
+        [sys.executable, "averaging.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    (result,) = (Result(path) for path in (tmp_path / "runs").iterdir())
+    assert result.metrics["loss"] < 0.5  # from about 8

@@ -144,7 +144,7 @@ class _Sampled(Synchronizer):
         if self._steps % self._strategy.every:
             return StepOutcome(self.iteration)
         for start, flat, delta in zip(self._start, self._flats, self._deltas, strict=True):
-            torch.sub(flat, start, out=delta)
+            delta.copy_(flat - start)
         mine = self._strategy.of_round(self.iteration)[self.context.rank :: self.context.size]
         sender = mine[self._turns]
         self._turns += 1

@@ -52,7 +52,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def register(monkeypatch: pytest.MonkeyPatch, **fixed: object) -> None:
     assert isinstance(STRATEGIES, dict)
-    monkeypatch.setitem(STRATEGIES, NAME, Entry(NAME, Declared, fixed, (), "what a user wrote"))
+    monkeypatch.setitem(STRATEGIES, NAME, Entry(name=NAME, strategy=Declared, fixed=fixed, summary="what a user wrote"))
 
 
 def cluster_of(count: int = 16, *, latency_us: float = 0.0, racks: Racks | None = None, **compute: object) -> Cluster:

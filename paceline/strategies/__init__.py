@@ -65,8 +65,10 @@ def register(entry: Entry) -> None:
 
 
 for _entry in (
-    Entry(name="single", strategy=Single, summary=Single.summary),
-    Entry(name="all-reduce", strategy=AllReduce, summary=AllReduce.summary),
+    Entry(name="single", strategy=Single, summary="one worker, no exchange: the baseline"),
+    Entry(
+        name="all-reduce", strategy=AllReduce, summary="gradients averaged among workers in buckets, during backward"
+    ),
     Entry(
         name="ring",
         strategy=AllReduce,

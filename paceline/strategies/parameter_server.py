@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import Literal, final, get_args
 
 from paceline.errors import UsageError
 from paceline.membership import Membership
@@ -42,8 +42,6 @@ class ParameterServer(Strategy):
     >>> ParameterServer(consistency="ssp", staleness=2).traits.num_servers
     1
     """
-
-    summary: ClassVar[str] = "a server group owns the parameters and the optimizer; workers push and pull"
 
     consistency: Consistency = "bsp"
     servers: int = option(1, "number of servers, each owning one key range")

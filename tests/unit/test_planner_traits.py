@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import final
 
 import networkx
 import pytest
@@ -30,8 +30,6 @@ NAME = "of-a-user"
 @dataclass(frozen=True, kw_only=True)
 class Declared(Strategy):
     """Of a class outside the package, which says nothing but what it moves."""
-
-    summary: ClassVar[str] = "what a user wrote"
 
     traffic: tuple[Traffic, ...] | None = None
     unit: Unit = "update"

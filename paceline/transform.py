@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch import Tensor
 
 from paceline.aggregate import Contribution
@@ -29,19 +28,17 @@ class Transform(ABC):
 @final
 @dataclass(frozen=True)
 class ClipNorm(Transform):
-    """Shrinks a contribution to this 2-norm over all its tensors, if it is longer; one that is not finite becomes 0."""
+    """Shrinks a contribution to this 2-norm over all its tensors, if it is longer.
+
+    One that is not finite stays as it is, for those who refuse it."""
 
     largest: float
 
     def outward(self, contribution: Contribution) -> Contribution:
         norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in contribution.tensors))
-        if norm <= self.largest:
+        if norm <= self.largest or not math.isfinite(norm):
             return contribution
-        clipped = [
-            tensor * (self.largest / norm) if math.isfinite(norm) else torch.zeros_like(tensor)
-            for tensor in contribution.tensors
-        ]
-        return contribution._replace(tensors=clipped)
+        return contribution._replace(tensors=[tensor * (self.largest / norm) for tensor in contribution.tensors])
 
 
 def outward(transforms: Sequence[Transform], contribution: Contribution) -> Contribution:

@@ -13,7 +13,7 @@ from paceline.strategies.base import Context, Strategy, Synchronizer, option, re
 from paceline.strategies.combining import Mode
 from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
 from paceline.strategies.serving import ServerSynchronizer
-from paceline.strategies.traits import Served, Traits
+from paceline.strategies.traits import AllReduced, Served, Traits
 
 Consistency = Literal["bsp", "ssp", "asp"]
 DEFAULT_STALENESS = 3
@@ -78,13 +78,13 @@ class ParameterServer(Strategy):
 
     @property
     def traits(self) -> Traits:
-        moved = Served(staleness=self._staleness, backup_workers=self.backup_workers)
+        served = Served(staleness=self._staleness, backup_workers=self.backup_workers)
         return Traits(
             lock_step=self.consistency == "bsp" and self.backup_workers == 0,
             unit="update" if self.consistency == "bsp" else "gradient",
             tells_stop=True,
             num_servers=self.servers,
-            traffic=(moved,),
+            traffic=(AllReduced(), served) if self.combine == "always" else (served,),
         )
 
     def admission_rule(self, members: Membership) -> AdmissionRule:

@@ -96,6 +96,7 @@ class EventRecord:
 
 
 Record = StepRecord | MetricRecord | UpdateRecord | EvaluationRecord | EventRecord
+R = TypeVar("R", bound=Record)
 RECORD_TYPES: tuple[type[Record], ...] = (StepRecord, MetricRecord, UpdateRecord, EvaluationRecord, EventRecord)
 _BY_KIND = {record_type.kind: record_type for record_type in RECORD_TYPES}
 _TABLES = (StepRecord, MetricRecord, UpdateRecord)
@@ -218,12 +219,9 @@ class RecordWriter:
         return self._files[record_type.kind]
 
 
-def record_path(directory: Path, record_type: type[Record]) -> Path:
+def record_path(directory: Path, record_type: type[R]) -> Path:
     suffix = "csv" if record_type in _TABLES else "jsonl"
     return directory / f"{record_type.kind}.{suffix}"
-
-
-R = TypeVar("R", StepRecord, MetricRecord, UpdateRecord, EvaluationRecord, EventRecord)
 
 
 def read_records(directory: Path, record_type: type[R]) -> list[R]:
@@ -236,17 +234,15 @@ def read_records(directory: Path, record_type: type[R]) -> list[R]:
 
 
 def iterate_records(directory: Path, record_type: type[R]) -> Iterator[R]:
-    """As `read_records`, one at a time."""
-    return _read(record_path(directory, record_type), record_type)
-
-
-def _read(path: Path, record_type: type[Any]) -> Iterator[Any]:
+    """As `read_records`, one at a time: a long run's file may be larger than memory."""
+    path = record_path(directory, record_type)
     if not path.exists():
         return
     num_read = 0
     try:
         with path.open("rb") as file:
-            for values in _values(_complete_lines(file), record_type):
+            complete = (line.decode() for line in file if line.endswith(b"\n"))
+            for values in _values(complete, record_type):
                 yield record_type(**values)
                 num_read += 1
     except (ValueError, TypeError, KeyError) as error:
@@ -264,22 +260,12 @@ def _values(lines: Iterator[str], record_type: type[Any]) -> Iterator[dict[str, 
         yield {name: kind(value) for (name, kind), value in zip(columns, row, strict=True)}
 
 
-def _complete_lines(file: IO[bytes]) -> Iterator[str]:
-    """The lines whose end was written, one by one: a long run's file may be larger than memory."""
-    return (line.decode() for line in file if line.endswith(b"\n"))
-
-
-def _complete(raw: bytes) -> bytes:
-    """The lines whose end was written."""
-    return raw[: raw.rfind(b"\n") + 1]
-
-
 def _drop_torn_end(path: Path) -> int:
     """Cut off an unfinished last line; returns the bytes that are left, 0 if there is no file."""
     if not path.exists():
         return 0
     raw = path.read_bytes()
-    num_bytes = len(_complete(raw))
+    num_bytes = raw.rfind(b"\n") + 1
     if num_bytes < len(raw):
         os.truncate(path, num_bytes)
     return num_bytes
@@ -293,7 +279,7 @@ def truncate(directory: Path, *, iteration: int) -> None:
     with tempfile.TemporaryDirectory(prefix=".truncate-", dir=directory) as scratch:
         writer = RecordWriter(Path(scratch))
         for record_type in RECORD_TYPES:
-            records = _read(record_path(directory, record_type), record_type)
+            records = iterate_records(directory, record_type)
             writer.write(record for record in records if record.iteration <= iteration)
         writer.close()
         for record_type in RECORD_TYPES:

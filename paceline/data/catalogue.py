@@ -69,13 +69,9 @@ _in_use: WeakValueDictionary[Any, Split] = WeakValueDictionary()
 
 def _split(entry: Entry, paths: list[Path]) -> Split:
     key = tuple((path, path.stat().st_mtime_ns) for path in paths)
-    split = _in_use.get(key)
-    if split is None:
-        split = _in_use[key] = _read_split(entry, paths)
-    return split
-
-
-def _read_split(entry: Entry, paths: list[Path]) -> Split:
+    known = _in_use.get(key)
+    if known is not None:
+        return known
     images, labels = entry.read(paths)
     where = " and ".join(map(str, paths))
     if len(images) != len(labels):
@@ -85,7 +81,8 @@ def _read_split(entry: Entry, paths: list[Path]) -> Split:
     if len(labels) and int(labels.max()) >= entry.num_classes:
         raise DatasetError(f"{where}: a label of {int(labels.max())}; expected 0 to {entry.num_classes - 1}")
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (entry.mean, entry.std))
-    return Split(images, labels, mean, std)
+    split = _in_use[key] = Split(images, labels, mean, std)
+    return split
 
 
 def _read_idx_pair(paths: list[Path]) -> tuple[Tensor, Tensor]:
@@ -101,73 +98,59 @@ MNIST_NAMES = (
 )
 
 
-def _mnist_downloads(base: str, *md5s: str) -> tuple[Download, ...]:
-    return tuple(Download(f"{base}/{name}.gz", md5) for name, md5 in zip(MNIST_NAMES, md5s, strict=True))
+def _idx(files: FileSet, side: int, *, mean: float, std: float, embedded: bool = False) -> Entry:
+    """Ten classes of grey images in idx files, as MNIST has them."""
+    return Entry(files, 2, _read_idx_pair, 10, (1, side, side), (mean,), (std,), embedded)
+
+
+def _like_mnist(folder: str, base: str, *md5s: str) -> FileSet:
+    downloads = [Download(f"{base}/{name}.gz", md5) for name, md5 in zip(MNIST_NAMES, md5s, strict=True)]
+    return FileSet(folder, MNIST_NAMES, tuple(downloads))
 
 
 ENTRIES: Mapping[str, Entry] = {
     # Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
-    "digits": Entry(
-        files=FileSet("digits", tuple(name.replace("t10k", "test") for name in MNIST_NAMES)),
-        num_test_files=2,
-        read=_read_idx_pair,
-        num_classes=10,
-        shape=(1, 8, 8),
-        mean=(4.8809,),
-        std=(6.0142,),
+    "digits": _idx(
+        FileSet("digits", tuple(name.replace("t10k", "test") for name in MNIST_NAMES)),
+        8,
+        mean=4.8809,
+        std=6.0142,
         embedded=True,
     ),
     # LeCun, Bottou, Bengio and Haffner, "Gradient-Based Learning Applied to Document Recognition", 1998.
-    "mnist": Entry(
-        files=FileSet(
+    "mnist": _idx(
+        _like_mnist(
             "mnist",
-            MNIST_NAMES,
-            _mnist_downloads(
-                "https://ossci-datasets.s3.amazonaws.com/mnist",
-                "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-                "d53e105ee54ea40749a09fcbcd1e9432",
-                "9fb629c4189551a2d022fa330f9573f3",
-                "ec29112dd5afa0611ce80d1b7f02629c",
-            ),
+            "https://ossci-datasets.s3.amazonaws.com/mnist",
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
         ),
-        num_test_files=2,
-        read=_read_idx_pair,
-        num_classes=10,
-        shape=(1, 28, 28),
-        mean=(33.3184,),
-        std=(78.5675,),
+        28,
+        mean=33.3184,
+        std=78.5675,
     ),
     # Xiao, Rasul and Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning", 2017.
-    "fashion-mnist": Entry(
-        files=FileSet(
+    "fashion-mnist": _idx(
+        _like_mnist(
             "fashion-mnist",
-            MNIST_NAMES,
-            _mnist_downloads(
-                "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-                "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-                "25c81989df183df01b3e8a0aad5dffbe",
-                "bef4ecab320f06d8554ea6380940ec79",
-                "bb300cfdad3c16e7a12a480ee83cd310",
-            ),
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "25c81989df183df01b3e8a0aad5dffbe",
+            "bef4ecab320f06d8554ea6380940ec79",
+            "bb300cfdad3c16e7a12a480ee83cd310",
         ),
-        num_test_files=2,
-        read=_read_idx_pair,
-        num_classes=10,
-        shape=(1, 28, 28),
-        mean=(72.9404,),
-        std=(90.0212,),
+        28,
+        mean=72.9404,
+        std=90.0212,
     ),
     # Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     "cifar10": Entry(
         files=FileSet(
             "cifar-10-batches-bin",
             (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"),
-            (
-                Download(
-                    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-                    "c32a1d4ab5d03f1284b67883e8d87530",
-                ),
-            ),
+            (Download("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),),
         ),
         num_test_files=1,
         read=read_cifar10,

@@ -97,22 +97,18 @@ def _from_cache(files: FileSet, *, looked_in: str | os.PathLike[str] | None) -> 
 
 
 def _download_missing(files: FileSet, folder: Path) -> None:
+    """Download what is not there with the right checksum; ValueError where what comes has a wrong one."""
+    import pooch
+
     if len(_present(files, folder)) == len(files.names):
         return  # another worker was faster
     for download in files.downloads:
-        path = _retrieve(download, folder)
-        if path.name.endswith(".tar.gz"):
+        name = PurePosixPath(download.url).name
+        fetcher = pooch.HTTPDownloader(progressbar=_Progress(name))
+        path = Path(pooch.retrieve(download.url, f"md5:{download.md5}", name, folder, downloader=fetcher))
+        if name.endswith(".tar.gz"):
             _unpack(path, files.names, folder)
             path.unlink()
-
-
-def _retrieve(download: Download, folder: Path) -> Path:
-    """Download unless the file is there with the right checksum; ValueError where the checksum is wrong."""
-    import pooch
-
-    name = PurePosixPath(download.url).name
-    fetcher = pooch.HTTPDownloader(progressbar=_Progress(name))
-    return Path(pooch.retrieve(download.url, f"md5:{download.md5}", name, folder, downloader=fetcher))
 
 
 def _unpack(archive: Path, names: Collection[str], folder: Path) -> None:
@@ -135,6 +131,9 @@ def _unpack(archive: Path, names: Collection[str], folder: Path) -> None:
 class _Progress:
     """The progress bar that pooch drives, drawn by rich; silent where no terminal looks."""
 
+    total: int
+    """Bytes; pooch sets it before the first update."""
+
     def __init__(self, name: str) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -145,17 +144,9 @@ class _Progress:
         self._bar = Progress(*columns, console=Console(stderr=True), disable=not is_terminal(sys.stderr))
         self._task = self._bar.add_task(name)
 
-    @property
-    def total(self) -> float | None:
-        return self._bar.tasks[0].total
-
-    @total.setter
-    def total(self, num_bytes: int) -> None:
-        self._bar.update(self._task, total=num_bytes)
-        self._bar.start()
-
     def update(self, num_bytes: int) -> None:
-        self._bar.advance(self._task, num_bytes)
+        self._bar.start()
+        self._bar.update(self._task, total=self.total, advance=num_bytes)
 
     def reset(self) -> None:
         self._bar.reset(self._task)

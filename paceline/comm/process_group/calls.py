@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, final
 
+from paceline.comm.arguments import timeout_of
 from paceline.comm.base import Timing, Work
-from paceline.comm.process_group.gloo_messages import WatchedMessage
 from paceline.comm.process_group.peer_watch import PeerWatch
 from paceline.comm.rank_errors import disagreement, late
 from paceline.comm.works import OwnedWork
@@ -22,6 +23,35 @@ LOOK_INTERVAL_S = 0.2
 _ASK_INTERVAL_S = 50e-6
 # For so long what a rank sent before it left may still arrive, and so may word of why it left.
 _GRACE_S = 1.0
+
+
+@final
+class WatchedMessage:
+    """A message over gloo, which tells that one is over only to whoever blocks on it: a thread calls `watch`."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._failure: RuntimeError | None = None
+        self._is_over = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self._is_over.is_set()
+
+    def sleep(self, timeout_s: float) -> None:
+        self._is_over.wait(timeout_s)
+
+    def wait(self) -> None:
+        self._is_over.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def watch(self) -> None:
+        """Block until the backend's work is over, and remember how it ended."""
+        try:
+            self._work.wait(timeout_of(None))  # whoever waits has a deadline; gloo's would close the connection
+        except RuntimeError as error:
+            self._failure = error
+        self._is_over.set()
 
 
 @dataclass(eq=False)

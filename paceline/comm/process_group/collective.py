@@ -18,8 +18,7 @@ from paceline.comm.base import ReduceOp, Timing, Work
 from paceline.comm.byte_collective import ByteCollective
 from paceline.comm.helper import Helper
 from paceline.comm.hosts import interface_with, nccl_interface
-from paceline.comm.process_group.calls import TorchCalls
-from paceline.comm.process_group.gloo_messages import WatchedMessage
+from paceline.comm.process_group.calls import TorchCalls, WatchedMessage
 from paceline.comm.process_group.peer_watch import PeerWatch
 from paceline.comm.process_group.reducing import from_wire, options_for, to_wire
 from paceline.comm.rank_errors import disagreement

@@ -138,7 +138,6 @@ class Session:
         self._has_finished = True
         self._ensure_started()
         self.run.clock.pause()
-        self.run.is_through = not self.run.has_ended
         self._end()
         self.run.prepared.synchronizer.leave()
         while not self.pauses.meet(is_done=True):

@@ -61,8 +61,9 @@ def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerSta
     return [WorkerState(**state) for state in states or ()]
 
 
-def at_the_end(workers: Sequence[WorkerState]) -> list[WorkerState]:
-    """All as far in their data as the first, whose end ends a synchronous run: with backup workers some are behind."""
+def beside_the_first(workers: Sequence[WorkerState]) -> list[WorkerState]:
+    """All as far in their data as the first, as synchronous strategies need it: their workers take the same global
+    batches, and end together. Under ssp and asp, and with backup workers, some are behind."""
     epoch, num_batches_done = max((worker.epoch, worker.num_batches_done) for worker in workers)
     return [replace(worker, epoch=epoch, num_batches_done=num_batches_done) for worker in workers]
 

@@ -39,8 +39,11 @@ class Checkpoints:
             self._last = copy.deepcopy(self._taken())
 
     def own_part(self) -> Snapshot:
-        """What this worker adds to a checkpoint. Take it before the global model is put in place."""
-        return self._last or self._taken()
+        """What this worker adds to a checkpoint. Take it before the global model is put in place.
+
+        The strategy's part is as it is now, like the model: leaving may have changed both since the script's end.
+        """
+        return snapshot.with_own_state(self._last or self._taken(), self._run.prepared.synchronizer.own_state())
 
     def save(self, model: nn.Module, own: Snapshot, time_s: float) -> None:
         """Write one. Collective call.
@@ -90,7 +93,6 @@ class Checkpoints:
             prepared.replica,
             prepared.loader,
             prepared.extra,
-            own=prepared.synchronizer.own_state(),
             steps=self._run.steps,
             samples=self._run.samples,
         )

@@ -34,7 +34,6 @@ def take(
     loader: ShardedLoader,
     extra: Mapping[str, Any],
     *,
-    own: Mapping[str, OwnState],
     steps: int,
     samples: int,
 ) -> Snapshot:
@@ -45,11 +44,16 @@ def take(
         num_batches_done=loader.num_batches_done,
         random_state=random_state(),
         buffers={name: buffer.detach().cpu().clone() for name, buffer in replica.model.named_buffers()},
-        own={name: state.tensor.detach().cpu().clone() for name, state in own.items()},
-        fates={name: state.fate for name, state in own.items()},
     )
     groups = [dict(group) for group in hyperparameters(replica.optimizer)]
     return Snapshot(worker, groups, {name: thing.state_dict() for name, thing in extra.items()})
+
+
+def with_own_state(snapshot: Snapshot, own: Mapping[str, OwnState]) -> Snapshot:
+    """The snapshot, with what the strategy keeps for this worker alone."""
+    tensors = {name: state.tensor.detach().cpu().clone() for name, state in own.items()}
+    fates = {name: state.fate for name, state in own.items()}
+    return replace(snapshot, worker=replace(snapshot.worker, own=tensors, fates=fates))
 
 
 def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerState]:

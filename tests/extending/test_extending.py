@@ -247,6 +247,21 @@ def test_data_that_ends_in_a_round_ends_the_run(name: str, tmp_path: Path) -> No
     assert result.iteration == expected_steps // STEPS_OF_AN_ITERATION[name]
 
 
+@pytest.mark.parametrize("cadence", [{}, {"eval_every": 1, "checkpoint_every": 1}], ids=["at the end", "every round"])
+def test_a_round_that_ends_with_the_data_counts(
+    cadence: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers end it as they leave: its model is evaluated and saved, also where the round before it was."""
+    monkeypatch.setitem(OPTIONS, "periodic", {**OPTIONS["periodic"], "every": 4})
+    script = partial(train, epochs=1)  # six steps
+    first = run("periodic", "virtual", tmp_path / "first", script, **cadence)
+    assert first.evaluations[-1].iteration == 2
+    assert first.evaluations[-1].metrics["sum"] == pytest.approx(float(model_of(first).sum()))
+    resumed = run("periodic", "virtual", tmp_path / "second", script, resume=tmp_path / "first" / "run")
+    assert not resumed.steps
+    torch.testing.assert_close(model_of(resumed), model_of(first), rtol=0.0, atol=0.0)
+
+
 @every_strategy
 def test_strategies_are_found_by_their_names(name: str) -> None:
     strategy = build(name, {"every": "5"})

@@ -68,7 +68,9 @@ class Half(Codec):
     def encode(self, tensor: Tensor, memory: Tensor | None) -> Encoded:
         whole = tensor if memory is None else tensor + memory
         rounded = whole.to(self._dtype)
-        return Encoded((rounded,), None if memory is None else whole - rounded)
+        left = whole - rounded
+        # Nothing of a tensor that is not finite, or that the form cannot hold, is owed to the next.
+        return Encoded((rounded,), None if memory is None else left.where(left.isfinite(), 0.0))
 
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
         return payload[0].to(like.dtype)

@@ -71,7 +71,8 @@ class Neighbours:
     own_weight: float
     receives_from: Mapping[int, float]
     """The weight of each sender."""
-    sends_to: tuple[int, ...]
+    sends_to: Mapping[int, float]
+    """The weight with which each receiver mixes it in."""
 
 
 @final
@@ -107,7 +108,7 @@ class Graph(Topology):
     """Its nodes are the ranks, 0 to the number of workers less one."""
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        if set(self.graph) != set(range(size)):
+        if self.graph.number_of_nodes() != size or rank not in self.graph:
             raise ValueError(f"the graph has the nodes {sorted(self.graph)}, the run has the workers 0 to {size - 1}")
         degree = self.graph.degree
         weights = {other: 1 / (1 + max(degree[rank], degree[other])) for other in self.graph[rank] if other != rank}
@@ -119,6 +120,7 @@ def _neighbours(topology: Topology, step: int, rank: int, size: int) -> Neighbou
     sources = dict(topology.sources(step, rank, size))
     if not set(sources) <= set(range(size)):
         raise ValueError(f"worker {rank} has the sources {sorted(sources)} among {size} workers")
-    sends_to = tuple(r for r in range(size) if r != rank and rank in topology.sources(step, r, size))
+    everybody = {other: topology.sources(step, other, size) for other in range(size) if other != rank}
+    sends_to = {other: theirs[rank] for other, theirs in everybody.items() if rank in theirs}
     own_weight = sources.pop(rank, 0.0)
     return Neighbours(own_weight, sources, sends_to)

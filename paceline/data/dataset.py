@@ -23,8 +23,6 @@ class DatasetError(PacelineError):
 class Split(torch.utils.data.Dataset[Batch]):
     """A map-style data set that keeps its images compact and normalises what is asked for.
 
-    Its tensors must not be changed while an epoch is under way: the next batch may have been taken already.
-
     Give a `DataLoader` `collate_fn=collate`, so that a batch is taken and normalised by one call:
 
     >>> from paceline.data import collate, load

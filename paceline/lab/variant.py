@@ -40,6 +40,8 @@ class Variant:
         if not isinstance(strategy, Strategy):
             raise UsageError(f"a strategy is a name or a Strategy, not {strategy!r}")
         name = name_of(strategy)
+        if name not in STRATEGIES:
+            raise UsageError(f"{name} has no name in studies: give it one with paceline.strategies.register")
         options = {key: (default, getattr(strategy, key)) for key, (default, _) in STRATEGIES[name].docs.items()}
         settings = [f"{key}={_text(value)}" for key, (default, value) in options.items() if value != default]
         return cls(":".join([name, *settings]), strategy)

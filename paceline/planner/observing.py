@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 
@@ -107,8 +107,6 @@ class _Seen(Watcher):
 @dataclass(frozen=True, kw_only=True)
 class Observed(Strategy):
     """A single worker whose model, optimizer and gradients are looked at."""
-
-    summary: ClassVar[str] = "one worker, looked at"
 
     seen: _Seen
     num_noise_steps: int

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ _NUM_WARMUP = 2  # steps left out: the first ones find cold caches, and allocate
 @dataclass(frozen=True, kw_only=True)
 class Apart(Strategy):
     """Every worker trains its own copy, as if it were alone: steps without an exchange, on all hosts at a time."""
-
-    summary: ClassVar[str] = "every worker on its own"
 
     @property
     def traits(self) -> Traits:

@@ -126,9 +126,11 @@ def run(
     try:
         if virtual is not None:
             job = VirtualJob(task, plan, workers, virtual, config, raw)
-            with watched as watcher:
-                _simulate(job, directory, watcher, described, kept=kept)
-            gc.collect()  # models lie in reference cycles, which Python keeps for long: it counts objects, not bytes
+            try:
+                with watched as watcher:
+                    _simulate(job, directory, watcher, described, kept=kept)
+            finally:
+                gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)
         _write_manifest(directory, described)
         with watched as watcher, connected(address):

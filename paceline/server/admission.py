@@ -48,7 +48,7 @@ class AdmissionRule(ABC):
         self.members = members
         self.active = set(members.ranks)
 
-    def begin_at(self, iteration: int) -> None:  # noqa: B027
+    def begin_at(self, iteration: int) -> None:
         """The first clock follows so many updates, which were made before a checkpoint."""
 
     @abstractmethod

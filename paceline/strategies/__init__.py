@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import types
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -65,8 +66,10 @@ def register(entry: Entry) -> None:
 
 
 for _entry in (
-    Entry(name="single", strategy=Single, summary=Single.summary),
-    Entry(name="all-reduce", strategy=AllReduce, summary=AllReduce.summary),
+    Entry(name="single", strategy=Single, summary="one worker, no exchange: the baseline"),
+    Entry(
+        name="all-reduce", strategy=AllReduce, summary="gradients averaged among workers in buckets, during backward"
+    ),
     Entry(
         name="ring",
         strategy=AllReduce,
@@ -114,7 +117,10 @@ for _entry in (
 ):
     register(_entry)
 for _point in importlib.metadata.entry_points(group="paceline.strategies"):
-    register(_point.load())
+    try:
+        register(_point.load())
+    except Exception as error:  # whatever is broken there, everything else is to work
+        warnings.warn(f"the strategy {_point.name!r} of {_point.value} cannot be loaded: {error!r}", stacklevel=1)
 
 
 def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import Literal, final, get_args
 
 from paceline.buckets import GradientBuckets
 from paceline.comm.base import Timing, Work
@@ -32,8 +32,6 @@ class AllReduce(Strategy):
     >>> AllReduce(bucket_mb=1).traits.lock_step
     True
     """
-
-    summary: ClassVar[str] = "gradients averaged among workers in buckets, during backward"
 
     algorithm: Algorithm = option(
         "auto",

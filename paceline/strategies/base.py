@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class Synchronizer(ABC):
         """The running totals that this worker's steps are accounted from."""
         return (self.context.collective.timing,)
 
-    def set_weight(self, weight: float) -> None:  # noqa: B027
+    def set_weight(self, weight: float) -> None:
         """The next backward passes are of a batch with this share of its global batch, times the number of workers."""
 
     def set_synchronizing(self, on: bool) -> bool:
@@ -113,12 +113,20 @@ class Synchronizer(ABC):
         """The model that is evaluated and saved. Collective call, while all workers pause.
 
         By default this worker's, with the mean over workers of its floating-point buffers. What was changed for it is
-        as before at the end. Strategies whose workers differ give the mean of their parameters: `averaged`.
+        as before at the end. Strategies whose workers differ give `averaged_model`.
         """
         with averaged(self.replica.model.buffers(), self.context.collective):
             yield self.replica.model
 
-    def leave(self) -> None:  # noqa: B027
+    @contextmanager
+    @final
+    def averaged_model(self) -> Iterator[nn.Module]:
+        """The mean of all workers' parameters and buffers, as a `global_model` of workers that differ."""
+        model = self.replica.model
+        with averaged([*model.parameters(), *model.buffers()], self.context.collective):
+            yield model
+
+    def leave(self) -> None:
         """This worker takes no further step; nobody is to wait for it."""
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -139,15 +147,13 @@ class Synchronizer(ABC):
         import_state(self.replica.optimizer, self.replica.parameters, state)
         self.iteration = iteration
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Undo every hook on the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
     """A frozen, picklable description; its fields are the options of the command line."""
-
-    summary: ClassVar[str]
 
     nonfinite: NonFinitePolicy = option("raise", "what to do with a NaN or infinite gradient: raise, skip or allow")
 
@@ -160,10 +166,6 @@ class Strategy(ABC):
     def traits(self) -> Traits:
         """What holds for every run under this strategy."""
 
-    def aggregator(self) -> Aggregator:
-        """How servers join the contributions to one update."""
-        return MEAN
-
     @abstractmethod
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         """This worker's live half. Collective call.
@@ -172,15 +174,19 @@ class Strategy(ABC):
             UsageError: the strategy cannot honour something the optimizer or the model asks for.
         """
 
-    def validate(self) -> None:  # noqa: B027
+    def validate(self) -> None:
         """Raise UsageError for a value that is out of range or has no effect."""
 
-    def check(self, *, num_workers: int) -> None:  # noqa: B027
+    def check(self, *, num_workers: int) -> None:
         """Raise UsageError where the strategy cannot run with so many workers."""
 
     def admission_rule(self, members: Membership) -> AdmissionRule | None:
         """A fresh rule for one server; none where there are no servers."""
         return None
+
+    def aggregator(self) -> Aggregator:
+        """How servers join the contributions to one update."""
+        return MEAN
 
 
 def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from torch import Tensor
 
-from paceline.buckets import Bucket
+from paceline.buckets import NONFINITE, Bucket
 from paceline.codec import Codec, Payload
 from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Work
+from paceline.strategies.own_state import OwnState
 
 
 @final
@@ -29,15 +30,27 @@ class Exchange:
     def __init__(
         self, collective: Collective, buckets: Sequence[Bucket], *, algorithm: str = "auto", codec: Codec | None = None
     ) -> None:
+        self._coded: list[_Coded] = []
         average = averaging(collective, algorithm)
         if codec is None:
             self._starts = [average(bucket.flat) for bucket in buckets]
         else:
-            self._starts = [_Coded(collective, bucket, codec, average).start for bucket in buckets]
+            self._coded = [_Coded(collective, bucket, codec, average) for bucket in buckets]
+            self._starts = [coded.start for coded in self._coded]
 
     def start(self, bucket: int) -> Work:
         """One of a bucket must be over before the next is started."""
         return self._starts[bucket]()
+
+    def own_state(self) -> dict[str, OwnState]:
+        """What codecs keep for the next exchange. Averaged, it changes the next mean as much."""
+        kept = {f"exchange.{index}": coded.memory for index, coded in enumerate(self._coded)}
+        return {name: OwnState(memory, "average") for name, memory in kept.items() if memory is not None}
+
+    def restore(self, own: Mapping[str, Tensor]) -> None:
+        """Take up what `own_state` gave, as far as it is there."""
+        for index, coded in enumerate(self._coded):
+            coded.memory = own.get(f"exchange.{index}", coded.memory)
 
 
 def averaging(collective: Collective, algorithm: str) -> Callable[[Tensor], Callable[[], Work]]:
@@ -62,12 +75,13 @@ class _Coded(Work):
         self._collective, self._bucket, self._codec = collective, bucket, codec
         self._average = average
         self._average_flags = average(bucket.flags)
-        self._memory = codec.start(bucket.values)
+        self.memory = codec.start(bucket.values)
+        self._next_memory: Tensor | None = None
         self._payload: Payload = ()
         self._works: list[Work] = []
 
     def start(self) -> Work:
-        self._payload, self._memory = self._codec.encode(self._bucket.values, self._memory)
+        self._payload, self._next_memory = self._codec.encode(self._bucket.values, self.memory)
         self._works = [self._average_flags()]
         if self._codec.linear:
             self._works += [self._average(tensor)() for tensor in self._payload]
@@ -83,6 +97,9 @@ class _Coded(Work):
             work.wait()
         if self._works:
             self._bucket.values.copy_(self._joined())
+            is_finite = not self._bucket.flags.numel() or float(self._bucket.flags[NONFINITE]) == 0
+            if is_finite:  # what is left out of a gradient that nobody applies is not to come later
+                self.memory = self._next_memory
             self._works = []
 
     def _joined(self) -> Tensor:

@@ -34,13 +34,16 @@ def carried_over(
     """
     tensors: dict[str, Tensor] = {}
     fates: dict[str, str] = {}
-    for name, (first, fate) in everyone[0].items() if everyone else ():
-        fits = name in wanted and wanted[name].tensor.shape == first.shape
+    for name in sorted({name for states in everyone for name in states}):
+        saved = [states[name] for states in everyone if name in states]
+        shapes = {state.tensor.shape for state in saved}
+        fits = name in wanted and len(saved) == len(everyone) and shapes == {wanted[name].tensor.shape}
+        fate = saved[0].fate
         if not fits or fate == "reset":
             fates[name] = "reset"
             continue
-        total = torch.stack([states[name].tensor.to(torch.float64) for states in everyone]).sum(0)
-        tensors[name] = (total / (len(everyone) if fate == "average" else size)).to(first.dtype)
+        total = torch.stack([state.tensor.to(torch.float64) for state in saved]).sum(0)
+        tensors[name] = (total / (len(saved) if fate == "average" else size)).to(saved[0].tensor.dtype)
         fates[name] = {"average": "averaged", "sum": "summed"}[fate]
     return tensors, fates
 

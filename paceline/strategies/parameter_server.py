@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import Literal, final, get_args
 
 from paceline.errors import UsageError
 from paceline.membership import Membership
@@ -13,7 +13,7 @@ from paceline.strategies.base import Context, Strategy, Synchronizer, option, re
 from paceline.strategies.combining import Mode
 from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
 from paceline.strategies.serving import ServerSynchronizer
-from paceline.strategies.traits import Served, Traits
+from paceline.strategies.traits import AllReduced, Served, Traits
 
 Consistency = Literal["bsp", "ssp", "asp"]
 DEFAULT_STALENESS = 3
@@ -42,8 +42,6 @@ class ParameterServer(Strategy):
     >>> ParameterServer(consistency="ssp", staleness=2).traits.num_servers
     1
     """
-
-    summary: ClassVar[str] = "a server group owns the parameters and the optimizer; workers push and pull"
 
     consistency: Consistency = "bsp"
     servers: int = option(1, "number of servers, each owning one key range")
@@ -80,13 +78,13 @@ class ParameterServer(Strategy):
 
     @property
     def traits(self) -> Traits:
-        moved = Served(staleness=self._staleness, backup_workers=self.backup_workers)
+        served = Served(staleness=self._staleness, backup_workers=self.backup_workers)
         return Traits(
             lock_step=self.consistency == "bsp" and self.backup_workers == 0,
             unit="update" if self.consistency == "bsp" else "gradient",
             tells_stop=True,
             num_servers=self.servers,
-            traffic=(moved,),
+            traffic=(AllReduced(), served) if self.combine == "always" else (served,),
         )
 
     def admission_rule(self, members: Membership) -> AdmissionRule:

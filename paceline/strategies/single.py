@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
@@ -22,8 +22,6 @@ class Single(Strategy):
     >>> Single().traits.num_servers
     0
     """
-
-    summary: ClassVar[str] = "one worker, no exchange: the baseline"
 
     @property
     def traits(self) -> Traits:

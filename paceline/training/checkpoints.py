@@ -39,21 +39,21 @@ class Checkpoints:
             self._last = copy.deepcopy(self._taken())
 
     def own_part(self) -> Snapshot:
-        """What this worker adds to a checkpoint. Take it before the global model is put in place."""
-        return self._last or self._taken()
+        """What this worker adds to a checkpoint. Take it before the global model is put in place.
 
-    def save(self, model: nn.Module, own: Snapshot, time_s: float, *, is_through: bool) -> None:
+        The strategy's part is as it is now, like the model: leaving may have changed both since the script's end.
+        """
+        return snapshot.with_own_state(self._last or self._taken(), self._run.prepared.synchronizer.own_state())
+
+    def save(self, model: nn.Module, own: Snapshot, time_s: float) -> None:
         """Write one. Collective call.
 
         Args:
             model: the global model.
-            is_through: some worker has come to the end of its data.
         """
         run = self._run
         workers = snapshot.gather_workers(run.context.collective, own)
         if run.context.rank == 0:
-            if is_through and run.strategy.traits.is_synchronous:
-                workers = snapshot.at_the_end(workers)
             checkpoint = Checkpoint(
                 iteration=run.iteration,
                 time_s=time_s,
@@ -72,14 +72,17 @@ class Checkpoints:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Set counters, clock, the optimizer's state, what is this worker's own, and the position in the data."""
         run, prepared = self._run, self._run.prepared
-        mine = checkpoint.workers[run.context.rank]
+        workers = checkpoint.workers
+        if run.strategy.traits.is_synchronous:
+            workers = snapshot.beside_the_first(workers)
+        mine = workers[run.context.rank]
         run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples
         run.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
         wanted = prepared.synchronizer.own_state()
         own = mine.own
-        if checkpoint.strategy != _kind(run.strategy) or len(checkpoint.workers) != run.context.size:
-            own, fates = carried_over(_own_states(checkpoint.workers), wanted=wanted, size=run.context.size)
+        if checkpoint.strategy != _kind(run.strategy) or len(workers) != run.context.size:
+            own, fates = carried_over(_own_states(workers), wanted=wanted, size=run.context.size)
             run.tell("carried_over", fates)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
         prepared.loader.resume_at(mine.epoch, mine.num_batches_done)
@@ -90,7 +93,6 @@ class Checkpoints:
             prepared.replica,
             prepared.loader,
             prepared.extra,
-            own=prepared.synchronizer.own_state(),
             steps=self._run.steps,
             samples=self._run.samples,
         )

@@ -79,7 +79,6 @@ class Pauses:
             "done": is_done,
             "time_s": run.clock.now_s,
             "samples": run.samples,
-            "through": run.is_through,
             "evaluates": self.evaluation is not None,
             "interrupted": run.reporter.stop_requested(),
             "wants_stop": run.wants_stop(),
@@ -108,7 +107,7 @@ class Pauses:
             if evaluates:
                 self._evaluate(model, time_s, samples=sum(report["samples"] for report in reports))
             if own is not None:
-                self._checkpoints.save(model, own, time_s, is_through=any(report["through"] for report in reports))
+                self._checkpoints.save(model, own, time_s)
                 self._cadence.checkpointed_at = run.iteration
             if is_last and run.context.rank == 0:
                 run.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))

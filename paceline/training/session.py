@@ -138,12 +138,13 @@ class Session:
         self._has_finished = True
         self._ensure_started()
         self.run.clock.pause()
-        self.run.is_through = not self.run.has_ended
         self._end()
-        self.run.prepared.synchronizer.leave()
+        synchronizer = self.run.prepared.synchronizer
+        synchronizer.leave()
+        self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
         while not self.pauses.meet(is_done=True):
             pass
-        self.run.prepared.synchronizer.close()
+        synchronizer.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
 

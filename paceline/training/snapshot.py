@@ -34,7 +34,6 @@ def take(
     loader: ShardedLoader,
     extra: Mapping[str, Any],
     *,
-    own: Mapping[str, OwnState],
     steps: int,
     samples: int,
 ) -> Snapshot:
@@ -45,11 +44,16 @@ def take(
         num_batches_done=loader.num_batches_done,
         random_state=random_state(),
         buffers={name: buffer.detach().cpu().clone() for name, buffer in replica.model.named_buffers()},
-        own={name: state.tensor.detach().cpu().clone() for name, state in own.items()},
-        fates={name: state.fate for name, state in own.items()},
     )
     groups = [dict(group) for group in hyperparameters(replica.optimizer)]
     return Snapshot(worker, groups, {name: thing.state_dict() for name, thing in extra.items()})
+
+
+def with_own_state(snapshot: Snapshot, own: Mapping[str, OwnState]) -> Snapshot:
+    """The snapshot, with what the strategy keeps for this worker alone."""
+    tensors = {name: state.tensor.detach().cpu().clone() for name, state in own.items()}
+    fates = {name: state.fate for name, state in own.items()}
+    return replace(snapshot, worker=replace(snapshot.worker, own=tensors, fates=fates))
 
 
 def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerState]:
@@ -61,8 +65,9 @@ def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerSta
     return [WorkerState(**state) for state in states or ()]
 
 
-def at_the_end(workers: Sequence[WorkerState]) -> list[WorkerState]:
-    """All as far in their data as the first, whose end ends a synchronous run: with backup workers some are behind."""
+def beside_the_first(workers: Sequence[WorkerState]) -> list[WorkerState]:
+    """All as far in their data as the first, as synchronous strategies need it: their workers take the same global
+    batches, and end together. Under ssp and asp, and with backup workers, some are behind."""
     epoch, num_batches_done = max((worker.epoch, worker.num_batches_done) for worker in workers)
     return [replace(worker, epoch=epoch, num_batches_done=num_batches_done) for worker in workers]
 

@@ -45,8 +45,6 @@ class WorkerRun:
     samples: int = 0
     has_ended: bool = False
     """Nothing that the script does from here on is training."""
-    is_through: bool = False
-    """This worker came to the end of its data, rather than of a budget."""
     _prepared: Prepared | None = None
 
     def __post_init__(self) -> None:

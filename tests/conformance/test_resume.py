@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.errors import RunFailed
 from paceline.training.worker import Worker
 from tests.conformance.rows import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
     ROWS,
     Row,
     every_deterministic_row,
@@ -171,6 +174,32 @@ def test_resume_under_another_strategy(first: str, second: str, optimizer: str, 
         torch.testing.assert_close(resumed.model[name], tensor, rtol=1e-3, atol=1e-5)
     for name, tensor in whole.optimizer.items():
         torch.testing.assert_close(resumed.optimizer[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def train_while_rank_1_is_behind(worker: Worker, out: Path) -> None:
+    """Where nobody waits for it, rank 1 has taken one step when the budget ends."""
+    model, optimizer, loader = prepared(worker)
+    for _ in range(3):
+        for number, (x, y, _) in enumerate(loader):
+            if worker.rank == 1 and number == 1 and not worker.strategy.traits.lock_step:
+                time.sleep(0.3)
+            step(worker, model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("first", ["ps-asp", "ps-bsp-backup"])
+@pytest.mark.parametrize("second", ["all-reduce", "ring", "ps-bsp"])
+def test_workers_that_were_not_in_step_go_on_in_step(first: str, second: str, tmp_path: Path) -> None:
+    """All from the place of the first, and so they end together."""
+    workers = ROW[first].workers
+    ROW[first].run(train_while_rank_1_is_behind, tmp_path / "begun", max_steps=10)
+    places = [(worker.epoch, worker.num_batches_done) for worker in checkpoint_in(tmp_path / "begun").workers]
+    assert len(set(places)) > 1
+    row = replace(ROW[second], workers=workers)
+    result = row.run(train_while_rank_1_is_behind, tmp_path / "resumed", resume=tmp_path / "begun", deadline_s=10.0)
+    batches_an_epoch = NUM_SAMPLES // (BATCH_SIZE * workers)
+    epoch, num_batches_done = max(places)
+    steps = [sum(record.worker == rank for record in result.steps) for rank in range(workers)]
+    assert steps == [(3 - epoch) * batches_an_epoch - num_batches_done] * workers
 
 
 @every_row

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +80,6 @@ class SampledRounds(AdmissionRule):
 class Federated(Strategy):
     """Servers only: the script speaks to them itself."""
 
-    summary: ClassVar[str] = "sampled clients"
     servers: int = 1
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.buckets import Bucket
+from paceline.correction import Proximal, correct
 from paceline.errors import UsageError
 from paceline.schedule import Every
 from paceline.server.state import export_state, import_state
@@ -28,6 +29,7 @@ from paceline.strategies.traits import AllReduced, Traits
 class Periodic(Strategy):
     every: int = option(4, "local steps of a round")
     outer_lr: float = option(0.7, "learning rate of the outer step")
+    mu: float = option(0.0, "weight of the proximal term that draws workers back to where the round began")
     outer_momentum: float = option(0.9, "its Nesterov momentum; 0: none")
 
     def validate(self) -> None:
@@ -57,11 +59,13 @@ class _Periodic(Synchronizer):
         buckets = [Bucket(outer.grad, outer.grad, none) for outer in self._outer if outer.grad is not None]
         self._exchange = Exchange(context.collective, buckets)
         self._steps = 0
+        self._begin_round()
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         nonfinite, rank = self._strategy.nonfinite, self.context.rank
         applies = may_step(self.replica, nonfinite, rank=rank, step=self._steps + 1)
         if applies:
+            correct(Proximal(self._strategy.mu), self.replica.parameters, self._anchors)
             update()
         self._steps += 1
         if self._schedule.due(self._steps):
@@ -81,6 +85,7 @@ class _Periodic(Synchronizer):
     def _begin_round(self) -> None:
         for outer, flat in zip(self._outer, self._flats, strict=True):
             flat.copy_(outer.data)
+        self._anchors = [parameter.detach().clone() for parameter in self.replica.parameters]
 
     def leave(self) -> None:
         if self._steps:  # the data ended in a round: on every worker, as all have as many batches

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import final
 
@@ -14,7 +14,6 @@ from paceline.strategies import Entry
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, option
 from paceline.strategies.finite import may_step
 from paceline.strategies.flat import flattened
-from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Neighbouring, Traits
@@ -64,11 +63,8 @@ class _RingGossip(Synchronizer):
         for source, weight in near.receives_from.items():
             flat.add_(received[source], alpha=weight)
 
-    @contextmanager
-    def global_model(self) -> Iterator[nn.Module]:
-        model = self.replica.model
-        with averaged([*model.parameters(), *model.buffers()], self.context.collective):
-            yield model
+    def global_model(self) -> AbstractContextManager[nn.Module]:
+        return self.averaged_model()
 
     def own_state(self) -> dict[str, OwnState]:
         return of_replica(self.replica)

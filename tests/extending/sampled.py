@@ -5,6 +5,7 @@ Workers play the senders, one after the other: federated averaging (McMahan et a
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from paceline.aggregate import Contribution
 from paceline.comm.base import OptimizerSpec, Push, Reply, Store, Timing
 from paceline.errors import UsageError
 from paceline.layout import by_group
@@ -25,6 +27,7 @@ from paceline.strategies.finite import may_step
 from paceline.strategies.flat import lay_parameters
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Served, Traits
+from paceline.transform import ClipNorm, outward
 
 
 @final
@@ -34,6 +37,7 @@ class Sampled(Strategy):
     drawn: int = option(4, "senders drawn for a round; a multiple of the number of workers")
     every: int = option(2, "local steps of a sender's turn")
     servers: int = option(1, "number of servers")
+    clip: float = option(math.inf, "largest 2-norm of a sender's change")
 
     def check(self, *, num_workers: int) -> None:
         if self.drawn % num_workers:
@@ -143,12 +147,15 @@ class _Sampled(Synchronizer):
         self._steps += 1
         if self._steps % self._strategy.every:
             return StepOutcome(self.iteration)
-        for start, flat, delta in zip(self._start, self._flats, self._deltas, strict=True):
-            torch.sub(flat, start, out=delta)
         mine = self._strategy.of_round(self.iteration)[self.context.rank :: self.context.size]
         sender = mine[self._turns]
         self._turns += 1
-        push = Push(pause_at=pause_at, stop=self.stop_vote(), sender=sender, weight=1.0 + sender, kind="delta")
+        changes = [flat - start for flat, start in zip(self._flats, self._start, strict=True)]
+        guarded = outward((ClipNorm(self._strategy.clip),), Contribution(sender, 1.0 + sender, "delta", changes))
+        for delta, change in zip(self._deltas, guarded.tensors, strict=True):
+            delta.copy_(change)
+        weight = guarded.weight
+        push = Push(pause_at=pause_at, stop=self.stop_vote(), sender=sender, weight=weight, kind="delta")
         return self._taken(self._store.exchange(push))
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:

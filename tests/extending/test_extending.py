@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -245,6 +247,21 @@ def test_data_that_ends_in_a_round_ends_the_run(name: str, tmp_path: Path) -> No
     assert result.iteration == expected_steps // STEPS_OF_AN_ITERATION[name]
 
 
+@pytest.mark.parametrize("cadence", [{}, {"eval_every": 1, "checkpoint_every": 1}], ids=["at the end", "every round"])
+def test_a_round_that_ends_with_the_data_counts(
+    cadence: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers end it as they leave: its model is evaluated and saved, also where the round before it was."""
+    monkeypatch.setitem(OPTIONS, "periodic", {**OPTIONS["periodic"], "every": 4})
+    script = partial(train, epochs=1)  # six steps
+    first = run("periodic", "virtual", tmp_path / "first", script, **cadence)
+    assert first.evaluations[-1].iteration == 2
+    assert first.evaluations[-1].metrics["sum"] == pytest.approx(float(model_of(first).sum()))
+    resumed = run("periodic", "virtual", tmp_path / "second", script, resume=tmp_path / "first" / "run")
+    assert not resumed.steps
+    torch.testing.assert_close(model_of(resumed), model_of(first), rtol=0.0, atol=0.0)
+
+
 @every_strategy
 def test_strategies_are_found_by_their_names(name: str) -> None:
     strategy = build(name, {"every": "5"})
@@ -275,3 +292,17 @@ def test_a_plan_refuses_what_is_not_declared() -> None:
     work = StepWork(tensor_bytes=(4_000_000,), samples=32, step_s=0.01)
     with pytest.raises(UsageError, match="Silent"):
         predict(load("lab-1gbe"), strategy=Silent(), workers=2, work=work)
+
+
+def test_the_documented_example_runs(tmp_path: Path) -> None:
+    """As it stands there, in fewer than 60 lines of code."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) < 60
+    (tmp_path / "averaging.py").write_text(code)
+    ended = subprocess.run(
+        [sys.executable, "averaging.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    (result,) = (Result(path) for path in (tmp_path / "runs").iterdir())
+    assert result.metrics["loss"] < 0.5  # from about 8

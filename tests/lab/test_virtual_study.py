@@ -155,7 +155,7 @@ def test_a_strategy_that_a_user_registered_is_compared_and_reported(
     run: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(STRATEGIES, dict)
-    monkeypatch.setitem(STRATEGIES, "mine", Entry("mine", _OfAUser, {}, ("pace",), "what a user wrote"))
+    monkeypatch.setitem(STRATEGIES, "mine", Entry(name="mine", strategy=_OfAUser, summary="what a user wrote"))
     study = run(strategies=["all-reduce", "mine:pace=2"])
     trials = study.frames.trials
     assert set(trials["status"]) == {"finished"}

@@ -385,7 +385,7 @@ def test_survivors_of_a_killed_rank_raise(name: str) -> None:
 def test_they_are_refused_where_ranks_cannot_receive_first() -> None:
     collective = AloneCollective()
     collective.can_receive_first = False
-    context = Context(0, Membership.of_size(1), 0, 1, torch.device("cpu"), collective)
+    context = Context(0, Membership.first(1), 0, 1, torch.device("cpu"), collective)
     replica: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(1)]))
     with pytest.raises(UsageError, match="not for NCCL"):
         AllReduce(algorithm="ring").bind(context, replica)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import final
 
 import networkx
 import pytest
@@ -31,8 +31,6 @@ NAME = "of-a-user"
 class Declared(Strategy):
     """Of a class outside the package, which says nothing but what it moves."""
 
-    summary: ClassVar[str] = "what a user wrote"
-
     traffic: tuple[Traffic, ...] | None = None
     unit: Unit = "update"
     num_servers: int = 0
@@ -52,7 +50,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def register(monkeypatch: pytest.MonkeyPatch, **fixed: object) -> None:
     assert isinstance(STRATEGIES, dict)
-    monkeypatch.setitem(STRATEGIES, NAME, Entry(NAME, Declared, fixed, (), "what a user wrote"))
+    monkeypatch.setitem(STRATEGIES, NAME, Entry(name=NAME, strategy=Declared, fixed=fixed, summary="what a user wrote"))
 
 
 def cluster_of(count: int = 16, *, latency_us: float = 0.0, racks: Racks | None = None, **compute: object) -> Cluster:

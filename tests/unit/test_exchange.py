@@ -1,0 +1,121 @@
+"""Averages of buckets through codecs, and states that are carried over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.buckets import NONFINITE, Bucket
+from paceline.codec import Codec, Encoded, Half, Payload
+from paceline.comm.base import Collective
+from paceline.strategies.exchange import Exchange
+from paceline.strategies.own_state import OwnState, carried_over
+from tests.unit.collective_harness import World
+
+SIZE, NUM_VALUES, NUM_ROUNDS = 3, 64, 5
+
+
+class Signs(Codec):
+    """One bit and a scale: the sum of payloads means nothing."""
+
+    linear = False
+    unbiased = False
+
+    def encode(self, tensor: Tensor, memory: Tensor | None) -> Encoded:
+        return Encoded((tensor.sign().to(torch.int8), tensor.abs().mean().reshape(1)), memory)
+
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        return payload[0].to(like.dtype) * payload[1]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World("shared_memory", SIZE) as world:
+        yield world
+
+
+def values_of(rank: int, number: int) -> Tensor:
+    return torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+def averaged_through(collective: Collective, codec: Codec | None, poisoned: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """What every round gave, and the memory in the end; a poisoned second round is not finite on rank 0."""
+    flat = torch.zeros(NUM_VALUES + 2)
+    bucket = Bucket(flat, flat[:NUM_VALUES], flat[NUM_VALUES:])
+    exchange = Exchange(collective, [bucket], codec=codec)
+    rounds = []
+    for number in range(NUM_ROUNDS):
+        bucket.values.copy_(values_of(collective.rank, number))
+        bucket.flags.copy_(torch.tensor([0.0, float(collective.rank)]))
+        if poisoned and number == 1 and collective.rank == 0:
+            bucket.values[0] = torch.inf
+            bucket.flags[NONFINITE] = 1.0
+        exchange.start(0).wait()
+        rounds.append(flat.clone())
+    return rounds, [state.tensor for state in exchange.own_state().values()]
+
+
+def mean_of(number: int) -> Tensor:
+    return torch.stack([values_of(rank, number) for rank in range(SIZE)]).mean(0)
+
+
+def test_without_a_codec_values_and_flags_are_averaged(world: World) -> None:
+    for rounds, memory in world.run(averaged_through, None, False):
+        assert not memory
+        for number, flat in enumerate(rounds):
+            torch.testing.assert_close(flat[:NUM_VALUES], mean_of(number))
+            torch.testing.assert_close(flat[NUM_VALUES:], torch.tensor([0.0, 1.0]))
+
+
+def test_a_codec_never_sees_flags(world: World) -> None:
+    """Flags come through a codec of one bit as they are."""
+    answers = world.run(averaged_through, Signs(), False)
+    for rounds, _ in answers:
+        for number, flat in enumerate(rounds):
+            each = [values_of(rank, number) for rank in range(SIZE)]
+            torch.testing.assert_close(
+                flat[:NUM_VALUES], torch.stack([v.sign() * v.abs().mean() for v in each]).mean(0)
+            )
+            torch.testing.assert_close(flat[NUM_VALUES:], torch.tensor([0.0, 1.0]))
+    assert all(torch.equal(torch.stack(rounds), torch.stack(answers[0][0])) for rounds, _ in answers)
+
+
+def test_what_half_precision_leaves_out_comes_with_the_next_rounds(world: World) -> None:
+    answers = world.run(averaged_through, Half(), False)
+    sent = torch.stack(answers[0][0])[:, :NUM_VALUES].sum(0)
+    memory = torch.stack([memory[0] for _, memory in answers]).mean(0)
+    wanted = torch.stack([mean_of(number) for number in range(NUM_ROUNDS)]).sum(0)
+    # The sum of payloads is itself rounded to half precision, a few parts in a thousand.
+    torch.testing.assert_close(sent + memory, wanted, rtol=0.0, atol=0.03)
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_trace(world: World) -> None:
+    for rounds, memory in world.run(averaged_through, Half(), True):
+        assert bool(memory[0].isfinite().all())
+        assert bool(torch.stack(rounds[2:]).isfinite().all())
+
+
+@given(before=st.integers(1, 5), after=st.integers(1, 5), fate=st.sampled_from(["average", "sum", "reset"]))
+def test_states_become_what_they_say(before: int, after: int, fate: str) -> None:
+    everyone = [{"x": OwnState(torch.tensor([float(rank)]), fate)} for rank in range(before)]  # type: ignore[arg-type]
+    tensors, fates = carried_over(everyone, wanted={"x": OwnState(torch.zeros(1))}, size=after)
+    total = sum(range(before))
+    expected = {"average": [total / before], "sum": [total / after], "reset": None}[fate]
+    assert (tensors["x"].tolist() if "x" in tensors else None) == (pytest.approx(expected) if expected else None)
+    assert fates == {"x": {"average": "averaged", "sum": "summed", "reset": "reset"}[fate]}
+
+
+def test_states_that_do_not_fit_are_reset() -> None:
+    one, two = OwnState(torch.zeros(1), "average"), OwnState(torch.zeros(2), "average")
+    everyone = [
+        {"same": one, "shape": one, "missing": one, "unwanted": one},
+        {"same": one, "shape": two, "unwanted": one},
+    ]
+    tensors, fates = carried_over(everyone, wanted={"same": one, "shape": one, "missing": one}, size=2)
+    assert set(tensors) == {"same"}
+    assert fates == {"same": "averaged", "shape": "reset", "missing": "reset", "unwanted": "reset"}

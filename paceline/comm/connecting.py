@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -136,15 +137,13 @@ def connect_members(
         PeerLost: a rank is gone; on one host this is noticed at once.
         UsageError: as `transport` and `own_ip_address`.
     """
-    try:
+    with ExitStack() as unless_taken_over:
+        unless_taken_over.callback(memory.close)
         chosen = transport(members, for_messages=for_messages)
         if chosen == "shared memory":
+            unless_taken_over.pop_all()
             addresses = [member.memory for member in members]
             return SharedMemoryCollective(rank=rank, addresses=addresses, control=memory, deadline_s=deadline_s)
-    except BaseException:
-        memory.close()
-        raise
-    memory.close()
     if chosen == "none":
         return AloneCollective()
     assert store is not None

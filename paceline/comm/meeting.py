@@ -45,7 +45,9 @@ def _said_by(rank: int, store: Store, deadline_s: float | None, check: Callable[
     while not store.check([_key(rank)]):
         check()
         if deadline_s is not None and time.monotonic() - began_s > deadline_s:
-            raise DeadlineExceeded(f"rank {rank} has not come to the process group within {deadline_s} s")
+            raise DeadlineExceeded(
+                f"rank {rank} has not come to the process group within {deadline_s} s; see whether it runs"
+            )
         time.sleep(_TURN_S)
     return str(store.get(_key(rank)).decode())
 

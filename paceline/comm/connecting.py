@@ -1,9 +1,10 @@
-"""Which collective a group of processes gets, and how its ranks find one another through torch's store."""
+"""Which collective a group of processes gets, from what its ranks know of one another."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -11,32 +12,64 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from paceline.comm.alone import AloneCollective
-from paceline.comm.arguments import timeout_of
 from paceline.comm.base import Collective
 from paceline.comm.hierarchical.collective import HierarchicalCollective
 from paceline.comm.hosts import host_identity, own_ip_address
+from paceline.comm.meeting import exchange
 from paceline.comm.process_group.collective import connect_gloo, connect_nccl
-from paceline.comm.shared_memory.block import BlockAddress
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
-from paceline.errors import DeadlineExceeded
+from paceline.errors import UsageError
 
-Transport = Literal["shared memory", "gloo", "hierarchical", "nccl"]
+Transport = Literal["none", "shared memory", "gloo", "hierarchical", "nccl"]
 _CPU = torch.device("cpu")
 
 
-def transport(hosts: Sequence[Sequence[int]], gpus: Sequence[str | None], *, for_messages: bool = False) -> Transport:
-    """What carries the tensors of several ranks.
+@dataclass(frozen=True)
+class Member:
+    """What every rank knows of a rank before they connect."""
+
+    host: str
+    """The same for exactly those ranks that can share memory."""
+    gpu: str | None
+    """Its GPU, as `gpu_identity` says it."""
+    memory: BlockAddress
+    """Of what it got from `SharedMemoryCollective.prepare`."""
+
+
+def gpu_identity(device: torch.device) -> str | None:
+    """A name that no other GPU has; None of the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def transport(members: Sequence[Member], *, for_messages: bool = False) -> Transport:
+    """What carries the tensors of a group.
 
     Args:
-        hosts: the ranks of each host.
-        gpus: each rank's GPU, by a name that no other GPU has; None where a rank's tensors are on the CPU.
+        members: in rank order.
         for_messages: the ranks only send and receive.
+
+    Raises:
+        UsageError: some ranks have a GPU and others none, or ranks on several hosts share one.
     """
-    if None not in gpus and len(set(gpus)) == len(gpus):
+    if len(members) == 1:
+        return "none"
+    without = [str(rank) for rank, member in enumerate(members) if member.gpu is None]
+    if 0 < len(without) < len(members):
+        raise UsageError(f"no GPU on rank {', '.join(without)}, but on others; give a GPU to every rank, or to none")
+    if not without and len({member.gpu for member in members}) == len(members):
         return "nccl"
-    if len(hosts) == 1:
+    num_hosts = len({member.host for member in members})
+    if num_hosts == 1:
         return "shared memory"
-    return "gloo" if for_messages or len(hosts) == len(gpus) else "hierarchical"
+    if not without:
+        raise UsageError("workers that share a GPU must be on one host; use a worker a GPU, or the CPU")
+    return "gloo" if for_messages or num_hosts == len(members) else "hierarchical"
+
+
+def needs_store(members: Sequence[Member]) -> bool:
+    """Whether `connect_members` needs a store. Raises as `transport`."""
+    return transport(members) not in ("none", "shared memory")
 
 
 def connect(
@@ -48,7 +81,7 @@ def connect(
     device: torch.device = _CPU,
     for_messages: bool = False,
 ) -> Collective:
-    """Meet the other ranks over what `transport` chooses. Collective call.
+    """Meet the other ranks, of which only the number is known, through torch's store. Collective call.
 
     Args:
         store: where the ranks find one another; nobody else may use its keys. A world of one needs none.
@@ -57,64 +90,79 @@ def connect(
         for_messages: the collective is to send and receive only.
 
     Raises:
-        DeadlineExceeded: a rank did not come; the message names it.
-        PeerLost: a rank came and is gone.
-        UsageError: as `own_ip_address`.
+        DeadlineExceeded, PeerLost: as `exchange`, and as `connect_members`.
+        UsageError: as `connect_members`.
     """
     if size == 1:
         return AloneCollective()
-    control = SharedMemoryCollective.prepare()
+    memory = SharedMemoryCollective.prepare()
     try:
-        mine = _Member(host_identity(), own_ip_address(), _identity_of(device), control.address)
-        members = _meet(store, mine, rank=rank, size=size, deadline_s=deadline_s)
+        mine = json.dumps(asdict(Member(host_identity(), gpu_identity(device), memory.address)))
+        said = exchange(store, mine, rank=rank, size=size, deadline_s=deadline_s)
     except BaseException:
-        control.close()
+        memory.close()
         raise
-    hosts = _ranks_by_host(members)
-    chosen = transport(hosts, [member.gpu for member in members], for_messages=for_messages)
-    if chosen == "shared memory":
-        addresses = [member.memory for member in members]
-        return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=deadline_s)
-    control.close()
-    store, address = PrefixStore(chosen, store), mine.ip_address
+    return connect_members(
+        [_read(text) for text in said],
+        rank=rank,
+        memory=memory,
+        deadline_s=deadline_s,
+        store=store,
+        device=device,
+        for_messages=for_messages,
+    )
+
+
+def connect_members(
+    members: Sequence[Member],
+    *,
+    rank: int,
+    memory: SharedBlock,
+    deadline_s: float | None,
+    store: Store | None = None,
+    address: str | None = None,
+    device: torch.device = _CPU,
+    for_messages: bool = False,
+) -> Collective:
+    """Connect ranks that know one another over what `transport` chooses. Collective call.
+
+    Args:
+        members: in rank order.
+        memory: what this rank got from `SharedMemoryCollective.prepare`; owned from here on.
+        store: where ranks find one another that `needs_store`.
+        address: at which other hosts reach this one; none: what `own_ip_address` says, if there are other hosts.
+
+    Raises:
+        DeadlineExceeded: a rank did not come.
+        PeerLost: a rank is gone; on one host this is noticed at once.
+        UsageError: as `transport` and `own_ip_address`.
+    """
+    with ExitStack() as unless_taken_over:
+        unless_taken_over.callback(memory.close)
+        chosen = transport(members, for_messages=for_messages)
+        if chosen == "shared memory":
+            unless_taken_over.pop_all()
+            addresses = [member.memory for member in members]
+            return SharedMemoryCollective(rank=rank, addresses=addresses, control=memory, deadline_s=deadline_s)
+    if chosen == "none":
+        return AloneCollective()
+    assert store is not None
+    store, address = PrefixStore(chosen, store), address or own_ip_address()
     if chosen == "nccl":
+        size = len(members)
         return connect_nccl(store, rank=rank, size=size, device=device, address=address, deadline_s=deadline_s)
     if chosen == "gloo":
-        return connect_gloo(store, rank=rank, size=size, address=address, deadline_s=deadline_s)
+        return connect_gloo(store, rank=rank, size=len(members), address=address, deadline_s=deadline_s)
+    hosts = _ranks_by_host(members)
     return HierarchicalCollective(store, rank=rank, hosts=hosts, address=address, deadline_s=deadline_s)
 
 
-@dataclass(frozen=True)
-class _Member:
-    """What a rank says of itself."""
-
-    host: str
-    ip_address: str
-    gpu: str | None
-    memory: BlockAddress
+def _read(text: str) -> Member:
+    said = json.loads(text)
+    return Member(**{**said, "memory": BlockAddress(**said["memory"])})
 
 
-def _identity_of(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
-def _meet(store: Store, mine: _Member, *, rank: int, size: int, deadline_s: float | None) -> list[_Member]:
-    store.set(f"member {rank}", json.dumps(asdict(mine)))
-    members = []
-    for other in range(size):
-        key = f"member {other}"
-        try:
-            store.wait([key], timeout_of(deadline_s))
-        except RuntimeError as error:
-            raise DeadlineExceeded(
-                f"rank {other} has not come to the process group within {deadline_s} s; see whether it runs ({error})"
-            ) from None
-        said = json.loads(store.get(key))
-        members.append(_Member(**{**said, "memory": BlockAddress(**said["memory"])}))
-    return members
-
-
-def _ranks_by_host(members: Sequence[_Member]) -> list[list[int]]:
+def _ranks_by_host(members: Sequence[Member]) -> list[list[int]]:
     """The ranks of each host, in the order of the hosts' first ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, member in enumerate(members):

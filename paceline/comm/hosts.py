@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 import psutil
 
@@ -18,10 +16,7 @@ _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 def host_identity() -> str:
-    """The same for exactly those processes that can share memory: Ray's node, or else machine and namespaces."""
-    ray = _running_ray()
-    if ray is not None:
-        return f"ray node {ray.get_runtime_context().get_node_id()}"
+    """The same for exactly those processes that can share memory: machine and namespaces."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
@@ -31,8 +26,8 @@ def host_identity() -> str:
 def own_ip_address() -> str:
     """The address at which ranks on other hosts reach this one.
 
-    It belongs to the interface that GLOO_SOCKET_IFNAME names; else Ray says it; else packets to MASTER_ADDR, or to
-    other networks, leave from it.
+    It belongs to the interface that GLOO_SOCKET_IFNAME names; else packets to MASTER_ADDR, or to other networks, leave
+    from it.
 
     Raises:
         UsageError: there is no such interface, or it has no IPv4 address.
@@ -40,9 +35,6 @@ def own_ip_address() -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         return _address_of(interface)
-    ray = _running_ray()
-    if ray is not None:
-        return str(ray.util.get_node_ip_address())
     for destination in (os.environ.get("MASTER_ADDR"), _ELSEWHERE):
         address = _source_of_packets_to(destination) if destination else None
         if address is not None and not address.startswith("127."):
@@ -76,12 +68,6 @@ def nccl_interface(address: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[_NCCL_INTERFACE]
-
-
-def _running_ray() -> Any:
-    """Ray, if this process is part of a Ray cluster; such a process has imported it already."""
-    ray = cast(Any, sys.modules.get("ray"))
-    return ray if ray is not None and ray.is_initialized() else None
 
 
 def _address_of(interface: str) -> str:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import connecting, hosts
-from paceline.comm.alone import AloneCollective
 from paceline.comm.hierarchical.collective import HierarchicalCollective
 from paceline.comm.process_group.collective import TorchCollective
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
@@ -71,16 +70,19 @@ def test_what_carries_a_group(quartet: TorchWorld, hosts: str, collective: type,
         assert results == [6.0, 6.0, [0.0, 1.0, 2.0, 3.0], (rank - 1) % 4]
 
 
-def test_a_gpu_for_each_rank_means_nccl() -> None:
-    hosts = [[0, 1], [2]]
-    assert connecting.transport(hosts, ["a", "b", "c"]) == "nccl"
-    assert connecting.transport(hosts, ["a", "b", None]) == "hierarchical"
-    assert connecting.transport([[0, 1]], ["a", "a"]) == "shared memory"
+def with_a_stale_interface(rank: int) -> float:
+    """An all-reduce among ranks of one host, where GLOO_SOCKET_IFNAME names an interface that is not there."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
+        group = dist.new_group(backend="paceline")
+    tensor = torch.full((1,), float(rank))
+    dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
+    return tensor.item()
 
 
-def test_one_rank_needs_no_store() -> None:
-    store: Any = None
-    assert isinstance(connecting.connect(store, rank=0, size=1, deadline_s=1.0), AloneCollective)
+def test_one_host_needs_no_interface(quartet: TorchWorld) -> None:
+    assert quartet.run(with_a_stale_interface) == [6.0] * 4
 
 
 def test_a_host_is_the_same_in_all_its_processes(quartet: TorchWorld) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import final
 
 import torch
@@ -75,19 +75,27 @@ class HierarchicalCollective(Collective):
                 deadline_s=deadline_s,
             )
 
-        self._world = connect("world", range(self.size))
-        partners = [host[local_rank] for host in hosts] if self._is_even or local_rank == 0 else []
-        self._across = connect(f"across-{local_rank}", partners) if partners else None
-        self._shares = HostShares(
-            rank=local_rank,
-            ranks=self._host,
-            gather=self._gather_on_host,
-            meet=self._world.barrier,
-            deadline_s=deadline_s,
-        )
-        self._stages = Stages(self._shares, self._across, partners=partners, size=self.size)
+        with ExitStack() as opened:  # closes again what is open if the rest cannot be had
+            self._world = opened.enter_context(closing(connect("world", range(self.size))))
+            partners = [host[local_rank] for host in hosts] if self._is_even or local_rank == 0 else []
+            self._across = None
+            if partners:
+                self._across = opened.enter_context(closing(connect(f"across-{local_rank}", partners)))
+            self._shares = opened.enter_context(
+                closing(
+                    HostShares(
+                        rank=local_rank,
+                        ranks=self._host,
+                        gather=self._gather_on_host,
+                        meet=self._world.barrier,
+                        deadline_s=deadline_s,
+                    )
+                )
+            )
+            self._stages = Stages(self._shares, self._across, partners=partners, size=self.size)
+            self._slots = self._shares.allocate(_NUM_SLOTS * SMALL_BYTES).view(_NUM_SLOTS, SMALL_BYTES)
+            opened.pop_all()
         self._timings = [self._shares.timing, *(group.timing for group in self._groups())]
-        self._slots = self._shares.allocate(_NUM_SLOTS * SMALL_BYTES).view(_NUM_SLOTS, SMALL_BYTES)
         self._slot_users: list[Work] = [Finished()] * _NUM_SLOTS
         self._num_staged = 0
 

@@ -13,14 +13,17 @@ from typing import Any, final
 
 import ray
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from paceline.checkpoint import Checkpoint
 from paceline.comm.base import OptimizerSpec
-from paceline.comm.connecting import connect
+from paceline.comm.connecting import Member, connect_members, gpu_identity
+from paceline.comm.meeting import exchange
 from paceline.comm.servers.line import BellAddress
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
+from paceline.comm.shared_memory.block import BlockAddress
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.config import RunConfig
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
@@ -28,6 +31,7 @@ from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.output import captured
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.world import World, enter
+from paceline.errors import Aborted, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
@@ -45,9 +49,9 @@ class WorkerInfo:
     pid: int
     node_id: str
     address: str
-    store_port: int
-    """Where this worker's torch.distributed store listens, should it become rank 0."""
-    num_devices: int
+    memory: BlockAddress
+    gpus: tuple[str, ...]
+    """Identities of the GPUs that the worker sees; none in a run on CPUs."""
     num_cores: int
 
 
@@ -70,8 +74,9 @@ class WorldSpec:
     servers: tuple[ServerInfo, ...]
     strategy: Strategy
     config: RunConfig
-    uses_cuda: bool
     is_resumed: bool
+    store: tuple[str, int] | None = None
+    """Address and port of the launcher's store, where workers need one to find one another."""
 
     @property
     def membership(self) -> Membership:
@@ -96,22 +101,72 @@ class WorldSpec:
     def ranks_on(self, node_id: str) -> list[int]:
         return [rank for rank, worker in enumerate(self.workers) if worker.node_id == node_id]
 
+    def local_rank(self, rank: int) -> int:
+        return self.ranks_on(self.workers[rank].node_id).index(rank)
+
+    def gpu_index(self, rank: int) -> int | None:
+        """Which of the GPUs that a worker sees is its own.
+
+        Ray shows a worker those that it was given, or all of them where it was given a share of each.
+        """
+        num_gpus = len(self.workers[rank].gpus)
+        return self.local_rank(rank) % num_gpus if num_gpus else None
+
+    @property
+    def members(self) -> list[Member]:
+        members = []
+        for rank, worker in enumerate(self.workers):
+            index = self.gpu_index(rank)
+            gpu = None if index is None else worker.gpus[index]
+            members.append(Member(worker.node_id, gpu, worker.memory))
+        return members
+
+
+@final
+class _Ends:
+    """What a worker holds that waits for others, so that an abort ends every wait."""
+
+    def __init__(self) -> None:
+        self._ends: list[Any] = []
+        self._reason: str | None = None
+
+    def add(self, end: Any) -> None:
+        self._ends.append(end)
+        if self._reason is not None:
+            end.abort(self._reason)
+
+    def abort(self, reason: str) -> None:
+        """Callable from any thread."""
+        self._reason = reason
+        for end in self._ends:
+            end.abort(reason)
+
+    def check(self) -> None:
+        """Raise `Aborted` after an abort."""
+        if self._reason is not None:
+            raise Aborted(self._reason)
+
+    def close(self) -> None:
+        for end in reversed(self._ends):
+            with contextlib.suppress(Exception):
+                end.close()
+
 
 @final
 class WorkerActor:
     """One worker. `hello`, then `run`, which returns how the program ended instead of raising."""
 
-    def __init__(self) -> None:
-        self._address = own_address()
-        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    def __init__(self, *, uses_cuda: bool) -> None:
+        self._uses_cuda = uses_cuda
+        self._memory = SharedMemoryCollective.prepare()
 
     def hello(self) -> WorkerInfo:
         return WorkerInfo(
             os.getpid(),
             own_node_id(),
-            self._address,
-            self._store.port,
-            torch.cuda.device_count(),
+            own_address(),
+            self._memory.address,
+            _visible_gpus() if self._uses_cuda else (),
             len(os.sched_getaffinity(0)),
         )
 
@@ -123,17 +178,13 @@ class WorkerActor:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.environ[RUN_VARIABLE] = launcher.run
         bind_forks_to_this_process()
-        ends: list[Any] = []
+        ends = _Ends()
         world: World | None = None
 
         def progress() -> int:
             return world.progress() if world is not None else 0
 
-        def abort(reason: str) -> None:
-            for end in ends:
-                end.abort(reason)
-
-        line = ControlLine(launcher, identity=f"worker-{rank}", progress=progress, on_abort=abort)
+        line = ControlLine(launcher, identity=f"worker-{rank}", progress=progress, on_abort=ends.abort)
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends)
             with captured(line.say):
@@ -145,9 +196,7 @@ class WorkerActor:
             return outcome_of(error, num_steps=progress())
         finally:
             line.close()
-            for end in reversed(ends):
-                with contextlib.suppress(Exception):
-                    end.close()
+            ends.close()
             enter(None)
 
     def _enter_world(
@@ -157,23 +206,23 @@ class WorkerActor:
         launcher: LauncherAddress,
         line: ControlLine,
         servers: list[Any],
-        ends: list[Any],
+        ends: _Ends,
     ) -> World:
         me = spec.workers[rank]
-        local_ranks = spec.ranks_on(me.node_id)
-        local_rank = local_ranks.index(rank)
         torch.set_num_threads(spec.num_threads(rank))
         keep_freed_memory()
-        # Ray shows a worker the devices that it was given, or all of them where it was given a share of each.
-        device = torch.device("cuda", local_rank % me.num_devices) if spec.uses_cuda else torch.device("cpu")
-        first = spec.workers[0]
-        meeting_place = (
-            self._store
-            if rank == 0
-            else TCPStore(first.address, first.store_port, is_master=False, timeout=_STORE_TIMEOUT)
+        index = spec.gpu_index(rank)
+        device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        collective = connect_members(
+            spec.members,
+            rank=rank,
+            memory=self._memory,
+            store=_meet(spec, rank, ends),
+            address=me.address,
+            device=device,
+            deadline_s=spec.config.deadline_s,
         )
-        collective = connect(meeting_place, rank=rank, size=spec.size, device=device, deadline_s=spec.config.deadline_s)
-        ends.append(collective)
+        ends.add(collective)
         store = None
         if spec.servers:
             store = connect_servers(
@@ -184,12 +233,12 @@ class WorkerActor:
                 epoch=spec.epoch,
                 deadline_s=spec.config.deadline_s,
             )
-            ends.append(store)
+            ends.add(store)
         context = Context(
             rank=rank,
             membership=spec.membership,
-            local_rank=local_rank,
-            local_size=len(local_ranks),
+            local_rank=spec.local_rank(rank),
+            local_size=len(spec.ranks_on(me.node_id)),
             device=device,
             collective=collective,
             store=store,
@@ -257,3 +306,24 @@ def _configure(
         own = ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps, spec.strategy.aggregator())
         requests.append(server.configure.remote(own))
     ray.get(requests)
+
+
+def _meet(spec: WorldSpec, rank: int, ends: _Ends) -> Store | None:
+    """The launcher's store, if there is one, as soon as all workers have come to it.
+
+    An abort ends the wait for them; it could not end the waits of torch.distributed's own meeting, which follows.
+    """
+    if spec.store is None:
+        return None
+    address, port = spec.store
+    store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
+    deadline_s, check = spec.config.deadline_s, ends.check
+    exchange(PrefixStore("present", store), "", rank=rank, size=spec.size, deadline_s=deadline_s, check=check)
+    return store
+
+
+def _visible_gpus() -> tuple[str, ...]:
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if not devices:
+        raise UsageError("Ray gave this worker a GPU, but torch sees none here; use a torch with CUDA, or --device cpu")
+    return tuple(str(gpu_identity(device)) for device in devices)

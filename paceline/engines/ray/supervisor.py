@@ -6,14 +6,16 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, final
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.distributed import TCPStore
 
+from paceline.comm.connecting import needs_store
 from paceline.comm.wire import Kind
 from paceline.config import RunConfig
 from paceline.engines.blame import Statement, judge
@@ -99,6 +101,7 @@ class Supervisor:
             on_records=watcher.on_records,
             checkpoint=job.checkpoint or b"",
         )
+        self._store: TCPStore | None = None
         self._is_urgent = False
 
     def run(self) -> None:
@@ -134,13 +137,10 @@ class Supervisor:
             wants_gpus=uses_cuda,
             is_spread=job.is_spread,
         )
-        has_own_gpus = uses_cuda and all(where.num_gpus >= 1 for where in workers)
-        if uses_cuda and not has_own_gpus and len({where.node.node_id for where in workers}) > 1:
-            raise UsageError("workers that share a GPU must be on one host; use a worker a GPU, or --device cpu")
         launcher = self._controller.address
         for rank, where in enumerate(workers):
             variables = {"runtime_env": {"env_vars": dict(job.environment)}} if job.environment else {}
-            members.actors[f"worker-{rank}"] = _actor(WorkerActor, where, **variables).remote()
+            members.actors[f"worker-{rank}"] = _actor(WorkerActor, where, **variables).remote(uses_cuda=uses_cuda)
         for index, where in enumerate(servers):
             server = _actor(ServerActor, where, max_concurrency=3)
             members.actors[f"server-{index}"] = server.remote(launcher, index)
@@ -155,9 +155,11 @@ class Supervisor:
             tuple(info for info in members.infos.values() if isinstance(info, ServerInfo)),
             job.strategy,
             job.config,
-            uses_cuda,
             job.checkpoint is not None,
         )
+        if needs_store(spec.members):
+            self._store = TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
+            spec = replace(spec, store=(own_address(), self._store.port))
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
         self._controller.event("started", pids=pids, hosts=spec.num_hosts, threads=threads)
@@ -300,6 +302,7 @@ class Supervisor:
             self._sweep()
             self._watch.close()
             self._controller.close()
+            self._store = None
 
     def _sweep(self) -> None:
         """End what scripts started and left running: here, and where a member died without ending it itself."""

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.base import OptimizerSpec, Push
 from paceline.engines.world import current
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, ProtocolError
+from paceline.server.spec import OptimizerSpec, Push
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits

@@ -16,7 +16,6 @@ import torch
 from torch.distributed import TCPStore
 
 from paceline.checkpoint import Checkpoint
-from paceline.comm.base import OptimizerSpec
 from paceline.comm.connecting import connect
 from paceline.comm.servers.line import BellAddress
 from paceline.comm.servers.service import ParameterService
@@ -33,7 +32,7 @@ from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.server.ranges import KeyRange
-from paceline.server.spec import ServerSpec
+from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.strategies.base import Context, Strategy
 
 _STORE_TIMEOUT = timedelta(seconds=60)

@@ -14,7 +14,6 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from paceline.comm.wire import Kind
 from paceline.config import RunConfig
 from paceline.engines.blame import Statement, judge
 from paceline.engines.ray.actors import ServerActor, WorkerActor, WorldSpec
@@ -25,6 +24,7 @@ from paceline.engines.ray.nodes import Place, nodes, own_address, own_node_id, p
 from paceline.engines.scripting import Outcome, Program
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
+from paceline.messages import Kind
 from paceline.strategies.base import Strategy
 
 FIRST_EPOCH = 1

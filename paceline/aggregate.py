@@ -16,7 +16,7 @@ ContributionKind = Literal["gradient", "delta"]
 
 
 class Contribution(NamedTuple):
-    """What one sender gives to one update. Its tensors are never changed."""
+    """What one sender gives to one update."""
 
     sender: int
     weight: float
@@ -37,15 +37,23 @@ class Aggregator(ABC):
     """An element of the result depends on the same element of the contributions alone, so that ranges are joined each
     for itself."""
     streams: ClassVar[bool] = False
-    """The joint of a part of the contributions means something: each may also be an update of its own."""
+    """The joint of some contributions, with the sum of their weights, stands for them: it may be an update of its own,
+    or be joined with others."""
 
     @abstractmethod
     def aggregate(self, contributions: Sequence[Contribution], out: Sequence[Tensor]) -> Sequence[Tensor]:
         """One gradient.
 
         Args:
-            out: of the contributions' shapes, in the dtype to sum in; the result may be written there.
+            out: of the contributions' shapes, in the dtype to sum in; the result may be written there. Where the
+                aggregator streams, these may be the first contribution's own tensors.
         """
+
+    @final
+    def fold(self, total: Contribution, contribution: Contribution) -> Contribution:
+        """Both as one, in the memory of `total`, whose dtype is the one to sum in. The aggregator must stream."""
+        tensors = self.aggregate([total, contribution], total.tensors)
+        return Contribution(total.sender, total.weight + contribution.weight, "gradient", tensors)
 
 
 @final

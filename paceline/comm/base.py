@@ -16,9 +16,7 @@ from torch import Tensor
 
 from paceline.errors import TensorMismatch
 from paceline.layout import Layout
-from paceline.server.spec import OptimizerSpec as OptimizerSpec
-from paceline.server.spec import Push as Push
-from paceline.server.spec import Reply as Reply
+from paceline.server.spec import OptimizerSpec, Push, Reply
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "min", "max", "product")

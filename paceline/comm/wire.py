@@ -13,34 +13,7 @@ import zmq.auth
 import zmq.utils.z85
 from zmq.auth.thread import ThreadAuthenticator
 
-from paceline.messages import (
-    FRAME_BYTES,
-    Kind,
-    Message,
-    Raw,
-    WireError,
-    as_bytes,
-    cut_into_frames,
-    from_frames,
-    raw_bytes,
-    to_frames,
-)
-
-__all__ = [
-    "FRAME_BYTES",
-    "Caller",
-    "Keys",
-    "Kind",
-    "Listener",
-    "Message",
-    "Raw",
-    "WireError",
-    "as_bytes",
-    "cut_into_frames",
-    "from_frames",
-    "raw_bytes",
-    "to_frames",
-]
+from paceline.messages import Message
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.comm.wire import FRAME_BYTES
 from paceline.engines.virtual.network.links import CHUNK_BYTES
 from paceline.engines.virtual.server import update_bytes
+from paceline.messages import FRAME_BYTES
 from paceline.planner import costs
 from paceline.planner.fabric import Floats, Loads
 from paceline.planner.setting import Setting

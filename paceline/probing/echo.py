@@ -10,7 +10,8 @@ from typing import final
 import torch
 import zmq
 
-from paceline.comm.wire import FRAME_BYTES, Keys, Kind, Listener, Message, from_frames, raw_bytes
+from paceline.comm.wire import Keys, Listener
+from paceline.messages import FRAME_BYTES, Kind, Message, from_frames, raw_bytes
 
 EPOCH = 1
 PING_BYTES = 8

@@ -14,18 +14,18 @@ import psutil
 import torch
 
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import OptimizerSpec, Push
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
-from paceline.comm.wire import FRAME_BYTES, Keys
+from paceline.comm.wire import Keys
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
+from paceline.messages import FRAME_BYTES
 from paceline.probing.echo import EPOCH
 from paceline.probing.timing import CacheEmptier, mean_s
 from paceline.records import Reporter
 from paceline.server.admission import BulkSynchronous
 from paceline.server.ranges import cut
-from paceline.server.spec import ServerSpec
+from paceline.server.spec import OptimizerSpec, Push, ServerSpec
 
 _SMALL_BYTES, _NUM_SMALL = 2**10, 200
 """Of exchanges whose bytes take next to nothing."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
-from paceline.comm.wire import FRAME_BYTES
+from paceline.messages import FRAME_BYTES
 from paceline.probing.step_times import StepReport
 from paceline.probing.traffic import NetworkReport, PairReport
 

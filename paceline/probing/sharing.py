@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import zmq
 
-from paceline.comm.wire import Caller, Keys, Kind, Message, WireError
+from paceline.comm.wire import Caller, Keys
+from paceline.messages import Kind, Message, WireError
 from paceline.probing.echo import EPOCH
 
 NUM_CONNECTIONS = 8

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from paceline.comm.algorithms.pieces import exchange
 from paceline.comm.base import Collective
-from paceline.comm.wire import FRAME_BYTES, Caller, Keys, Kind, Message
+from paceline.comm.wire import Caller, Keys
 from paceline.engines.ray.nodes import own_address
 from paceline.engines.world import current
+from paceline.messages import FRAME_BYTES, Kind, Message
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
 from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import NUM_TRIES, answered, await_answer, connected, measure_unevenness, unevenness_of

@@ -41,6 +41,8 @@ class AdmissionRule(ABC):
     """An update is made of every active worker's gradient, and each shard finds for itself when they have come."""
     is_over: bool = False
     """No further update will be formed: every worker is to end."""
+    follows: bool = False
+    """Another shard decides, and each push must be followed by `follow`, with what it decided."""
     contributors: tuple[int, ...] | None = None
     """Who formed the last clock, if the rules of other shards must be told; none if they find it themselves."""
 
@@ -63,11 +65,23 @@ class AdmissionRule(ABC):
     def push(self, sender: int, clock: int) -> tuple[int, ...]:
         """A contribution for `clock` arrived. Returns the senders whose contributions now form one update.
 
-        Empty: keep this one until its clock is full, or drop it if `is_held(sender)` is false.
+        Empty: keep this one until its clock is full, or drop it if `is_held(sender)` is false. Where a worker goes on
+        while contributions that it pushed are held, those of one clock must end in one update.
 
         Raises:
             ProtocolError: the sender has left or never was, or is not at this clock.
         """
+
+    def follow(self, worker: int, clock: int, contributors: tuple[int, ...]) -> tuple[int, ...]:
+        """The deciding shard let the worker go on at `clock`, and `contributors` formed the clock before that.
+
+        Returns the senders whose contributions now form one update, if any do.
+
+        Raises:
+            ProtocolError: this rule decides for itself, the worker has not pushed since it was last let go on, or
+                nobody can have decided so.
+        """
+        raise ProtocolError(f"worker {worker} brings a decision to a shard that decides for itself")
 
     @abstractmethod
     def is_held(self, sender: int) -> bool:
@@ -194,6 +208,8 @@ class Following(AdmissionRule):
     that are everywhere those of its clock. Any one contributor's word is enough to decide a clock here.
     """
 
+    follows = True
+
     def __init__(self, members: Membership) -> None:
         super().__init__(members)
         self._clock = 0
@@ -218,13 +234,6 @@ class Following(AdmissionRule):
         return self._close_if_decided()
 
     def follow(self, worker: int, clock: int, contributors: tuple[int, ...]) -> tuple[int, ...]:
-        """The worker goes on at `clock`, and the gradients of `contributors` formed the clock before that.
-
-        Returns the workers whose pushed gradients now form one update, if any do.
-
-        Raises:
-            ProtocolError: the worker has not pushed since it was last let go on, or nobody can have decided so.
-        """
         self.require_active(worker)
         if self._goes_on_at.get(worker) != math.inf:
             raise ProtocolError(f"worker {worker} goes on at clock {clock} without a push here")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.errors import UsageError
 from paceline.messages import Raw, WireError, to_frames
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
@@ -35,7 +36,10 @@ class Part:
         Raises:
             WireError: they are not of the form in which a worker sends them.
         """
-        if not isinstance(given, list) or not all(isinstance(group, dict) and "params" not in group for group in given):
+        are_mappings = isinstance(given, list) and all(
+            isinstance(each, dict) and "params" not in each for each in given
+        )
+        if not are_mappings or len(given) <= max(self.groups):
             raise WireError("refused hyperparameters that are not one mapping a group")
         return [
             {name: tuple(value) if isinstance(value, list) else value for name, value in given[group].items()}
@@ -82,3 +86,17 @@ def build_part(spec: ServerSpec, pieces: KeyRange, rule: AdmissionRule, memory: 
         max_updates=spec.max_updates,
     )
     return Part(shard, pieces, groups, sum(parameter.nbytes for parameter in parameters))
+
+
+def require_fitting(spec: ServerSpec, *, num_shards: int) -> None:
+    """
+    Raises:
+        UsageError: naming the aggregator.
+    """
+    name = type(spec.aggregator).__name__
+    if not spec.aggregator.streams and not spec.rule.joins:
+        raise UsageError(f"{name} needs several contributions an update, and {type(spec.rule).__name__} gives it one")
+    own_bytes = sum(piece.num_bytes(spec.layout) for piece in spec.pieces)
+    is_whole = num_shards == 1 and own_bytes >= sum(spec_.num_bytes for spec_ in spec.layout.specs)
+    if not spec.aggregator.is_coordinate_wise and not is_whole:
+        raise UsageError(f"{name} compares whole contributions: use one server, and an optimizer spec of whole tensors")

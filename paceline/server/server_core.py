@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from paceline.errors import PacelineError, UsageError
 from paceline.messages import (
     ADMITTED,
     ALL_SHARDS,
@@ -28,11 +27,12 @@ from paceline.messages import (
     from_frames,
 )
 from paceline.records import UpdateRecord
-from paceline.server.part import Part, build_part
+from paceline.server.admission import ProtocolError
+from paceline.server.part import Part, build_part, require_fitting
+from paceline.server.part_state import initialise, set_state, state_fields
 from paceline.server.ranges import in_shards
 from paceline.server.shard import Answer
 from paceline.server.spec import ServerSpec
-from paceline.server.state import export_state, import_state, pack, unpack
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 
 _ERROR_LENGTH = 4000
@@ -130,7 +130,7 @@ class ServerCore:
             UsageError: the aggregator does not fit the rule, or the range.
         """
         ranges = in_shards(spec.pieces, whole=not spec.optimizer.element_wise)
-        _require_fitting(spec, num_shards=len(ranges))
+        require_fitting(spec, num_shards=len(ranges))
         rules = [spec.rule.for_another_shard() for _ in ranges]
         if self.index == 0:
             rules[-1] = spec.rule
@@ -173,13 +173,17 @@ class ServerCore:
 
     def receive(self, message: Message, now_s: float) -> Iterator[Action]:
         """What to do about a worker's message, each thing before the next is decided; to the end, or the state is not
-        whole. Trouble with it is the asker's."""
+        whole.
+
+        A message that is refused is the asker's trouble. Any other exception is the server's, which cannot go on: some
+        of its shards may have been updated.
+        """
         try:
             handler, client = self._handlers.get(message.kind), self._clients.get(message.sender)
             if handler is None or client is None:
                 raise WireError(f"refused {message.kind.name} from worker {message.sender}")
             yield from handler(client, message, now_s)
-        except (PacelineError, LookupError, ValueError, TypeError) as error:
+        except (ProtocolError, WireError) as error:
             yield Send(message.sender, self.failure(error))
 
     def failure(self, error: Exception) -> Message:
@@ -200,12 +204,7 @@ class ServerCore:
     def _initialise(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         parts = self._parts_of(message)
         for index, part in parts:
-            if client.parameters is None:
-                from_frames(message.payload, part.shard.parameters)
-            else:
-                _copy(client.parameters[index], part.shard.parameters)
-            part.frames = None
-            part.shard.begin_at(message.iteration)
+            initialise(part, message, None if client.parameters is None else client.parameters[index])
             for worker in self._clients:
                 part.shard.pulled(worker)
         if parts[-1][0] == len(self.parts) - 1:
@@ -234,7 +233,10 @@ class ServerCore:
 
     def _follow(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         """A worker brings what the first server decided."""
-        return self._tell_followers(message.sender, message.body["goes_on_at"], message.body["contributors"], now_s)
+        clock, contributors = message.body.get("goes_on_at"), message.body.get("contributors")
+        if type(clock) is not int or not isinstance(contributors, list | tuple):
+            raise WireError(f"refused {contributors!r} as those whose gradients formed the clock before {clock!r}")
+        return self._tell_followers(message.sender, clock, contributors, now_s)
 
     def _tell_followers(self, worker: int, clock: int, contributors: Sequence[int], now_s: float) -> Iterator[Action]:
         for index, part in self._all_parts:
@@ -266,27 +268,19 @@ class ServerCore:
         yield Send(message.sender, self.message(Kind.OK, clock=clocks[-1]))
 
     def _leave(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        """It may still pull, and join again: its memory stays known. Nothing waits for it any more."""
+        client.answers.clear()
+        self._window.forget(message.sender)
         for index, part in self._all_parts:
             yield from self._answer(index, part, part.shard.leave(message.sender), now_s)
+        yield from self._next_in_turn(now_s)
         yield Send(message.sender, self.message(Kind.OK))
 
     def _get_state(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
-        state: dict[str, Tensor] = {}
-        first = 0
-        for part in self.parts:
-            state |= export_state(part.shard.optimizer, part.shard.parameters, first_piece=first)
-            first += len(part.pieces)
-        body, frames = pack(state)
-        payload = [bytes(frame) for frame in frames]
-        num_bytes = sum(map(len, payload))
-        yield Send(message.sender, self.message(Kind.OK, body=body, payload=payload, tensor_bytes=num_bytes))
+        yield Send(message.sender, self.message(Kind.OK, **state_fields(self.parts)))
 
     def _set_state(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
-        state = unpack(message.body, message.payload)
-        first = 0
-        for part in self.parts:
-            import_state(part.shard.optimizer, part.shard.parameters, state, first_piece=first)
-            first += len(part.pieces)
+        set_state(self.parts, message)
         yield Send(message.sender, self.message(Kind.OK))
 
     # --- answers ------------------------------------------------------------------------------------------------
@@ -384,20 +378,6 @@ class ServerCore:
         if not 0 <= message.shard < len(self.parts):
             raise WireError(f"server {self.index} has {len(self.parts)} shards, and none of index {message.shard}")
         return [(message.shard, self.parts[message.shard])]
-
-
-def _require_fitting(spec: ServerSpec, *, num_shards: int) -> None:
-    """
-    Raises:
-        UsageError: naming the aggregator.
-    """
-    name = type(spec.aggregator).__name__
-    if not spec.aggregator.streams and not spec.rule.joins:
-        raise UsageError(f"{name} needs several contributions an update, and {type(spec.rule).__name__} gives it one")
-    own_bytes = sum(piece.num_bytes(spec.layout) for piece in spec.pieces)
-    is_whole = num_shards == 1 and own_bytes >= sum(spec_.num_bytes for spec_ in spec.layout.specs)
-    if not spec.aggregator.is_coordinate_wise and not is_whole:
-        raise UsageError(f"{name} compares whole contributions: use one server, and an optimizer spec of whole tensors")
 
 
 def _waited_s(client: _Client, released_at_s: float) -> float:

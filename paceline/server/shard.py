@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind
-from paceline.server.admission import AdmissionRule, Following, ProtocolError
+from paceline.server.admission import AdmissionRule, ProtocolError
 
 Groups = Sequence[Mapping[str, Any]]
 """Hyperparameters of an optimizer's groups, without their parameters."""
@@ -54,12 +54,14 @@ class Applied(NamedTuple):
 
 @dataclass(slots=True)
 class _Given:
-    """What came with one push: a contribution, or none."""
+    """What came with one push."""
 
     worker: int
     clock: int
     sender: int
     contribution: Contribution | None
+    """None where the push was void, or the contribution is part of an earlier one that is kept."""
+    is_void: bool
     staleness: int = -1
 
 
@@ -99,6 +101,8 @@ class Shard:
         self._groups: dict[int, tuple[int, Groups]] = {}
         self._pulled_at: dict[int, int] = {}
         self._given: dict[int, _Given] = {}  # by sender
+        self._kept: dict[tuple[int, int], _Given] = {}
+        """By worker and clock: the first push whose worker went on before the update."""
         self._waiting: dict[int, tuple[int, _Given | None]] = {}
         """By worker: when to answer it even so, and what it pushed last."""
         self._stop = False
@@ -107,7 +111,7 @@ class Shard:
     @property
     def follows(self) -> bool:
         """Whether each push must be followed by `follow`, with what another shard decided."""
-        return isinstance(self._rule, Following)
+        return self._rule.follows
 
     @property
     def needs_all(self) -> bool:
@@ -145,22 +149,24 @@ class Shard:
             weight: of the contribution among others.
 
         Raises:
-            ProtocolError: the sender is not the worker's, or not at this clock.
-            ValueError: tensors, weight or groups are not of this server's form.
+            ProtocolError: the sender is not the worker's, or not at this clock; or tensors, weight or groups are not of
+                this server's form.
         """
         sender = worker if sender is None else sender
+        if type(sender) is not int:
+            raise ProtocolError(f"worker {worker} pushed for sender {sender!r}, which is no number")
         contribution = None if gradients is None else Contribution(sender, weight, kind, gradients)
         if contribution is not None:
             self._check(worker, contribution)
         if groups is not None and len(groups) != len(self._initial):
-            raise ValueError(f"worker {worker} has {len(groups)} parameter groups, this server {len(self._initial)}")
+            raise ProtocolError(f"worker {worker} has {len(groups)} parameter groups, this server {len(self._initial)}")
         if self._rule.worker_of(sender) != worker:
             raise ProtocolError(f"worker {worker} pushed for sender {sender}, which is not its own")
         contributors = self._rule.push(sender, clock)
         if groups is not None:
             self._groups[worker] = (clock, groups)
         self._stop = self._stop or stop
-        self._given[sender] = given = _Given(worker, clock, sender, contribution)
+        self._given[sender] = given = _Given(worker, clock, sender, contribution, contribution is None)
         self._waiting[worker] = pause_at, given
         self._update(contributors)
         return list(self._answers())
@@ -188,8 +194,6 @@ class Shard:
         Raises:
             ProtocolError: this shard decides for itself, or the worker's last push is answered.
         """
-        if not isinstance(self._rule, Following):
-            raise ProtocolError(f"worker {worker} brings a decision to a shard that decides for itself")
         self._update(self._rule.follow(worker, clock, tuple(contributors)))
         return list(self._answers())
 
@@ -204,7 +208,10 @@ class Shard:
         return self._rule.clock_of(worker)
 
     def leave(self, worker: int) -> list[Answer]:
-        """The worker pushes no more; nobody waits for it from here on."""
+        """The worker pushes no more and has no answer to come; nobody waits for it from here on."""
+        _, given = self._waiting.pop(worker, (0, None))
+        if given is not None:
+            self._let_go_on(given)
         self._update(self._rule.leave(worker))
         self._stop = self._stop or self._rule.is_over
         return list(self._answers())
@@ -223,19 +230,21 @@ class Shard:
         if [tensor.shape for tensor in tensors] != self._shapes:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             expected = [tuple(shape) for shape in self._shapes]
-            raise ValueError(f"worker {worker} pushed gradients of shapes {shapes}; this server owns {expected}")
+            raise ProtocolError(f"worker {worker} pushed gradients of shapes {shapes}; this server owns {expected}")
         weight, kind = contribution.weight, contribution.kind
         if kind not in _KINDS or type(weight) not in _NUMBERS or not 0 < weight < math.inf:
-            raise ValueError(f"worker {worker} pushed a {kind!r} of weight {weight!r}")
+            raise ProtocolError(f"worker {worker} pushed a {kind!r} of weight {weight!r}")
 
     def _update(self, senders: Sequence[int]) -> None:
         if not senders:
             return
         given = [self._given.pop(sender) for sender in senders]
-        contributions = [each.contribution for each in given if each.contribution is not None]
+        for each in given:
+            self._kept.pop((each.worker, each.clock), None)
         # One sender without a gradient voids the clock: what one process would do with the combined batch.
-        if len(contributions) < len(given) or self._is_over():
+        if any(each.is_void for each in given) or self._is_over():
             return
+        contributions = [each.contribution for each in given if each.contribution is not None]
         self._adopt_groups(given)
         joined = self._aggregator.aggregate(contributions, self._sums)
         for parameter, tensor in zip(self.parameters, joined, strict=True):
@@ -269,7 +278,7 @@ class Shard:
             staleness = -1
             if given is not None:
                 staleness = given.staleness
-                self._keep(given) if held else self._given.pop(given.sender, None)
+                self._let_go_on(given)
             yield Answer(
                 worker,
                 self.iteration,
@@ -280,12 +289,30 @@ class Shard:
                 self._rule.contributors,
             )
 
-    @staticmethod
-    def _keep(given: _Given) -> None:
-        """The worker goes on and will write to its memory, but what it gave is still to be read."""
-        if given.contribution is not None:
-            copies = [tensor.clone() for tensor in given.contribution.tensors]
+    def _let_go_on(self, given: _Given) -> None:
+        """The worker goes on and will write to its memory."""
+        if self._rule.is_held(given.sender):
+            self._keep(given)
+        else:
+            self._given.pop(given.sender, None)
+
+    def _keep(self, given: _Given) -> None:
+        """Copy what is still to be read.
+
+        If the aggregator streams, there is one for each worker, however many senders it plays. It is not one for all
+        workers: their pushes come in another order in each run, and sums in that order would have other bits. A worker
+        that waits for the update has its gradient read where it lies, as before.
+        """
+        if given.contribution is None:
+            return
+        first = self._kept.setdefault((given.worker, given.clock), given)
+        if first is given or first.contribution is None or not self._aggregator.streams:
+            pairs = zip(given.contribution.tensors, self._sums, strict=True)
+            copies = [tensor.to(like.dtype, copy=True) for tensor, like in pairs]
             given.contribution = given.contribution._replace(tensors=copies)
+        else:
+            first.contribution = self._aggregator.fold(first.contribution, given.contribution)
+            given.contribution = None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.server.ranges import KeyRange, Piece
 
 # States of torch.optim that are one number a tensor, which a parameter without dimensions cannot tell by its shape.
 _SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+_NAME = re.compile(r"\d+\..+", re.ASCII)
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -30,7 +32,10 @@ def unpack(body: Mapping[str, Any], payload: Sequence[Raw]) -> dict[str, Tensor]
         WireError: this is nothing that `pack` gives.
     """
     try:
-        state = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, dtype, shape in body["tensors"]}
+        described = body["tensors"]
+        if not all(_NAME.fullmatch(name) for name, _, _ in described):
+            raise ValueError("a name has no index")
+        state = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, dtype, shape in described}
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise WireError(f"refused an optimizer state that cannot be read: {error}") from None
     from_frames(payload, list(state.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, final
 
 PIECES_UNDER_WAY = 4
@@ -57,6 +57,10 @@ class SendWindow(Generic[Sent]):
             self._under_way.append(num_bytes)
             self._num_bytes += num_bytes
             yield message
+
+    def withdraw(self, is_unwanted: Callable[[Sent], bool]) -> None:
+        """Send these no more, if they have not been sent yet."""
+        self._unsent = deque((message, num_bytes) for message, num_bytes in self._unsent if not is_unwanted(message))
 
     def answered(self) -> float:
         """The first that is under way is so no more; returns its bytes."""
@@ -120,3 +124,9 @@ class AnswerWindow(Generic[Sent]):
         least_bytes = self._least_bytes if is_known else self._window.limit_bytes
         self._window.limit_bytes = max(least_bytes, self._arrived_bytes)
         return True
+
+    def forget(self, worker: int) -> None:
+        """Send this worker nothing more, and wait for no word from it."""
+        self._window.withdraw(lambda sent: sent[0] == worker)
+        for _ in range(self.under_way.pop(worker, 0)):
+            self._window.answered()

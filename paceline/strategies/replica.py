@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.base import Collective, OptimizerSpec
+from paceline.comm.base import Collective
 from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import TensorSpec
 from paceline.server.shard import build_optimizer
+from paceline.server.spec import OptimizerSpec
 
 
 @dataclass(frozen=True)

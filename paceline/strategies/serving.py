@@ -9,9 +9,10 @@ from typing import final
 from torch import Tensor, nn
 
 from paceline.buckets import GradientBuckets
-from paceline.comm.base import Push, Reply, Store, Timing
+from paceline.comm.base import Store, Timing
 from paceline.errors import UsageError
 from paceline.layout import by_group
+from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.mirror import Mirror

@@ -19,7 +19,7 @@ import torch
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective, OptimizerSpec
+from paceline.comm.base import Collective
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
@@ -34,7 +34,7 @@ from paceline.membership import Membership
 from paceline.records import Record, RecordWriter, Reporter
 from paceline.running.result import Result
 from paceline.server.ranges import KeyRange
-from paceline.server.spec import ServerSpec
+from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
 from tests.conformance.settings import config_of

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.base import OptimizerSpec, Push
+from paceline.aggregate import Aggregator, Contribution
 from paceline.engines.world import current
+from paceline.errors import RunFailed
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, ProtocolError
+from paceline.server.spec import OptimizerSpec, Push
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
@@ -154,3 +156,19 @@ def test_two_workers_play_ten_clients(engine: Callable[..., Any], servers: int, 
     engine(partial(play, tmp_path), strategy=Federated(servers=servers), workers=2, out=tmp_path / "run")
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected(), rtol=1e-5, atol=1e-6)
+
+
+@final
+class Refusing(Aggregator):
+    def aggregate(self, contributions: Sequence[Contribution], out: Sequence[Tensor]) -> Sequence[Tensor]:
+        raise ValueError("these cannot be joined")
+
+
+class Unjoinable(Federated):
+    def aggregator(self) -> Aggregator:
+        return Refusing()
+
+
+def test_a_server_that_fails_ends_a_virtual_run_and_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"^server 0 failed after step 0: ValueError: these cannot be joined"):
+        virtual_engine.run(partial(play, tmp_path), strategy=Unjoinable(), workers=2, out=tmp_path / "run")

@@ -13,8 +13,9 @@ import pytest
 import zmq
 
 from paceline.comm.servers.service import ParameterService
-from paceline.comm.wire import Caller, Keys, Kind, Message
+from paceline.comm.wire import Caller, Keys
 from paceline.engines.ray.controller import Controller
+from paceline.messages import Kind, Message
 from paceline.records import NullReporter
 from tests.distributed.harness import events
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import Contribution
-from paceline.comm.base import OptimizerSpec, Push, Reply, Store, Timing
+from paceline.comm.base import Store, Timing
 from paceline.errors import UsageError
 from paceline.layout import by_group
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, ProtocolError
+from paceline.server.spec import OptimizerSpec, Push, Reply
 from paceline.strategies import Entry
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, option
 from paceline.strategies.finite import may_step

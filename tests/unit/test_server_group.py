@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import OptimizerSpec, Push
 from paceline.comm.servers import group as server_group
 from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.line import WorkerLine
@@ -29,7 +28,7 @@ from paceline.server.client_core import ClientCore
 from paceline.server.ranges import KeyRange
 from paceline.server.server_core import Send
 from paceline.server.shard import Shard
-from paceline.server.spec import ServerSpec
+from paceline.server.spec import OptimizerSpec, Push, ServerSpec
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY
 
 EPOCH = 1

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.aggregate import WeightedMean
+from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import ALL_SHARDS, HEAD_BYTES, IN_TURN, STOP, VOID, Kind, Message, WireError
@@ -308,3 +310,79 @@ def test_state_that_cannot_be_read_is_refused() -> None:
         (action,) = net.servers[0].receive(message, 0.0)
         assert isinstance(action, Send)
         assert "refused an optimizer state that cannot be read" in action.message.body["error"]
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, RuntimeError, UsageError])
+def test_a_servers_own_trouble_ends_it_and_is_told_to_nobody_alone(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net([BulkSynchronous(Membership.first(2))], [[True], [False]], randomness=random.Random(0), piece_bytes=64)
+
+    def fail(*_: object) -> None:
+        raise error("these cannot be joined")
+
+    monkeypatch.setattr(WeightedMean, "aggregate", fail)
+    net.push(0, 1.0)
+    net.run()
+    net.push(1, 1.0)
+    with pytest.raises(error, match="these cannot be joined"):
+        net.run()
+    assert not net.errors
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"sender": "x"},
+        {"sender": []},
+        {"sender": None},
+        {"weight": 0},
+        {"weight": "1"},
+        {"kind": []},
+        {"groups": []},
+        {"groups": None},
+        {"groups": [{}, {}]},
+        {"groups": [3]},
+        {"contributors": 3, "goes_on_at": 1},
+        {"contributors": [0]},
+        {"contributors": [[]], "goes_on_at": 1},
+        {"contributors": [0], "goes_on_at": "1"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_members_malformed_field_is_refused_at_most(body: dict[str, Any], follows: bool) -> None:
+    """None ends the server."""
+    rule = BulkSynchronous(Membership.first(2), backup_workers=int(follows))
+    net = Net(
+        [rule, rule.for_another_shard()], [[True, True], [False, False]], randomness=random.Random(0), piece_bytes=64
+    )
+    for kind in (Kind.EXCHANGE, Kind.FOLLOW):
+        for server in net.servers:
+            actions = list(server.receive(Message(kind, EPOCH, sender=0, body=body), 0.0))
+            assert {a.message.kind for a in actions if isinstance(a, Send)} <= {Kind.ERROR, Kind.ANSWER}
+
+
+def test_who_leaves_owes_no_word_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (client_core, server_core):
+        monkeypatch.setattr(module, "FRAME_BYTES", 64)
+    members = Membership.first(3)
+    beside = [[True, False], [False, False], [False, False]]
+    rules = [BulkSynchronous(members) for _ in range(2)]
+    net = Net(rules, beside, randomness=random.Random(0), piece_bytes=16)
+    put = net._put
+    # Worker 1 never says that an answer has come.
+    net._put = lambda *sent: put(*sent) if (sent[1], sent[-1].kind) != (1, Kind.RECEIVED) else None  # type: ignore[method-assign]
+    for worker in range(3):
+        net.push(worker, 1.0)
+    net.run()
+    assert not all(client.is_done for client in net.clients)
+    net.ask(1, [Send(server, Message(Kind.LEAVE, EPOCH, sender=1)) for server in range(2)])
+    net.run()
+    assert net.clients[0].is_done
+    assert net.clients[2].is_done
+    for value in (2.0, 4.0):
+        net.push(0, value)
+        net.push(2, value)
+        net.run()
+    assert net.clients[2].reply().iteration == 3

@@ -20,18 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.comm.wire import (
-    FRAME_BYTES,
-    Caller,
-    Keys,
-    Kind,
-    Listener,
-    Message,
-    WireError,
-    as_bytes,
-    from_frames,
-    to_frames,
-)
+from paceline.comm.wire import Caller, Keys, Listener
+from paceline.messages import FRAME_BYTES, Kind, Message, WireError, as_bytes, from_frames, to_frames
 
 WITHIN_S = 60.0
 SILENCE_S = 0.3

@@ -8,12 +8,13 @@ from typing import Any, final
 
 from torch import Tensor
 
-from paceline.comm.base import Collective, OptimizerSpec, Push, Reply, Store, Timing
+from paceline.comm.base import Collective, Store, Timing
 from paceline.layout import Layout
 from paceline.messages import FRAME_BYTES
 from paceline.server.client_core import ClientCore
 from paceline.server.ranges import KeyRange, cut
 from paceline.server.server_core import Send
+from paceline.server.spec import OptimizerSpec, Push, Reply
 
 Configure = Callable[[Layout, OptimizerSpec, Sequence[KeyRange]], None]
 

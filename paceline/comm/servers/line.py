@@ -20,6 +20,7 @@ _WORDS = 32
 _CAPACITY_BYTES = 32 * 1024 - 4 * _WORDS
 _REQUEST_START = 4 * _WORDS
 _ANSWER_START = _REQUEST_START + _CAPACITY_BYTES
+LINE_BYTES = _ANSWER_START + _CAPACITY_BYTES
 _MASK = 2**32 - 1
 
 
@@ -66,7 +67,7 @@ class WorkerLine:
             PeerLost: the server is gone.
         """
         self._yield_s = yield_s
-        self._segment = SharedBlock.create(_ANSWER_START + _CAPACITY_BYTES)
+        self._segment = SharedBlock.create(LINE_BYTES)
         self.address = self._segment.address
         self._words = self._segment.buffer[: 4 * _WORDS].cast("I")
         self._answered_address = self._segment.tensor.data_ptr() + 4 * _ANSWERED

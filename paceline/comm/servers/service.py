@@ -11,7 +11,7 @@ from typing import Any, final
 
 import zmq
 
-from paceline.comm.servers.line import Bell, BellAddress, ServerLine
+from paceline.comm.servers.line import LINE_BYTES, Bell, BellAddress, ServerLine
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.wire import Keys, Listener
 from paceline.errors import PacelineError
@@ -31,6 +31,11 @@ class _Neighbour:
     segments: tuple[SharedBlock, ...]
     asked_on_line: bool = False
     """Whether the last request came that way; its answer goes back the same."""
+
+    def close(self) -> None:
+        for segment in self.segments:
+            segment.close()
+        self.line.close()
 
 
 @final
@@ -78,7 +83,11 @@ class ParameterService:
         self._spec = spec
 
     def serve(self) -> None:
-        """Answer requests until `stop` is called."""
+        """Answer requests until `stop` is called.
+
+        Raises:
+            Exception: what an update raised. Nothing is served any more.
+        """
         poller = zmq.Poller()
         poller.register(self._listener.socket, zmq.POLLIN)
         poller.register(self._bell.fd, zmq.POLLIN)
@@ -100,9 +109,7 @@ class ParameterService:
         self._bell.close()
         self._core.close()
         for neighbour in self._neighbours.values():
-            for segment in neighbour.segments:
-                segment.close()
-            neighbour.line.close()
+            neighbour.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -130,7 +137,7 @@ class ParameterService:
             if message.kind is Kind.ATTACH:
                 self._attach(message)
                 return
-        except (PacelineError, LookupError, ValueError, TypeError) as error:
+        except PacelineError as error:
             self._send(identity, self._core.failure(error))
             return
         records: list[UpdateRecord] = []
@@ -152,17 +159,20 @@ class ParameterService:
             self._listener.send(identity, message)
 
     def _attach(self, message: Message) -> None:
-        """Open the memory of a worker on this host."""
+        """Open the memory of a worker on this host, in place of what it had before."""
+        identity = identity_of(message.sender)
+        if identity in self._neighbours:
+            self._neighbours.pop(identity).close()
         if self._spec is None or not message.body:
             about = self._core.attach(message, gradients=None, parameters=None, is_beside=False)
         else:
             num_bytes = self._spec.layout.num_bytes
             gradients, parameters = (
-                SharedBlock.open(_address(message.body[name], least_bytes=num_bytes))
+                SharedBlock.open(_address(message.body.get(name), least_bytes=num_bytes))
                 for name in ("gradients", "parameters")
             )
-            line = ServerLine(_address(message.body["line"]))
-            self._neighbours[identity_of(message.sender)] = _Neighbour(line, (gradients, parameters))
+            line = ServerLine(_address(message.body.get("line"), least_bytes=LINE_BYTES))
+            self._neighbours[identity] = _Neighbour(line, (gradients, parameters))
             about = self._core.attach(
                 message,
                 gradients=gradients.tensor[:num_bytes],
@@ -171,10 +181,10 @@ class ParameterService:
             )
             if self._shared is not None:
                 about["parameters"] = astuple(self._shared.address)
-        self._listener.send(identity_of(message.sender), self._core.message(Kind.OK, body=about))
+        self._listener.send(identity, self._core.message(Kind.OK, body=about))
 
 
-def _address(numbers: Any, *, least_bytes: int = 0) -> BlockAddress:
+def _address(numbers: Any, *, least_bytes: int) -> BlockAddress:
     """
     Raises:
         WireError: these are not the numbers of a segment of at least that size.

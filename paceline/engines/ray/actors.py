@@ -16,7 +16,6 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from paceline.checkpoint import Checkpoint
-from paceline.comm.base import OptimizerSpec
 from paceline.comm.connecting import Member, connect_members, gpu_identity
 from paceline.comm.meeting import exchange
 from paceline.comm.servers.line import BellAddress
@@ -36,7 +35,7 @@ from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.server.ranges import KeyRange
-from paceline.server.spec import ServerSpec
+from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.strategies.base import Context, Strategy
 
 _STORE_TIMEOUT = timedelta(seconds=60)

@@ -11,8 +11,9 @@ from typing import final
 
 import zmq
 
-from paceline.comm.wire import Caller, Keys, Kind, Message, cut_into_frames, raw_bytes
+from paceline.comm.wire import Caller, Keys
 from paceline.errors import Aborted, RunFailed
+from paceline.messages import Kind, Message, cut_into_frames, raw_bytes
 from paceline.records import EvaluationRecord, EventRecord, Record, Reporter, StepRecord, pack_steps, to_plain
 
 _PULSE_S = 0.1

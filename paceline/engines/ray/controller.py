@@ -12,10 +12,11 @@ from typing import Any, final
 
 import zmq
 
-from paceline.comm.wire import Keys, Kind, Listener, Message, WireError, cut_into_frames, raw_bytes
+from paceline.comm.wire import Keys, Listener
 from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.standing import Progress
 from paceline.errors import RunFailed
+from paceline.messages import Kind, Message, WireError, cut_into_frames, raw_bytes
 from paceline.records import EventRecord, Record, RecordWriter, from_plain, unpack_steps
 
 _TURN_S = 0.2

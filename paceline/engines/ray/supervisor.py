@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore
 
 from paceline.comm.connecting import needs_store
-from paceline.comm.wire import Kind
 from paceline.config import RunConfig
 from paceline.engines.blame import Statement, judge
 from paceline.engines.ray.actors import ServerActor, ServerInfo, WorkerActor, WorkerInfo, WorldSpec
@@ -27,6 +26,7 @@ from paceline.engines.ray.nodes import Place, nodes, own_address, own_node_id, p
 from paceline.engines.scripting import Outcome, Program
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
+from paceline.messages import Kind
 from paceline.strategies.base import Strategy
 
 FIRST_EPOCH = 1

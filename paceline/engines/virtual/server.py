@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
+from paceline.engines.blame import Statement, judge
+from paceline.engines.scripting import outcome_of
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.network.links import Network
 from paceline.messages import ALL_SHARDS, Kind, Message
 from paceline.records import Reporter
-from paceline.server.server_core import Send, ServerCore, Updated
+from paceline.server.server_core import Action, Send, ServerCore, Updated
 
 EPOCH = 1
 
@@ -70,13 +72,25 @@ class VirtualServer:
         if message.kind is Kind.EXCHANGE:
             num_shards = len(self.core.parts) if message.shard == ALL_SHARDS else 1
             self._free_s = max(now_s, self._free_s) + num_shards * self._request_s
-        for action in self.core.receive(message, now_s):
+        for action in self._actions(message, now_s):
             if isinstance(action, Send):
                 self._send(action.to, action.message)
             elif isinstance(action, Updated):
                 self._free_s = max(now_s, self._free_s) + _touched_bytes(action) / self._memory_bytes_per_s
                 for record in action.records:
                     self._reporter.emit(record)
+
+    def _actions(self, message: Message, now_s: float) -> Iterator[Action]:
+        """
+        Raises:
+            RunFailed, UsageError: the server cannot go on; in the words in which a real one's failure is told.
+        """
+        try:
+            yield from self.core.receive(message, now_s)
+        except Exception as error:
+            num_steps = self.core.iteration
+            failed = Statement(f"server-{self.core.index}", None, num_steps, outcome_of(error, num_steps=num_steps))
+            raise judge([failed], is_training=True, is_synchronous=True) from error
 
     def _send(self, worker: int, message: Message) -> None:
         """After what the server is at."""

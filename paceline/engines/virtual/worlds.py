@@ -11,7 +11,7 @@ import torch
 from paceline.checkpoint import Checkpoint
 from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective, OptimizerSpec, Store
+from paceline.comm.base import Collective, Store
 from paceline.comm.servers.group import ServerGroup
 from paceline.config import RunConfig
 from paceline.engines.virtual.carrier import VirtualCarrier
@@ -31,7 +31,7 @@ from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Reporter
 from paceline.server.ranges import KeyRange
-from paceline.server.spec import ServerSpec
+from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.strategies.base import Context
 
 _US = 1e-6

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, final
 
 from torch import Tensor
@@ -34,6 +35,7 @@ from paceline.server.windows import PIECES_UNDER_WAY, SendWindow
 
 Request = Callable[..., Message]
 """Makes a message, with further fields."""
+_SHARD = attrgetter("shard")
 _TENSORS = frozenset({Kind.EXCHANGE, Kind.WAIT, Kind.PULL})  # answered with parameters
 
 
@@ -128,7 +130,14 @@ class ClientCore:
             body["kind"] = push.kind
         flags = (VOID if push.void else 0) | (STOP if push.stop else 0)
         request = partial(
-            self._message, Kind.EXCHANGE, flags=flags, clock=self._clock, pause_at=push.pause_at, body=body
+            Message,
+            Kind.EXCHANGE,
+            self._epoch,
+            sender=self._rank,
+            flags=flags,
+            clock=self._clock,
+            pause_at=push.pause_at,
+            body=body,
         )
         requests = []
         for server in self._servers:
@@ -227,7 +236,7 @@ class ClientCore:
 
     def reply(self) -> Reply:
         """What the servers said. Of many shards the first server's last one decides, and speaks for all."""
-        heads = [max(server.answers, key=lambda answer: answer.shard) for server in self._servers]
+        heads = [max(server.answers, key=_SHARD) for server in self._servers]
         self._clock = heads[0].clock
         return Reply(
             iteration=heads[0].iteration,

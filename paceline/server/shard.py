@@ -239,8 +239,9 @@ class Shard:
         if not senders:
             return
         given = [self._given.pop(sender) for sender in senders]
-        for each in given:
-            self._kept.pop((each.worker, each.clock), None)
+        if self._kept:
+            for each in given:
+                self._kept.pop((each.worker, each.clock), None)
         # One sender without a gradient voids the clock: what one process would do with the combined batch.
         if any(each.is_void for each in given) or self._is_over():
             return

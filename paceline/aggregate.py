@@ -90,7 +90,7 @@ MEAN = WeightedMean()
 @final
 @dataclass(frozen=True)
 class Median(Aggregator):
-    """Of each coordinate; of an even number, the mean of the two in the middle (Yin et al., ICML 2018)."""
+    """Takes each coordinate's median; of an even number, the mean of the two in the middle (Yin et al., ICML 2018)."""
 
     def aggregate(self, contributions: Sequence[Contribution], out: Sequence[Tensor]) -> Sequence[Tensor]:
         for mean, *tensors in zip(out, *(each.gradients for each in contributions), strict=True):
@@ -108,7 +108,7 @@ class ByGram(Aggregator):
 
     @abstractmethod
     def weights(self, gram: Tensor) -> Tensor:
-        """Of each contribution in each mixture, shape (mixtures, n).
+        """The weight of each contribution in each mixture, shape (mixtures, n).
 
         Args:
             gram: inner products of the whole contributions, float64 of shape (n, n).

@@ -53,7 +53,7 @@ class Target:
         return cls(metric, value, rising)
 
     def is_reached(self, value: float) -> bool:
-        """Of a metric that is not finite: never, as nothing was learnt by it."""
+        """Whether the value reaches the target. One that is not finite never does: nothing was learnt by it."""
         return math.isfinite(value) and (value >= self.value if self.rising else value <= self.value)
 
     def __str__(self) -> str:

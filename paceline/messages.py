@@ -22,7 +22,7 @@ ALL_SHARDS = -1
 VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
 APART = 16  # of ATTACH: no server is on this worker's host
 HEAD_BYTES = 256
-"""Of a message besides its tensors: header, body, and what a network puts around them."""
+"""Bytes that a message takes besides its tensors: header, body, and what a network puts around them."""
 _HEADER = struct.Struct("<2sBBIIiqqqqqd")
 _MAGIC = b"P1"
 
@@ -80,20 +80,20 @@ class Message:
     sender: int = 0
     flags: int = 0
     shard: int = ALL_SHARDS
-    """Which of a server's shards the tensors are for, or of."""
+    """The server's shard that the tensors are for, or come from."""
     clock: int = 0
     iteration: int = 0
     pause_at: int = 0
     staleness: int = 0
     tensor_bytes: int = 0
-    """Of the tensors that come with it, in its payload or in memory that both ends reach."""
+    """Bytes of the tensors that come with the message, in its payload or in memory that both ends reach."""
     waiting_s: float = 0.0
     body: Mapping[str, Any] = field(default_factory=dict)
     payload: Sequence[Raw] = ()
 
     @property
     def num_bytes(self) -> int:
-        """That pass between the two ends."""
+        """How many bytes the message moves between the two ends."""
         return HEAD_BYTES + self.tensor_bytes
 
     def encode(self) -> list[Raw]:

@@ -39,9 +39,9 @@ class StepRecord:
     waiting_s: float
     moved_bytes: int
     staleness: int
-    """Of the gradient this step pushed; 0 where gradients are synchronous, -1 where it was not applied."""
+    """How stale the gradient was that this step pushed; 0 if gradients are synchronous, -1 if it was not applied."""
     hidden_s: float
-    """Of compute_s, the time in which gradients moved behind backward."""
+    """The part of compute_s in which gradients moved behind backward."""
 
 
 @dataclass(frozen=True, slots=True)

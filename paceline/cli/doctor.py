@@ -63,7 +63,7 @@ def _show(console: Console, finding: Finding) -> None:
 
 
 def _local() -> Iterator[Finding]:
-    """Of this machine."""
+    """Findings about this machine."""
     yield Finding("Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
     is_linux = sys.platform == "linux"
     yield Finding("system", is_linux, platform.platform(), "run on Linux: workers of a host share memory its way")

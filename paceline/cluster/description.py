@@ -135,7 +135,7 @@ class Compute:
 
     @property
     def reference_s(self) -> float | None:
-        """Of a whole step, where that is given; a trace's mean where nothing else is."""
+        """Seconds of a whole step, where that is given; a trace's mean where nothing else is given."""
         if self.step_s is None and self.sample_s is None and self.trace_s:
             return math.fsum(self.trace_s) / len(self.trace_s)
         return self.step_s
@@ -191,7 +191,7 @@ class Communication:
 
     @property
     def shared_core_bytes_per_s(self) -> float:
-        """Of one of the cores that hosts share."""
+        """Bytes that one of the cores that hosts share sends or receives in a second; infinite: it takes no time."""
         return (self.exchange_gbyte_per_s or self.packing_gbyte_per_s or math.inf) * 1e9
 
 

@@ -1,4 +1,4 @@
-"""Which hosts of a cluster workers and servers are given."""
+"""Gives workers and servers their hosts of a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Places:
     """Hosts by their numbers."""
 
     workers: tuple[int, ...]
-    """Of each rank; ranks run host by host."""
+    """The host of each rank; ranks run host by host."""
     servers: tuple[int, ...]
 
     @property

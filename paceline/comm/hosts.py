@@ -1,4 +1,4 @@
-"""Which host this process is on, at which address others reach it, and which network interface has that."""
+"""Finds this process's host, the address at which others reach it, and the network interface with that address."""
 
 from __future__ import annotations
 

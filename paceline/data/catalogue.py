@@ -32,7 +32,7 @@ class Entry:
     num_classes: int
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
-    """Of each channel over the training split, in the images' units (0 to 255; digits 0 to 16)."""
+    """Each channel's mean over the training split, in the images' units (0 to 255; digits 0 to 16)."""
     std: tuple[float, ...]
     embedded: bool = False
     """Whether the files come with the package."""

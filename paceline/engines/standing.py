@@ -16,7 +16,7 @@ class Progress:
     iteration: int = 0
     time_s: float = 0.0
     began_s: float = 0.0
-    """Of the training clock when this run began; above zero where it was resumed."""
+    """Time on the training clock when this run began; above zero where it was resumed."""
     samples: int = 0
     compute_s: float = 0.0
     communication_s: float = 0.0
@@ -24,7 +24,7 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     phase: str = "starting"
     saved_iteration: int | None = None
-    """Of the last checkpoint that this run wrote."""
+    """The iteration of the last checkpoint that this run wrote."""
 
     def take(self, records: Iterable[Record]) -> None:
         """Go on with what these say."""

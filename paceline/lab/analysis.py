@@ -34,7 +34,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Speedups:
-    """Of one strategy on one number of workers."""
+    """The speedups of one strategy on one number of workers."""
 
     values: list[float]
     num_pairs: int

@@ -39,7 +39,7 @@ class Costs:
     moved_per_s: Sample = Sample.of(())
     """Bytes that all workers exchange in a second, of the seeds that finished."""
     unit: str = "s"
-    """Of times: real seconds or virtual ones."""
+    """The unit of times: real seconds or virtual ones."""
 
     @property
     def sample_s(self) -> float:

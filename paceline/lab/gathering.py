@@ -121,7 +121,7 @@ def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, tr
 
 
 def _metric_facts(evaluations: list[EvaluationRecord], target: Target | None) -> dict[str, Any]:
-    """Of the target's metric, or of the first that the script returns."""
+    """The last and the best value of the target's metric, or else of the first that the script returns."""
     metric = target.metric if target is not None else next((m for e in evaluations for m in e.metrics), "")
     values = [e.metrics[metric] for e in evaluations if metric in e.metrics]
     if not values:

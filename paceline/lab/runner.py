@@ -78,7 +78,7 @@ class Position:
     """Where a study is when one of its trials begins."""
 
     number: int
-    """Of this trial, from 1."""
+    """This trial's number, from 1."""
     num_trials: int
     left_s: float | None
     """Estimated wall time from here to the study's end; none before the first trial has ended."""
@@ -106,7 +106,7 @@ def directory_of(study: Path, trial: Trial) -> Path:
 
 
 def outcomes(study: Path, trials: Sequence[Trial]) -> dict[Trial, TrialOutcome]:
-    """Of the trials that have ended."""
+    """The outcomes of the trials that have ended."""
     found = {trial: TrialOutcome.read(directory_of(study, trial)) for trial in trials}
     return {trial: outcome for trial, outcome in found.items() if outcome is not None}
 

@@ -63,7 +63,7 @@ class StudySpec:
 
     script: str
     script_sha256: str
-    """Of the script's text: results of two versions of a script are no one study's."""
+    """SHA-256 of the script's text. A study never mixes results of two versions of its script."""
     arguments: tuple[str, ...]
     strategies: tuple[Variant, ...]
     workers: tuple[int, ...]
@@ -79,7 +79,7 @@ class StudySpec:
     deadline_s: float = RunConfig.deadline_s
     """How long any wait for a peer may take."""
     address: str | None = None
-    """Of a Ray cluster; none: one is started on this machine. A study may go on at another address."""
+    """Address of a Ray cluster; none: one is started on this machine. A study may go on at another address."""
 
     def __post_init__(self) -> None:
         for name in _EXTENSIBLE:

@@ -30,7 +30,7 @@ class Variant:
 
     @classmethod
     def of(cls, strategy: str | Strategy) -> Variant:
-        """Of a text as `parse` reads it, or of a strategy such as `ParameterServer(servers=2)`.
+        """Make a variant of a text as `parse` reads it, or of a strategy such as `ParameterServer(servers=2)`.
 
         Raises:
             UsageError: as `parse`; or it is neither, or a strategy of no name.

@@ -17,7 +17,7 @@ from paceline.lab.frames import FAILED, FINISHED, MISSING, Frames
 from paceline.training import clock
 
 Row: TypeAlias = pd.Series
-"""Of the summary: one strategy on one number of workers."""
+"""A row of the summary: one strategy on one number of workers."""
 
 _MAX_FAILURES = 8
 _MAX_REASON = 200
@@ -206,7 +206,7 @@ class _Judge:
     # --- remarks ----------------------------------------------------------------------------------------------
 
     def _one_seed(self, measured: Sequence[Row]) -> list[str]:
-        """Whose spread is not known, among those that were compared."""
+        """Names the compared strategies that only one seed measured, so that their spread is not known."""
         candidates = _each(surest(self.summary))
         alone = [row for row in candidates or measured if row["reached" if candidates else "seeds"] == 1]
         if not alone:
@@ -286,7 +286,7 @@ def _seeds_of(trials: pd.DataFrame) -> str:
 
 
 def _first_line(reason: str) -> str:
-    """Of an error's text: what fits into a sentence."""
+    """The first line of an error's text, cut to what fits into a sentence."""
     first = next((line.strip() for line in reason.splitlines() if line.strip()), "no reason known").rstrip(".")
     return first if len(first) <= _MAX_REASON else first[:_MAX_REASON].rstrip() + " ..."
 

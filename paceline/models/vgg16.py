@@ -7,7 +7,7 @@ from torch import nn
 from paceline.models.shape import ImageShape, require_pixels
 
 STAGES = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
-"""Of each convolution, its filters over those of the first stage."""
+"""How many times as many filters as the first stage each convolution has, stage by stage."""
 
 
 def vgg16(*, num_classes: int = 10, shape: ImageShape = (3, 32, 32), width: int = 64) -> nn.Module:

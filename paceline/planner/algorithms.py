@@ -74,7 +74,7 @@ def loads(algorithm: str, setting: Setting, num_bytes: float) -> Loads:
 
 
 def _among_all(setting: Setting, num_bytes: float) -> Loads:
-    """Of one message from every rank to every other."""
+    """What the links carry when every rank sends one message to every other."""
     ranks = np.array(setting.places.workers)
     to_itself = setting.fabric.messages(ranks, ranks, -num_bytes)
     return setting.fabric.everyone_to_everyone(ranks, ranks, num_bytes) + to_itself

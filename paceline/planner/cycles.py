@@ -26,7 +26,7 @@ class Cycle:
     end_s: float
     """When the exchange is over."""
     loads: Loads
-    """Of all workers."""
+    """What the exchanges of all workers put on the links."""
     num_steps: int = 1
     hidden_s: float = 0.0
     """The part of the exchange that backward hides."""
@@ -130,7 +130,7 @@ def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
 
 
 def _asynchronous_cycle_s(setting: Setting, exchange: ServerExchange, every: int) -> float:
-    """Of a worker, on the average of all, from one push to the next."""
+    """A worker's mean seconds from one push to the next, without the overhead of its steps."""
     num_workers, overhead_s = setting.num_workers, setting.work.overhead_s
     own_s = float(exchange.own_both_s.mean())
     besides_s = exchange.ask_s + float(exchange.trips_s.mean()) - own_s + overhead_s

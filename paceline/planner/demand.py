@@ -20,7 +20,7 @@ class StepWork:
     """
 
     tensor_bytes: tuple[int, ...]
-    """Of each parameter, in the optimizer's order; gradients are as large."""
+    """Size of each parameter, in the optimizer's order; its gradient is as large."""
     samples: int
     """In a worker's batch."""
     step_s: float | None = None
@@ -34,7 +34,7 @@ class StepWork:
     is_element_wise: bool = True
     """Whether servers may cut tensors into pieces of 1 MiB; else each server's range goes as a whole."""
     overhead_s: float = 0.0
-    """Of a step besides both passes: batches, the script's own Python, a local optimizer's update."""
+    """Seconds of a step besides both passes: batches, the script's own Python, a local optimizer's update."""
 
     def __post_init__(self) -> None:
         if not self.tensor_bytes or min(self.tensor_bytes) < 1:
@@ -54,7 +54,7 @@ class StepWork:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """Of the backward pass, each parameter's; they add up to 1."""
+        """The part of the backward pass that each parameter's gradient takes; the parts add up to 1."""
         given = self.backward_shares or self.tensor_bytes
         total = math.fsum(given)
         return tuple(share / total for share in given)

@@ -15,7 +15,7 @@ from paceline.engines.virtual.network.wiring import BYTES_PER_GBIT, MEMORY_LATEN
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
-"""Of hosts, racks, sites or ranks."""
+"""Indices of hosts, racks, sites or ranks."""
 
 _KINDS = ("up", "down", "memory", "rack_up", "rack_down", "core", "site_up", "site_down", "packing", "machine")
 
@@ -54,7 +54,7 @@ class Busiest:
     kind: str = ""
     """As `Loads` calls it."""
     number: int = 0
-    """Of the host, rack or site."""
+    """Index of the link's host, rack or site."""
 
 
 @final

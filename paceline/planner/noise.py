@@ -46,7 +46,7 @@ class NoiseSums:
         self._sum: Tensor | None = None
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Of one more batch, of as many samples as the others."""
+        """Take in the gradient of one more batch, which has as many samples as the others."""
         flat = torch.cat([gradient.detach().reshape(-1).double() for gradient in gradients])
         self.count += 1
         self._squares += float(flat @ flat)

@@ -86,7 +86,7 @@ class _Seen(Watcher):
         self.shares: tuple[float, ...] = ()
         self.state_bytes = 0.0
         self.samples: list[int] = []
-        """Of each step; records come some at a time."""
+        """How many samples each step took; records arrive some at a time."""
 
     def work(self) -> StepWork:
         assert self.replica is not None

@@ -33,7 +33,7 @@ class Prediction:
     """Between two iterations, in the strategy's unit."""
     unit: Unit
     samples_per_s: float
-    """Of all workers together; of those whose gradients count, with backup workers."""
+    """Rate of all workers together; with backup workers, of those whose gradients count."""
     efficiency: float
     """`samples_per_s` over as many times that of one worker alone."""
     compute_s: float
@@ -72,7 +72,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """Of the exchange."""
+        """What binds the exchange: the link or server that is busiest, or latency."""
         return self.resource if self.busiest.busy_s > (self.exchange_s + self.hidden_s) / 2 else "latency"
 
     @property

@@ -21,7 +21,7 @@ class Question:
     """One strategy on so many workers of a cluster."""
 
     name: str
-    """Of the strategy, as the command line has it."""
+    """The strategy's name on the command line."""
     traits: Traits
     traffic: Traffic | None
     """None: nothing moves."""

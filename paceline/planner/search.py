@@ -38,7 +38,7 @@ class Point:
     """As `paceline compare --strategies` takes it."""
     prediction: Prediction
     batch: int
-    """Of a worker."""
+    """Samples in one worker's batch."""
     speedup: float
     """Samples per second over one worker's."""
     target_speedup: float | None
@@ -76,7 +76,7 @@ class Check:
 
     @property
     def deviation(self) -> float:
-        """Of the closed form."""
+        """The closed form's relative error beside the simulator; above 0 where it predicts a longer time."""
         return self.predicted_s / self.simulated_s - 1
 
 
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def best_of_each(self) -> list[Point]:
-        """Of every strategy, the best number of workers and servers."""
+        """Each strategy's best point, over numbers of workers and servers."""
         names = dict.fromkeys(point.prediction.strategy for point in self.points)
         return [best_of([point for point in self.points if point.prediction.strategy == name]) for name in names]
 

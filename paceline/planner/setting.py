@@ -75,7 +75,7 @@ class Setting:
     groups: tuple[Group, ...]
     """Workers by how long they compute."""
     group_of: tuple[int, ...]
-    """Of each rank."""
+    """The index in `groups` of each rank's group."""
     alone_s: float
     """The first worker's computing time on a host of its own."""
     fabric: Fabric
@@ -129,7 +129,7 @@ class Setting:
         return not any(group.times.variance_s2 for group in self.groups)
 
     def ranks_of(self, group: int) -> Numbers:
-        """Of one group."""
+        """The ranks that belong to one group."""
         return np.flatnonzero(np.array(self.group_of) == group)
 
     @property

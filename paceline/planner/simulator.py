@@ -187,7 +187,7 @@ def ring_ends_s(ring: RingReduction, begin_s: Floats, num_bytes: float) -> Float
 
 
 def _largest_of_each(values: Floats, width: int) -> Floats:
-    """Of every `width` values one after another, the largest; by maxima of blocks from both ends."""
+    """The largest of every `width` consecutive values, found by maxima of blocks from both ends."""
     blocks = values.reshape(-1, width)
     until = np.maximum.accumulate(blocks, axis=1).ravel()
     since = np.maximum.accumulate(blocks[:, ::-1], axis=1)[:, ::-1].ravel()

@@ -37,7 +37,7 @@ class StepTimes:
 
     @cached_property
     def variance_s2(self) -> float:
-        """Of a step."""
+        """Variance of the seconds that a step takes, pauses included."""
         factor = {
             "constant": 0.0,
             "log-normal": (self.compute.variation or 0.0) ** 2,

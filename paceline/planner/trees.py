@@ -22,7 +22,7 @@ class Level:
     parents: Numbers
     children: Numbers
     num_siblings: Numbers
-    """Of each child, with itself: 1 or 2."""
+    """How many children each child's parent has, itself included: 1 or 2."""
     num_later: Numbers
     """Siblings that are sent to after it."""
     up_s: Floats
@@ -40,7 +40,7 @@ class Trees:
     pieces from 8 hosts on."""
 
     levels: tuple[tuple[Level, ...], ...]
-    """Of each tree, from the root down."""
+    """The levels of each tree, from the root down."""
     size: int
 
     @property

@@ -56,7 +56,7 @@ def _best(plan: Plan) -> str:
 
 
 def _knees(plan: Plan) -> list[str]:
-    """Of the best strategy without servers, and of the best with some: with one server and with the most that help."""
+    """Knees of the best strategy with no servers; of the best with servers, at one server and the most that help."""
     lines = []
     curved = {knee.strategy for knee in plan.knees}
     known = [point for point in plan.best_of_each if point.prediction.strategy in curved]

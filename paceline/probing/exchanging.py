@@ -28,7 +28,7 @@ from paceline.server.ranges import cut
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
 
 _SMALL_BYTES, _NUM_SMALL = 2**10, 200
-"""Of exchanges whose bytes take next to nothing."""
+"""Bytes of a small exchange, which take next to no time to move, and how many of them are timed."""
 _FEW, _NUM_FEW = 3, 60
 """So many of these in a row, of which the first finds other things in the caches: a server that has got a core answers
 several requests before it loses it."""
@@ -46,10 +46,10 @@ Swap = Callable[[str], str]
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Of a worker that pushes a gradient and takes the parameters that were updated with it."""
+    """What it costs a worker to push a gradient and take the parameters that were updated with it."""
 
     request_s: float
-    """Of 1 KiB, there and back."""
+    """Seconds of an exchange of 1 KiB, there and back."""
     request_core_s: float
     """Processor time of both ends in one, as on cores that hosts share."""
     bytes_per_core_s: float
@@ -151,7 +151,7 @@ class Exchanges:
 
 
 def _interrupts_s() -> float:
-    """Of the whole machine, so far."""
+    """Seconds that the whole machine has spent on interrupts so far."""
     machine = psutil.cpu_times()
     return float(getattr(machine, "irq", 0.0) + getattr(machine, "softirq", 0.0))
 

@@ -217,7 +217,7 @@ def _request_s(pairs: Sequence[PairReport]) -> float:
 
 
 def _operation_s(network: Sequence[NetworkReport], latency_s: float, *, num_hosts: int) -> float:
-    """Of a small all-reduce, what is not the rounds of its ring; on one host, its two copies take no time."""
+    """Seconds of a small all-reduce besides its ring's rounds; on one host, its two copies take no time."""
     num_rounds = 2 * (num_hosts - 1)
     return max(0.0, median(report.operation_s for report in network) - num_rounds * latency_s)
 

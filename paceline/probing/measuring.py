@@ -44,7 +44,7 @@ class ProbeConfig:
     script: Script
     num_steps: int = 50
     max_s: float = 10.0
-    """Of training, on every host at a time."""
+    """Seconds after which training ends once enough steps are measured; all hosts train at the same time."""
     seed: int = 0
     device: DeviceChoice = "auto"
 

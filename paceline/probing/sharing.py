@@ -54,7 +54,7 @@ def unevenness_of(tries: Sequence[Sequence[int]]) -> float | None:
 
 
 def logarithms_of_shares(counts: Sequence[int]) -> list[float]:
-    """Of what each of some got, beside an even share."""
+    """The logarithm of each count over an even share of them all."""
     even = sum(counts) / len(counts)
     return [math.log(max(count / even, _LEAST_SHARE)) for count in counts]
 

@@ -52,7 +52,7 @@ class StepReport:
     steps_s: tuple[float, ...]
     backward_share: float
     gradient_shares: tuple[float, ...]
-    """Of backward, what each parameter's gradient takes, in the order of the optimizer's parameters."""
+    """The part of the backward pass that each gradient takes, in the order of the optimizer's parameters."""
 
 
 class _Enough(BudgetReached):
@@ -151,7 +151,7 @@ class StepWatch(Pacing):
             raise _Enough("the steps have been measured")
 
     def _parts(self) -> list[float]:
-        """Of the last backward pass, what each gradient took."""
+        """Seconds that each parameter's gradient took in the last backward pass."""
         parts_s = [0.0] * self._num_parameters
         before_s = self._backward_began_s
         for index, ready_s in sorted(self._ready_s.items(), key=lambda item: item[1]):

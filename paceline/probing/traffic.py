@@ -52,13 +52,13 @@ class PairReport:
     latency_s: float
     """One way, of 8 bytes over plain TCP."""
     message_s: float
-    """Of 4 bytes that two ranks send each other at the same time, as in a round of an all-reduce."""
+    """Seconds in which two ranks send each other 4 bytes at the same time, as in a round of an all-reduce."""
     bytes_per_s: float
-    """Of a stream between two ranks."""
+    """Rate of a stream between two ranks."""
     pushed_bytes_per_s: float
-    """Of pieces pushed to a server."""
+    """Rate at which pieces are pushed to a server."""
     piece_s: float
-    """That a request with a piece takes longer than an empty one, there and back, after a silence."""
+    """Seconds that a request with a piece takes longer than an empty one, there and back, after a silence."""
     message_core_s: float
     """Processor time of one end, of a message sent and one received, of a few at a time; with caches that hold other
     things."""
@@ -77,15 +77,15 @@ class NetworkReport:
     packing_bytes_per_s: float
     """Pushed, or taken in as a server does, in one second of processor time."""
     operation_s: float
-    """Of a small all-reduce among all."""
+    """Seconds of a small all-reduce among all ranks."""
     shared_bytes_per_s: float
-    """Of a large all-reduce among all, by its tensor's size."""
+    """Rate of a large all-reduce among all ranks: its tensor's bytes over its seconds."""
     memory_bytes_per_s: float
     """At which an update reads and writes."""
     unevenness: float | None = None
-    """Of connections to another host; none where this rank measured none."""
+    """How unevenly connections to another host share a link; none where this rank measured none."""
     incast_unevenness: float | None = None
-    """Of connections from all other hosts to one; none where there are too few hosts."""
+    """How unevenly connections from all other hosts to one share its link; none where there are too few hosts."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class _Measurement:
         )
 
     def _unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:
-        """Of half the ranks to the other half, one way and then the other, unless all are on one host."""
+        """Half the ranks measure connections to the other half, then the reverse; none where all are on one host."""
         collective = self._collective
         found = None
         for direction in (1, -1):
@@ -182,7 +182,7 @@ class _Measurement:
         return found
 
     def _incast_unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:
-        """Of a connection from each other host to one, a few hosts in turn."""
+        """How unevenly connections, one from each other host, share one host's link; a few hosts are tried in turn."""
         collective = self._collective
         if collective.size < _LEAST_INCAST or self._is_one_host(places):
             return None
@@ -327,7 +327,7 @@ def _packing_bytes_per_s(keys: Keys, endpoint: str) -> float:
 
 
 def _memory_bytes_per_s() -> float:
-    """Of updates in pieces as servers make them: what a piece of gradients is added to is read and written."""
+    """Rate at which updates in pieces, as servers make them, read parameters and gradients and write parameters."""
     parameters, gradients = torch.zeros(_MEMORY_BYTES // 4), torch.zeros(_MEMORY_BYTES // 4)
     pieces = list(zip(parameters.split(FRAME_BYTES // 4), gradients.split(FRAME_BYTES // 4), strict=True))
 

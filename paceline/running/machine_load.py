@@ -20,9 +20,9 @@ class Usage:
 
     at_s: float
     busy_s: float
-    """Of the cores that this process may use."""
+    """Seconds for which the cores that this process may use have been busy."""
     own_s: Mapping[int, float]
-    """Of this process and all that it started, by process id."""
+    """Processor seconds of this process and of all that it started, by process id."""
     num_cores: int
 
     @classmethod

@@ -95,7 +95,7 @@ class Result:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last evaluation."""
+        """The metrics that the last evaluation returned; empty before the first."""
         return dict(self.evaluations[-1].metrics) if self.evaluations else {}
 
     @property

@@ -59,7 +59,7 @@ class StepOutcome(NamedTuple):
     stop: bool = False
     """Every worker ends after this step."""
     staleness: int = 0
-    """Of the gradient; -1 where it was not applied."""
+    """How stale the gradient was; -1 where it was not applied."""
     admitted: bool = True
     """False: call `Synchronizer.wait_for_admission` before the next step."""
 

@@ -24,7 +24,7 @@ class Share(NamedTuple):
     waiting_s: float
     moved_bytes: int
     hidden_s: float
-    """Of compute_s, the time in which data moved behind it."""
+    """The part of compute_s in which data moved at the same time."""
 
 
 @final

@@ -11,7 +11,7 @@ VIRTUAL = "virtual"
 
 
 def unit(engine: str) -> str:
-    """Of times on that engine's clock.
+    """The unit of times on that engine's clock.
 
     >>> unit("ray"), unit("virtual")
     ('s', 'virtual s')

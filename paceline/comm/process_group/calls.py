@@ -265,7 +265,7 @@ class TorchCalls:
                     del peer.calls[number]
 
     def _culprits(self, work: _Operation) -> list[str]:
-        """Which of the ranks that the work needs are gone, and why."""
+        """Lists the lost ranks that the work needs, each with the reason."""
         return [
             f"rank {rank} is lost: {peer.departure}"
             for rank, peer in self._watch.peers.items()

@@ -115,7 +115,7 @@ def update_bytes(num_gradients: int, parameter_bytes: float, state_bytes: float)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> float:
-    """Of the optimizer's state that is as large as its parameter, such as momentum."""
+    """Bytes of the optimizer's state in tensors as large as their parameters, such as momentum."""
     return float(
         sum(
             value.nbytes

@@ -62,7 +62,7 @@ def _by_strategy(subject: Subject) -> list[tuple[str, pd.DataFrame]]:
     for strategy in subject.strategies:
         workers = subject.of_finished(subject.frames.workers, strategy=strategy)
         if len(workers):
-            # Of compute_s, hidden_s is the time in which gradients moved.
+            # hidden_s is the part of compute_s in which gradients moved.
             alone_s = (workers["compute_s"] - workers["hidden_s"]).clip(lower=0.0)
             found.append((strategy, workers.assign(alone_s=alone_s)))
     return found

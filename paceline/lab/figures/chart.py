@@ -47,7 +47,7 @@ class Subject:
     script: str
     frames: Frames
     all_strategies: tuple[str, ...] = field(default=())
-    """Of all studies on the page, so that a strategy looks the same in each."""
+    """The strategies of all studies on the page, so that a strategy looks the same in each."""
     all_counts: tuple[int, ...] = field(default=())
 
     @cached_property
@@ -105,7 +105,7 @@ class Subject:
 
     @property
     def unit(self) -> str:
-        """Of all times: `s` or `virtual s`."""
+        """The unit of all times: `s` or `virtual s`."""
         return clock.unit(self.engine)
 
     def seconds(self, what: str) -> str:
@@ -188,7 +188,7 @@ def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **setting
 
 
 def pattern(shape: str) -> dict[str, Any]:
-    """Of a bar."""
+    """Settings of a bar's fill pattern."""
     return {"shape": shape, "fillmode": "overlay", "fgcolor": "var(--page)", "size": 6}
 
 

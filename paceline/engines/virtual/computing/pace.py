@@ -128,7 +128,7 @@ class Pace(Pacing):
 
 
 def _num_samples(inputs: Sequence[Any]) -> int:
-    """Of a batch: the first dimension of the first tensor."""
+    """How many samples a batch has: the first dimension of its first tensor; 1 if it has none."""
     for value in inputs:
         if isinstance(value, Tensor) and value.dim():
             return max(1, value.shape[0])

@@ -18,7 +18,7 @@ from numpy.random.mtrand import get_bit_generator
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind `random.random` and the like."""
 _TWISTER_BYTES = 4 * (624 + 1)
-"""Of a Mersenne Twister: its numbers, and where it is among them."""
+"""Size of a Mersenne Twister's state: its 624 numbers and its position among them."""
 
 
 @final

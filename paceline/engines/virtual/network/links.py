@@ -43,7 +43,7 @@ class Link:
     free_s: float = 0.0
     """When the link will be done with all that it has taken."""
     moved_bytes: float = 0.0
-    """Of all chunks taken so far."""
+    """Bytes of all chunks that the link has taken so far."""
     _flows: dict[_Flow, deque[_Message]] = field(default_factory=dict)
     """Messages that wait at their sender."""
     _turns: deque[_Flow] = field(default_factory=deque)

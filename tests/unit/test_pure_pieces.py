@@ -34,7 +34,7 @@ from paceline.transform import ClipNorm, Transform, inward, outward
         (Graph(networkx.path_graph(32)), 32, 0.9968),
         (Everybody(), 8, 0.0),
     ],
-    ids=str,
+    ids=["ring-8", "ring-16", "ring-32", "star-8", "star-16", "chain-8", "chain-32", "everybody"],
 )
 def test_contraction_is_the_published_one(topology: Topology, size: int, norm: float) -> None:
     assert topology.contraction(size) == pytest.approx(norm, abs=5e-5)

@@ -40,7 +40,7 @@ class Declared(Strategy):
         return Traits(lock_step=False, unit=self.unit, num_servers=self.num_servers, traffic=self.traffic)
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        raise NotImplementedError
+        raise AssertionError("a plan runs nothing")
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
 """Paceline: one PyTorch script, any data-parallel architecture, and the clock that tells which gets there first."""
 
+from __future__ import annotations
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,7 @@
 """Memory that a training step frees stays with the process, for the next step."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 

@@ -1,5 +1,7 @@
 """When a worker exchanges: which fragments of what it holds are due after a step."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final

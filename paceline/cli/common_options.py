@@ -1,5 +1,7 @@
 """Options that mean the same under several commands, with their help."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

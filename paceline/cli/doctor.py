@@ -1,5 +1,7 @@
 """`paceline doctor`: what is wrong with this machine or cluster, and the remedy."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import platform

@@ -1,5 +1,7 @@
 """`paceline run`: train one script under one strategy."""
 
+from __future__ import annotations
+
 import shlex
 from pathlib import Path
 from typing import Annotated, cast

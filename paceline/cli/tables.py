@@ -1,5 +1,7 @@
 """Results as tables."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Gives workers and servers their hosts of a cluster."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import lru_cache
 

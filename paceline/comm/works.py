@@ -1,5 +1,7 @@
 """Works that hand on what they are asked."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Generic, Protocol, TypeVar, final

@@ -3,6 +3,8 @@
 A trial is never resumed, so that its records begin with the training clock at zero.
 """
 
+from __future__ import annotations
+
 import io
 from collections import Counter
 from collections.abc import Iterator

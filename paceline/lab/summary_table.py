@@ -1,5 +1,7 @@
 """The summary of a study as a reader's table: texts with units and spreads."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,6 +9,8 @@ was follows from order alone: a worker's n-th update is of its n-th step whose g
 as they begin anew where a run is resumed.
 """
 
+from __future__ import annotations
+
 import gzip
 import io
 import json

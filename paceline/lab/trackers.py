@@ -1,5 +1,7 @@
 """Where a run's numbers can go while it trains: TensorBoard, MLflow, Weights & Biases; no service keeps it waiting."""
 
+from __future__ import annotations
+
 import importlib
 import itertools
 import math

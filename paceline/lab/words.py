@@ -1,5 +1,7 @@
 """Numbers as the verdict and the tables say them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from paceline.training.clock import VIRTUAL

@@ -1,5 +1,7 @@
 """The models by name."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Protocol
 

@@ -1,5 +1,7 @@
 """What passes from one exchange to the next under each kind of traffic: computing, waiting, exchanging."""
 
+from __future__ import annotations
+
 import statistics
 from dataclasses import dataclass
 

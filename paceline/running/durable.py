@@ -1,5 +1,7 @@
 """Files that are there as a whole or not at all, even after a power cut."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

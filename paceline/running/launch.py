@@ -1,5 +1,7 @@
 """Starting a run: from Python with `paceline.run`, and for the command line."""
 
+from __future__ import annotations
+
 import gc
 import os
 from collections.abc import Mapping, Sequence

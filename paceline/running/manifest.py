@@ -1,5 +1,7 @@
 """What a result directory says of its own origin."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform

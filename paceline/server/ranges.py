@@ -1,5 +1,7 @@
 """Contiguous key ranges: who owns which elements of the flat parameter vector."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """Strategies by the names of the command line."""
 
+from __future__ import annotations
+
 import importlib.metadata
 import types
 import warnings

@@ -1,5 +1,7 @@
 """Between a bucket of values and the wire: encode, move, decode, join."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 

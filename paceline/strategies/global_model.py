@@ -1,5 +1,7 @@
 """The global model of workers that differ: the mean of what each has."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

@@ -1,5 +1,7 @@
 """Memory that parameter servers reach, and its twin on the model's device."""
 
+from __future__ import annotations
+
 from typing import final
 
 import torch

@@ -1,5 +1,7 @@
 """How much of an exchange is hidden behind backward."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from typing import final

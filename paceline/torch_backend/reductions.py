@@ -1,5 +1,7 @@
 """torch's reduce operations in terms of Paceline's."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

@@ -1,5 +1,7 @@
 """All-reduce by recursive halving and doubling: the least that has to be sent, in few rounds."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

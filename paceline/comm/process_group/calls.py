@@ -1,5 +1,7 @@
 """The order of operations on a torch.distributed backend, and the waits for them: with deadlines that name a rank."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections import deque

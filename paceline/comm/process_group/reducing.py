@@ -1,5 +1,7 @@
 """What travels over torch.distributed for a tensor that is to be reduced, and what becomes of it afterwards."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

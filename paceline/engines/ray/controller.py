@@ -1,5 +1,7 @@
 """The launcher's end of every control line: records to disk, files in place, who is at which step."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import time

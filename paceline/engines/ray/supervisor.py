@@ -1,5 +1,7 @@
 """One run from start to end: place the processes, watch them, and name who failed."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import time

@@ -1,5 +1,7 @@
 """The core of the simulation: events in order of virtual time."""
 
+from __future__ import annotations
+
 import heapq
 from collections.abc import Callable
 from typing import Any, final

@@ -1,5 +1,7 @@
 """What a virtual run needs to know."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from paceline.cluster.description import Cluster

@@ -1,5 +1,7 @@
 """Where time goes: computing, computing while gradients move behind it (overlapped), communicating, waiting."""
 
+from __future__ import annotations
+
 import pandas as pd
 import plotly.graph_objects as go
 

@@ -1,5 +1,7 @@
 """What scripts find around them while they are simulated: output, time and random state of their own."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import sys

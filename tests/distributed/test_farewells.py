@@ -27,7 +27,7 @@ def test_a_server_that_dies_once_all_workers_have_ended(tmp_path: Path, monkeypa
     part = Supervisor._part
 
     def kill_and_part(self: Supervisor) -> None:
-        os.kill(self._members.pids["server-0"], signal.SIGKILL)
+        os.kill(self._members.infos["server-0"].pid, signal.SIGKILL)
         part(self)
 
     monkeypatch.setattr(Supervisor, "_part", kill_and_part)

@@ -1,7 +1,5 @@
 """What a run needs to go on: one weights-only torch file, the same whatever the strategy and the number of servers."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from dataclasses import asdict, dataclass, field, fields
@@ -74,7 +72,7 @@ class Checkpoint:
         return buffer.getvalue()
 
     @classmethod
-    def decode(cls, raw: bytes, *, where: str) -> Checkpoint:
+    def decode(cls, raw: bytes, *, where: str) -> "Checkpoint":
         """Read what `encode` wrote; nothing is unpickled freely.
 
         Args:

@@ -1,7 +1,5 @@
 """Who takes part in a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -31,7 +29,7 @@ class Membership:
     def size(self) -> int:
         return len(self.ranks)
 
-    def without(self, rank: int) -> Membership:
+    def without(self, rank: int) -> "Membership":
         """The next epoch, after this rank has gone.
 
         Raises:
@@ -41,7 +39,7 @@ class Membership:
             raise ValueError(f"rank {rank} is none of {self.ranks}")
         return Membership(self.epoch + 1, tuple(other for other in self.ranks if other != rank))
 
-    def with_rank(self, rank: int) -> Membership:
+    def with_rank(self, rank: int) -> "Membership":
         """The next epoch, after this rank has come.
 
         Raises:

@@ -3,8 +3,6 @@
 Nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -119,7 +117,7 @@ class Message:
         return [header, json.dumps(self.body).encode() if self.body else b""]
 
     @classmethod
-    def decode(cls, frames: Sequence[Raw], *, epoch: int) -> Message:
+    def decode(cls, frames: Sequence[Raw], *, epoch: int) -> "Message":
         """Read a message of this epoch.
 
         Raises:

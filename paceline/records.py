@@ -4,8 +4,6 @@
 counts once its end is written: what a killed run left after it is not read, and is cut off before more is appended.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

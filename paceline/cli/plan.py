@@ -1,7 +1,5 @@
 """`paceline plan`: what every strategy would do on a cluster, predicted."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

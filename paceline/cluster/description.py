@@ -1,7 +1,5 @@
 """A cluster as the simulation sees it: hosts, links, how long computing takes, and where servers go."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Gives workers and servers their hosts of a cluster."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

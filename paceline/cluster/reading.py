@@ -1,7 +1,5 @@
 """Reading a cluster from its TOML file; what is wrong with it is said with its line."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import types

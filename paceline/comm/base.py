@@ -1,7 +1,5 @@
 """The two ways to move tensors: among peers (`Collective`) and to and from servers (`Store`)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """Operations that move tensors as bytes, once the ranks have told one another dtypes and shapes."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NoReturn, final

@@ -1,7 +1,5 @@
 """Finds this process's host, the address at which others reach it, and the network interface with that address."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

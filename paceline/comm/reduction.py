@@ -1,7 +1,5 @@
 """Element-wise reduction of one tensor a rank, in rank order, so that every rank gets the same bits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import final

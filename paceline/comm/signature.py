@@ -1,7 +1,5 @@
 """What a rank says about its part in a collective operation, so that ranks that disagree find out."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence
@@ -62,7 +60,7 @@ class Signature:
         object.__setattr__(self, "raw", packed)
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Signature:
+    def unpack(cls, raw: bytes) -> "Signature":
         """The inverse of `raw`."""
         operation, dtype, op, root, num_elements, place = _FORMAT.unpack(raw)
         return cls(

@@ -1,7 +1,5 @@
 """Works that hand on what they are asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Generic, Protocol, TypeVar, final

@@ -1,7 +1,5 @@
 """The data sets by name: their files, where to download them, their layout and their statistics."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where a data set's files lie on this machine, and how they get there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

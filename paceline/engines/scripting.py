@@ -1,7 +1,5 @@
 """Running a user's script or function inside a worker, and telling how it ended."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

@@ -1,7 +1,5 @@
 """A run so far, for those who watch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -3,8 +3,6 @@
 A speed-up is the time one worker takes to the target, over the time that n workers take.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

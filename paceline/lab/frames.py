@@ -4,8 +4,6 @@ All times are seconds on the training clock, which leaves evaluation out; on the
 A target that was never reached is NaN in every `*_to_target` column, never 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +145,7 @@ class Frames:
                 getattr(self, name).to_csv(partial, index=False, errors="backslashreplace")
 
     @classmethod
-    def load(cls, directory: Path) -> Frames:
+    def load(cls, directory: Path) -> "Frames":
         """The tables in a directory that `save` wrote.
 
         Raises:

@@ -1,7 +1,5 @@
 """A study's tables, from the records in its trials' directories."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

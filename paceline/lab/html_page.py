@@ -1,7 +1,5 @@
 """A page with figures as one HTML file: templates, the style and the code that they share, and what is safe in them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The report of one study, or of several side by side: one HTML file that needs nothing else."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

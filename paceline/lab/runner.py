@@ -4,8 +4,6 @@ A trial runs in a scratch directory. When it has ended, its outcome is written t
 and the directory takes its final name by one rename: whatever happens, a trial is done as a whole or not at all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -58,7 +56,7 @@ class TrialOutcome:
         (directory / OUTCOME_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> TrialOutcome | None:
+    def read(cls, directory: Path) -> "TrialOutcome | None":
         """The outcome in a trial's final directory; none if there is none.
 
         Raises:

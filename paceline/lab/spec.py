@@ -1,7 +1,5 @@
 """What a study is asked to do: fixed and checked before anything starts."""
 
-from __future__ import annotations
-
 import hashlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,7 +108,7 @@ class StudySpec:
         cluster: str | Path | None = None,
         address: str | None = None,
         **settings: Any,
-    ) -> StudySpec:
+    ) -> "StudySpec":
         """The spec for a script, and for a cluster's file, as they lie there now; `settings` are the other fields.
 
         Raises:
@@ -194,7 +192,7 @@ class StudySpec:
         return plain | {"strategies": [variant.text for variant in self.strategies], "cluster": cluster}
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> StudySpec:
+    def from_json(cls, plain: Mapping[str, Any]) -> "StudySpec":
         """The inverse of `to_json`. The script itself need not be there.
 
         Raises:
@@ -228,11 +226,11 @@ class StudySpec:
         given = [str(part) for option, value in options.items() if value is not None for part in (option, value)]
         return ["paceline", "compare", self.script, *given, *(["--", *self.arguments] if self.arguments else [])]
 
-    def is_part_of(self, other: StudySpec) -> bool:
+    def is_part_of(self, other: "StudySpec") -> bool:
         """Whether no strategy, number of workers or seed is asked for that the other does not have."""
         return all(set(getattr(self, name)) <= set(getattr(other, name)) for name in _EXTENSIBLE)
 
-    def require_same_study(self, earlier: StudySpec) -> None:
+    def require_same_study(self, earlier: "StudySpec") -> None:
         """
         Raises:
             UsageError: this is another study than the earlier one, rather than the same one, more of it or a part of

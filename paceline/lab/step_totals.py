@@ -3,13 +3,12 @@
 A trial is never resumed, so that its records begin with the training clock at zero.
 """
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -20,7 +19,7 @@ from paceline.records import StepRecord, record_path
 PACE_POINTS = 300
 _BLOCK_ROWS = 250_000
 _SUMS = ("compute_s", "communication_s", "waiting_s", "hidden_s", "moved_bytes")
-_TYPES = {field.name: f"{field.type}64" for field in fields(StepRecord)}
+_TYPES = {name: f"{number.__name__}64" for name, number in get_type_hints(StepRecord).items() if number in (int, float)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The summary of a study as a reader's table: texts with units and spreads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where a run's numbers can go while it trains: TensorBoard, MLflow, Weights & Biases; no service keeps it waiting."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Follows a run by its records as they arrive, and tells trackers what they add up to."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

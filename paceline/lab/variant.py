@@ -1,7 +1,5 @@
 """A strategy as a study names it: `ps-bsp`, or with options `ps-bsp:servers=2:combine=server`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -19,7 +17,7 @@ class Variant:
     strategy: Strategy
 
     @classmethod
-    def parse(cls, text: str) -> Variant:
+    def parse(cls, text: str) -> "Variant":
         """Read `NAME` or `NAME:OPTION=VALUE:OPTION=VALUE`.
 
         Raises:
@@ -29,7 +27,7 @@ class Variant:
         return cls.of(build(name, parse_options(settings, where=f"strategy {text!r}:")))
 
     @classmethod
-    def of(cls, strategy: str | Strategy) -> Variant:
+    def of(cls, strategy: str | Strategy) -> "Variant":
         """Make a variant of a text as `parse` reads it, or of a strategy such as `ParameterServer(servers=2)`.
 
         Raises:

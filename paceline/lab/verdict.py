@@ -1,7 +1,5 @@
 """What a study's tables say, in plain words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias

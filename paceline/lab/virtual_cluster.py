@@ -1,7 +1,5 @@
 """The cluster that a study simulates, as the study keeps it: its file's text, so that it is all there later."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +25,7 @@ class VirtualCluster:
         object.__setattr__(self, "content", cluster_file.parse(self.text, where=self.source))
 
     @classmethod
-    def read(cls, name: str | Path) -> VirtualCluster:
+    def read(cls, name: str | Path) -> "VirtualCluster":
         """
         Args:
             name: a TOML file, or the name of a cluster that comes with Paceline.

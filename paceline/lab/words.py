@@ -1,7 +1,5 @@
 """Numbers as the verdict and the tables say them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paceline.training.clock import VIRTUAL

@@ -1,7 +1,5 @@
 """What passes from one exchange to the next under each kind of traffic: computing, waiting, exchanging."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a script asks of a worker in one step, as far as the plan needs to know."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

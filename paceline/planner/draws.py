@@ -1,7 +1,5 @@
 """Each worker's computing times: those that the virtual engine would draw."""
 
-from __future__ import annotations
-
 from typing import final
 
 import numpy as np

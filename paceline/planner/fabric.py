@@ -1,7 +1,5 @@
 """A cluster's links as arrays: what each carries of an exchange, and how long that keeps it busy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -37,10 +35,10 @@ class Loads:
     packing: Floats
     machine: Floats
 
-    def __add__(self, other: Loads) -> Loads:
+    def __add__(self, other: "Loads") -> "Loads":
         return Loads(*(getattr(self, kind) + getattr(other, kind) for kind in _KINDS))
 
-    def __mul__(self, factor: float) -> Loads:
+    def __mul__(self, factor: float) -> "Loads":
         return Loads(*(getattr(self, kind) * factor for kind in _KINDS))
 
 

@@ -1,7 +1,5 @@
 """What workers exchange with their neighbours: over which links, how long it takes, and for whom they wait."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

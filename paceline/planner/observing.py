@@ -1,7 +1,5 @@
 """What a script costs, found by running a few of its steps on the virtual engine, unchanged."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass

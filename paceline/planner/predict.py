@@ -1,7 +1,5 @@
 """One strategy on so many workers of a cluster: what a step takes, and what it takes it for. Closed forms only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What a prediction or a simulation is asked: what moves under a strategy, among which workers and servers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -36,7 +34,7 @@ class Question:
         workers: int,
         work: StepWork,
         options: Mapping[str, Any] | None,
-    ) -> Question:
+    ) -> "Question":
         """
         Raises:
             UsageError: the strategy does not exist or has no price, the cluster has no room, or nothing says how long

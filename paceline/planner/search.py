@@ -1,7 +1,5 @@
 """The search: every strategy, number of workers and number of servers that a cluster holds, and which is best."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """How long pushing to and pulling from a group of servers takes on a cluster."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

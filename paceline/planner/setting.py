@@ -1,7 +1,5 @@
 """Who is where, on which links, and how long each computes: what every prediction for some workers starts from."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,7 +79,7 @@ class Setting:
     fabric: Fabric
 
     @classmethod
-    def of(cls, cluster: Cluster, work: StepWork, *, num_workers: int, num_servers: int) -> Setting:
+    def of(cls, cluster: Cluster, work: StepWork, *, num_workers: int, num_servers: int) -> "Setting":
         """
         Raises:
             UsageError: the cluster has no room, was measured with another model, or nothing says how long a step

@@ -1,7 +1,5 @@
 """All-reduce along two trees: when pieces arrive at the roots, and down again, level by level."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -50,7 +48,7 @@ class Trees:
         return np.concatenate([each.parents for each in levels]), np.concatenate([each.children for each in levels])
 
     @classmethod
-    def of(cls, hosts: Numbers, fabric: Fabric) -> Trees:
+    def of(cls, hosts: Numbers, fabric: Fabric) -> "Trees":
         """`hosts` are those of the ranks."""
         return cls(tuple(_levels(tree, hosts, fabric) for tree in edges(len(hosts))), len(hosts))
 

@@ -1,7 +1,5 @@
 """What a plan comes to, in sentences."""
 
-from __future__ import annotations
-
 import math
 
 from paceline.lab import words

@@ -1,7 +1,5 @@
 """What answers on a host that is probed: plain TCP, and ZeroMQ as parameter servers have it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import suppress

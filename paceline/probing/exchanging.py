@@ -1,7 +1,5 @@
 """What exchanges between a worker and a real parameter server on another host take, of time and of processors."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

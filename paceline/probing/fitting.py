@@ -1,7 +1,5 @@
 """From what was measured to a cluster that the virtual engine simulates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median

@@ -1,7 +1,5 @@
 """A probe from start to end: every host is spoken to, trains a little, and is measured."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass

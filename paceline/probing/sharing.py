@@ -1,7 +1,5 @@
 """How unevenly connections share a link: those between two hosts, and those from several hosts to one."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """How long a script's own steps take on each host, while nothing is exchanged."""
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

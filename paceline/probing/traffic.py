@@ -1,7 +1,5 @@
 """What passes between the hosts of a cluster, over the sockets that runs use, and what exchanges cost beside that."""
 
-from __future__ import annotations
-
 import socket
 import statistics
 import time

@@ -1,7 +1,5 @@
 """How much of this machine other programs use, which no run is to be measured beside."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ class Usage:
     num_cores: int
 
     @classmethod
-    def now(cls) -> Usage:
+    def now(cls) -> "Usage":
         allowed = os.sched_getaffinity(0)
         every = psutil.cpu_times(percpu=True)
         cores = [times for core, times in enumerate(every) if core in allowed] or every

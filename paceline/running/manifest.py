@@ -1,7 +1,5 @@
 """What a result directory says of its own origin."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

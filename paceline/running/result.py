@@ -1,7 +1,5 @@
 """A finished run, read from its directory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +31,7 @@ class Result:
     directory: Path
 
     @classmethod
-    def open(cls, directory: str | Path) -> Result:
+    def open(cls, directory: str | Path) -> "Result":
         """The result in a directory.
 
         Raises:

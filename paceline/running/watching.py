@@ -1,7 +1,5 @@
 """What a person sees of a run that is under way: a line of progress or two, and the scripts' output above it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
@@ -86,7 +84,7 @@ class ProgressLine(Watcher):
         self._shown_s = 0.0
         self._silence = contextlib.redirect_stdout(io.StringIO())
 
-    def __enter__(self) -> ProgressLine:
+    def __enter__(self) -> "ProgressLine":
         self._shown_s = time.monotonic()
         self._silence.__enter__()
         if self._console.is_terminal:

@@ -1,7 +1,5 @@
 """Gradients that are not finite, where each worker takes its own steps."""
 
-from __future__ import annotations
-
 import math
 
 from torch.nn.utils import get_total_norm

@@ -1,7 +1,5 @@
 """A script's model and optimizer, checked and described for a strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """torch.distributed's process group, on Paceline's collectives."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,7 +29,7 @@ T = TypeVar("T")
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-def create(options: Any, _: Any) -> PacelineProcessGroup:
+def create(options: Any, _: Any) -> "PacelineProcessGroup":
     """What torch.distributed calls for a new group, on each of its ranks."""
     keep_freed_memory()
     deadline_s = options.timeout.total_seconds()

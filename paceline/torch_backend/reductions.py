@@ -1,7 +1,5 @@
 """torch's reduce operations in terms of Paceline's."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

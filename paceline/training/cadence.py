@@ -1,7 +1,5 @@
 """When all workers meet in a pause, and what for: the same decisions on every worker, from the same iterations."""
 
-from __future__ import annotations
-
 import math
 from typing import final
 

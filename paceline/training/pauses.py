@@ -1,7 +1,5 @@
 """Pauses: all workers meet between two steps, agree on where the run is, and look at the global model."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 from torch import nn

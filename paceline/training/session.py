@@ -1,7 +1,5 @@
 """One worker's run as its script sees it: what it asks for, its steps, and its end."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

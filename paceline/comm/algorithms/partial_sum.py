@@ -1,7 +1,5 @@
 """A sum over ranks that grows as their parts arrive."""
 
-from __future__ import annotations
-
 from typing import Literal, final
 
 import torch

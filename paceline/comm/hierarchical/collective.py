@@ -1,7 +1,5 @@
 """Collectives among ranks on several hosts, several of them on one host: shared memory inside, gloo between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import final

@@ -1,7 +1,5 @@
 """Moves all-reduces from stage to stage: reduced on this host, then across hosts, then handed round this host."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

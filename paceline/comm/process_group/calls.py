@@ -1,7 +1,5 @@
 """The order of operations on a torch.distributed backend, and the waits for them: with deadlines that name a rank."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

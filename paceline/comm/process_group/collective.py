@@ -1,7 +1,5 @@
 """Collectives over torch.distributed: gloo between hosts, NCCL between GPUs."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence

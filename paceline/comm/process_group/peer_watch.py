@@ -5,8 +5,6 @@ TCP connection, silent while all is well. The kernel closes it when a process en
 waited for a while says over it in which operation.
 """
 
-from __future__ import annotations
-
 import secrets
 import select
 import socket
@@ -60,7 +58,7 @@ class PeerWatch:
     @classmethod
     def meet(
         cls, exchange: Callable[[bytes], Sequence[bytes]], *, rank: int, address: str, deadline_s: float | None
-    ) -> PeerWatch:
+    ) -> "PeerWatch":
         """Connect to all other ranks. Collective call.
 
         Args:

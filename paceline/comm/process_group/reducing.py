@@ -1,7 +1,5 @@
 """What travels over torch.distributed for a tensor that is to be reduced, and what becomes of it afterwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

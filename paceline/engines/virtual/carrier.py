@@ -1,7 +1,5 @@
 """A worker's messages to parameter servers on virtual hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final

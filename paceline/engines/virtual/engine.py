@@ -1,7 +1,5 @@
 """One run on a virtual cluster, from start to end."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Sequence

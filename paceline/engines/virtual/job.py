@@ -1,7 +1,5 @@
 """What a virtual run needs to know."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paceline.cluster.description import Cluster

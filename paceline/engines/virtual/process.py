@@ -1,7 +1,5 @@
 """Workers as coroutines: one runs at a time, until it waits, and each has a clock of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import final
 
@@ -41,7 +39,7 @@ class Process:
     go. Whatever another process can notice is posted to the timeline at this clock's time.
     """
 
-    def __init__(self, scheduler: Scheduler, name: str, program: Callable[[], None]) -> None:
+    def __init__(self, scheduler: "Scheduler", name: str, program: Callable[[], None]) -> None:
         self.name = name
         self.waits_for: Callable[[], str] | None = None
         """Says what it waits for; none while it runs."""

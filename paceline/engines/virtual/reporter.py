@@ -1,7 +1,5 @@
 """Writes a virtual run's records and files to the result directory."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A parameter server on a virtual host: the core that real servers have, asked over the simulated network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol, final

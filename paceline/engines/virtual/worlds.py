@@ -1,7 +1,5 @@
 """A simulated cluster's hosts, links and servers, and the world that each worker's script finds there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final

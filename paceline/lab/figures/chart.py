@@ -1,7 +1,5 @@
 """What a figure consists of: charts, each with a text alternative and the numbers that it draws."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

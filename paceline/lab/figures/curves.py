@@ -1,7 +1,5 @@
 """The experiment's curves: convergence rate, training rate, iteration rate; and strategies against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What reaching the target takes, best first: time, and cost in worker-seconds."""
 
-from __future__ import annotations
-
 import pandas as pd
 import plotly.graph_objects as go
 

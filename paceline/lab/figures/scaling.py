@@ -1,7 +1,5 @@
 """Speed-up: the time of one worker to the target over the time of n, with the ideal and Amdahl's fit."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

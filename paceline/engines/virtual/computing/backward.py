@@ -1,7 +1,5 @@
 """Calls the callbacks of a backward pass after torch's engine has returned, where a worker can wait."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final

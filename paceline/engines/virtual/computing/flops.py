@@ -1,7 +1,5 @@
 """Counts a model's floating-point operations, layer by layer, during one forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """A worker's clock moves on as its model computes: forward when it is called, backward gradient by gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """State of the interpreter and of torch that each script takes for its own, though all share one thread."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A worker's random generators, and its `__main__`, while another one runs in the same process."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random
@@ -44,7 +42,7 @@ class _NumpyState:
             # The generator's memory where that is the whole state, else none.
             self._numbers = None if content is None or self._whole["has_gauss"] else content[0]
 
-    def restore(self, present: _NumpyState | None) -> None:
+    def restore(self, present: "_NumpyState | None") -> None:
         """
         Args:
             present: the state in place, just saved; none where that is not known.
@@ -132,7 +130,7 @@ class RandomState:
         self._python.save()
         self._main: ModuleType | None = sys.modules.get("__main__")
 
-    def restore(self, present: RandomState | None = None) -> None:
+    def restore(self, present: "RandomState | None" = None) -> None:
         """
         Args:
             present: the state in place, just saved; none where that is not known.

@@ -1,7 +1,5 @@
 """What scripts find around them while they are simulated: output, time and random state of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

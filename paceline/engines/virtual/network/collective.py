@@ -1,7 +1,5 @@
 """The collective of a virtual world: it computes real results, and takes the time of its simulated messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import final
 

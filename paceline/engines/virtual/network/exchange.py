@@ -1,7 +1,5 @@
 """The messages of one collective operation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 

@@ -1,7 +1,5 @@
 """Where the ranks of a virtual world meet for collective operations and messages."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +21,12 @@ class Call:
     """One rank's part in a collective operation."""
 
     signature: Signature
-    pattern: Callable[[Operation], Pattern]
+    pattern: "Callable[[Operation], Pattern]"
     """Who sends how much to whom."""
     payload: Any = None
     num_bytes: Any = 0.0
     """What it sends: one number, or one for each rank."""
-    complete: Callable[[Operation], None] | None = None
+    complete: "Callable[[Operation], None] | None" = None
     """Called on the last rank's call, when every rank has come."""
     done: Signal = field(default_factory=Signal)
 

@@ -1,7 +1,5 @@
 """Who sends how much to whom in a collective operation, round by round."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """The links of a cluster."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import final

@@ -53,11 +53,7 @@ class Checkpoint:
     """State of what else was given to `prepare`, by name."""
 
     def encode(self) -> bytes:
-        """As bytes of a weights-only torch file.
-
-        Raises:
-            UsageError: something in it is not plain data, so that `decode` would refuse it.
-        """
+        """As bytes of a weights-only torch file. Raises UsageError if `decode` would refuse something in it."""
         groups = [{name: _as_float(value) for name, value in group.items()} for group in self.groups]
         for index, group in enumerate(groups):
             for name, value in group.items():
@@ -95,11 +91,7 @@ class Checkpoint:
 
 
 def _require_sound(raw: bytes) -> None:
-    """Compare the file with its own checksums, which torch writes but does not look at.
-
-    Raises:
-        ValueError: naming the part that differs.
-    """
+    """Raises ValueError if a part of the file differs from its checksum, which torch writes but does not look at."""
     try:
         damaged = zipfile.ZipFile(io.BytesIO(raw)).testzip()
     except zipfile.BadZipFile as error:
@@ -114,10 +106,7 @@ def _as_float(value: Any) -> Any:
 
 
 def _require_plain(what: str, value: Any) -> None:
-    """
-    Raises:
-        UsageError: the value would need free unpickling.
-    """
+    """Raises UsageError if the value would need free unpickling."""
     if value is None or type(value) in (bool, int, float, str):
         return
     buffer = io.BytesIO()

@@ -60,11 +60,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Budget, cadence and environment of one run.
-
-    Raises:
-        UsageError: a value is out of range; the message names it.
-    """
+    """Budget, cadence and environment of one run. Raises UsageError, which names the value, if one is out of range."""
 
     max_steps: int | None = None
     """Iterations as the literature counts them: global updates, or gradients applied where every gradient is one."""

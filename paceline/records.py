@@ -149,11 +149,7 @@ def to_plain(record: Record) -> list[Any]:
 
 
 def from_plain(data: list[Any]) -> Record:
-    """The inverse of `to_plain`.
-
-    Raises:
-        ValueError: the data is no record.
-    """
+    """The inverse of `to_plain`. Raises ValueError if the data is no record."""
     record_type = _BY_KIND.get(data[0]) if data and isinstance(data[0], str) else None
     if record_type is None or len(data) != 1 + len(record_type.__slots__):
         raise ValueError(f"not a record: {str(data)[:80]}")
@@ -166,11 +162,7 @@ def pack_steps(records: Iterable[StepRecord]) -> bytes:
 
 
 def unpack_steps(content: bytes | memoryview) -> list[StepRecord]:
-    """The inverse of `pack_steps`.
-
-    Raises:
-        ValueError: the content is no whole number of records.
-    """
+    """The inverse of `pack_steps`. Raises ValueError if the content is no whole number of records."""
     try:
         return [StepRecord(*values) for values in _PACKED_STEP.iter_unpack(content)]
     except struct.error as error:

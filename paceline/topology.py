@@ -31,11 +31,7 @@ class Topology(ABC):
 
     @final
     def neighbours(self, step: int, rank: int, size: int) -> "Neighbours":
-        """From whom a worker receives and to whom it sends at this step, and its weights.
-
-        Raises:
-            ValueError: a source is no worker.
-        """
+        """A worker's neighbours at this step, with weights. Raises ValueError if a source is no worker."""
         return _neighbours(self, step % self.period(size), rank, size)
 
     @final

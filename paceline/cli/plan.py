@@ -126,11 +126,7 @@ def table(found: Plan) -> Table:
 
 
 def write(found: Plan, directory: Path, *, script: str, cluster: str) -> Path:
-    """The page and the table; returns where the page is.
-
-    Raises:
-        UsageError: they cannot be written.
-    """
+    """The page and the table; returns where the page is. Raises UsageError if they cannot be written."""
     from paceline.planner import page  # here, because plotly takes a while to load
 
     path = directory / PAGE_NAME

@@ -114,11 +114,8 @@ class Compute:
         return abs(math.fsum(self.gradient_shares) - 1) < _SHARE_TOLERANCE
 
     def shares_of(self, num_parameters: int) -> tuple[float, ...]:
-        """`gradient_shares`, for a model with so many parameters.
-
-        Raises:
-            UsageError: the cluster was measured with another model.
-        """
+        """`gradient_shares`. Raises UsageError if the cluster was measured with a model of another number of
+        parameters."""
         if self.gradient_shares and len(self.gradient_shares) != num_parameters:
             raise UsageError(
                 f"the cluster's gradient_shares are of a model with {len(self.gradient_shares)} parameters, and this "

@@ -24,21 +24,15 @@ def shipped() -> dict[str, Path]:
 
 
 def load(name: str | Path) -> Cluster:
-    """The cluster in a file, or one that comes with the package, by its name.
-
-    Raises:
-        UsageError: there is no such file or name, or the file is wrong; the message names the line and the remedy.
-    """
+    """The cluster in a file, or one that comes with the package, by its name. Raises UsageError that names the line and
+    the remedy if there is no such file or name, or the file is wrong."""
     path, text = read(name)
     return parse(text, where=str(path))
 
 
 def read(name: str | Path) -> tuple[Path, str]:
-    """The file that a path or a shipped cluster's name stands for, and its text.
-
-    Raises:
-        UsageError: there is no such file or name, or it is no text.
-    """
+    """The file that a path or a shipped cluster's name stands for, and its text. Raises UsageError if there is no
+    such file or name, or it is no text."""
     known = shipped()
     path = known.get(str(name), Path(name))
     try:

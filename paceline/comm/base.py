@@ -43,11 +43,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the result is in place.
-
-        Raises:
-            PeerLost, DeadlineExceeded, Aborted: the result will not come; the message names the rank.
-        """
+        """Block until the result is in place. Raises PeerLost, DeadlineExceeded or Aborted, which name the rank."""
 
 
 @final
@@ -176,11 +172,7 @@ class Collective(ABC):
 
     @final
     def require_equal(self, what: str, value: Any) -> None:
-        """Raise on every rank unless all ranks pass an equal value.
-
-        Raises:
-            TensorMismatch: naming the first rank that differs from rank 0, and both values.
-        """
+        """Raises TensorMismatch on every rank, naming the first that differs from rank 0, unless all are equal."""
         values = self.all_gather_object(value)
         for rank, other in enumerate(values):
             if other != values[0]:

@@ -133,11 +133,8 @@ class ByteCollective(Collective):
 
     @final
     def recv(self, tensor: Tensor, *, source: int) -> Work:
-        """As `Collective.recv`. Never blocks; the tensor must not be touched until the work is over.
-
-        Raises:
-            TensorMismatch: from the work, over shared memory: the source sends something of another dtype or size.
-        """
+        """As `Collective.recv`. Never blocks; the tensor must not be touched until the work is over. Over shared memory
+        the work raises TensorMismatch if the source sends something of another dtype or size."""
         require_other(source, rank=self.rank, size=self.size)
         flat, copy_back = flatten(tensor, device_type=self.device.type, is_target=True)
         return self.recv_bytes(_message(tensor), flat.view(torch.uint8), source, copy_back)

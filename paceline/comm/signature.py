@@ -105,11 +105,7 @@ class TensorForm:
 
 
 def pack_forms(tensors: Sequence[Tensor]) -> Tensor:
-    """Dtypes and shapes as int64 of shape (number of tensors, FORM_NUMBERS).
-
-    Raises:
-        ValueError: a tensor has more than MAX_DIMENSIONS dimensions.
-    """
+    """Dtypes and shapes, int64 (tensors, FORM_NUMBERS). Raises ValueError beyond MAX_DIMENSIONS dimensions."""
     for tensor in tensors:
         if tensor.dim() > MAX_DIMENSIONS:
             raise ValueError(

@@ -146,11 +146,8 @@ class Frames:
 
     @classmethod
     def load(cls, directory: Path) -> "Frames":
-        """The tables in a directory that `save` wrote.
-
-        Raises:
-            UsageError: one is missing or has other columns; the message names it.
-        """
+        """The tables in a directory that `save` wrote. Raises UsageError, which names it, if one is missing or
+        differs."""
         return cls(**{name: _load(directory / f"{name}.csv", columns) for name, columns in COLUMNS.items()})
 
 

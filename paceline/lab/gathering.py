@@ -22,10 +22,7 @@ _READ = ("trials", "evaluations", "workers", "staleness", "pace")
 
 def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
     """Read all trials of a study. Those that failed or were not run yet are rows of `trials` and of nothing else.
-
-    Raises:
-        UsageError: a trial's records are damaged; the message names the file.
-    """
+    Raises UsageError, which names the file, if a trial's records are damaged."""
     rows: _Rows = {name: [] for name in _READ}
     outcomes = runner.outcomes(directory, spec.trials)
     for trial in spec.trials:

@@ -42,11 +42,8 @@ class Page:
 
 
 def write(directories: Sequence[Path], out: Path) -> None:
-    """Make the report of the studies in these directories.
-
-    Raises:
-        UsageError: a directory holds no study, two have the same name, or `out` cannot be written.
-    """
+    """Make the report of the studies in these directories. Raises UsageError if a directory holds no study, two have
+    the same name, or `out` cannot be written."""
     studies = [Study.open(directory) for directory in directories]
     names = [study.name for study in studies]
     for name in names:

@@ -57,11 +57,7 @@ class TrialOutcome:
 
     @classmethod
     def read(cls, directory: Path) -> "TrialOutcome | None":
-        """The outcome in a trial's final directory; none if there is none.
-
-        Raises:
-            UsageError: the file is no outcome.
-        """
+        """The outcome in a trial's final directory, if there is one. Raises UsageError if the file is no outcome."""
         path = directory / OUTCOME_FILE
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -111,11 +107,7 @@ def outcomes(study: Path, trials: Sequence[Trial]) -> dict[Trial, TrialOutcome]:
 
 @contextmanager
 def locked(study: Path) -> Iterator[None]:
-    """Keep others from running the same study.
-
-    Raises:
-        UsageError: another process does.
-    """
+    """Keep others from running the same study. Raises UsageError if another process does."""
     try:
         with filelock.FileLock(study / _LOCK, timeout=0):
             yield

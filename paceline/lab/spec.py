@@ -53,11 +53,8 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class StudySpec:
-    """One script under every combination of strategy, number of workers and seed.
-
-    Raises:
-        UsageError: a value is out of range, comes twice, or no strategy can run with any of the numbers of workers.
-    """
+    """One script under every combination of strategy, number of workers and seed. Raises UsageError if a value is
+    out of range, comes twice, or no strategy can run with any of the numbers of workers."""
 
     script: str
     script_sha256: str
@@ -134,11 +131,7 @@ class StudySpec:
         return spec
 
     def read_script(self) -> Script:
-        """The script, for all trials to run.
-
-        Raises:
-            UsageError: it cannot be read, or is another text than the study's.
-        """
+        """The script, for all trials to run. Raises UsageError if it cannot be read or its text has changed."""
         script = launch.read_script(self.script, self.arguments)
         if _digest(script) != self.script_sha256:
             raise UsageError(f"the script {self.script} has changed since this study was made; give another --out")
@@ -193,11 +186,7 @@ class StudySpec:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "StudySpec":
-        """The inverse of `to_json`. The script itself need not be there.
-
-        Raises:
-            UsageError: it is no spec of this version.
-        """
+        """The inverse of `to_json`; needs no script. Raises UsageError if it is no spec of this version."""
         try:
             lists = {"arguments": tuple(plain["arguments"]), **{name: tuple(plain[name]) for name in _EXTENSIBLE}}
             lists["strategies"] = tuple(Variant.parse(text) for text in plain["strategies"])
@@ -231,11 +220,8 @@ class StudySpec:
         return all(set(getattr(self, name)) <= set(getattr(other, name)) for name in _EXTENSIBLE)
 
     def require_same_study(self, earlier: "StudySpec") -> None:
-        """
-        Raises:
-            UsageError: this is another study than the earlier one, rather than the same one, more of it or a part of
-                it; the message names every difference.
-        """
+        """Raises UsageError, which names every difference, unless this is the same study as the earlier one, more of it
+        or a part."""
         differences = []
         is_part = self.is_part_of(earlier)
         for field in fields(self):
@@ -277,11 +263,7 @@ def _numbers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """`3` is three seeds: 0, 1, 2. `3,7` are those two, and `3,` is that one.
-
-    Raises:
-        UsageError: the text has another form.
-    """
+    """`3` is three seeds: 0, 1, 2. `3,7` are those two, and `3,` is that one. Raises UsageError for other texts."""
     try:
         if "," in text:
             return tuple(int(part) for part in text.split(",") if part.strip())

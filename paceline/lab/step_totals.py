@@ -39,11 +39,8 @@ class StepTotals:
 
 
 def read(directory: Path) -> StepTotals:
-    """The totals of a result directory, with zeros where no step was recorded.
-
-    Raises:
-        UsageError: the file of steps is damaged; an unfinished last line is not, and is left out.
-    """
+    """The totals of a result directory, with zeros where no step was recorded. An unfinished last line is left out.
+    Raises UsageError if the file of steps is damaged."""
     iterations, time_s, samples = 0, 0.0, 0
     staleness: Counter[int] = Counter()
     workers, pace = [], []

@@ -140,11 +140,7 @@ class Study:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Study":
-        """The study in a directory, ended or not.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """The study in a directory, ended or not. Raises UsageError if there is none."""
         path = Path(directory) / SPEC_FILE
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
@@ -165,11 +161,7 @@ class Study:
         return verdict.judge(self.frames)
 
     def save_tables(self) -> None:
-        """Write the tables as CSV files; not where this study may only be read.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Write the tables as CSV files, if this study's directory can be written to. Raises OSError."""
         if os.access(self.directory, os.W_OK):
             self.frames.save(self.directory / TABLES)
 

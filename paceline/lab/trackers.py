@@ -175,11 +175,7 @@ def _unused(directory: Path) -> Path:
 
 
 def load(package: str) -> ModuleType:
-    """A service's package, which an extra of the same name installs.
-
-    Raises:
-        UsageError: it is not installed; the message says what to install.
-    """
+    """A service's package. Raises UsageError, which says how to install it, if it is not there."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

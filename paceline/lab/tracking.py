@@ -135,11 +135,7 @@ class _Followed:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Who is told of runs while they train.
-
-    Raises:
-        UsageError: a service is unknown, or its package is not installed.
-    """
+    """Who is told of runs while they train. Raises UsageError if a service is unknown or not installed."""
 
     tensorboard: Path | None = None
     """Where each run gets a directory of event files."""

@@ -18,11 +18,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> "Variant":
-        """Read `NAME` or `NAME:OPTION=VALUE:OPTION=VALUE`.
-
-        Raises:
-            UsageError: the name, an option or a value is unknown, or an option comes twice.
-        """
+        """Read `NAME` or `NAME:OPTION=VALUE:...`. Raises UsageError if one is unknown or comes twice."""
         name, *settings = text.strip().split(":")
         return cls.of(build(name, parse_options(settings, where=f"strategy {text!r}:")))
 

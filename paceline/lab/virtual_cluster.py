@@ -10,11 +10,8 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class VirtualCluster:
-    """Equal to another where what they describe is the same, whatever the files are called and say about it.
-
-    Raises:
-        UsageError: the text describes no cluster.
-    """
+    """Equal to another where what they describe is the same, whatever the files are called and say about it. Raises
+    UsageError if the text describes no cluster."""
 
     source: str = field(compare=False)
     """A name that comes with Paceline, or the file's path: what `--cluster` takes."""

@@ -35,11 +35,8 @@ class Question:
         work: StepWork,
         options: Mapping[str, Any] | None,
     ) -> "Question":
-        """
-        Raises:
-            UsageError: the strategy does not exist or has no price, the cluster has no room, or nothing says how long
-                a step computes.
-        """
+        """Raises UsageError if the strategy does not exist or has no price, the cluster has no room, or a step's time
+        is unknown."""
         chosen = build(strategy, options) if isinstance(strategy, str) else strategy
         if workers < 1:
             raise UsageError(f"workers must be at least 1, not {workers}")

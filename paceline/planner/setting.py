@@ -80,11 +80,7 @@ class Setting:
 
     @classmethod
     def of(cls, cluster: Cluster, work: StepWork, *, num_workers: int, num_servers: int) -> "Setting":
-        """
-        Raises:
-            UsageError: the cluster has no room, was measured with another model, or nothing says how long a step
-                computes.
-        """
+        """Raises UsageError without room, after a probe with another model, or if a step's time is unknown."""
         described = cluster
         if work.step_s is not None:
             cluster = replace(cluster, compute=replace(cluster.compute, step_s=work.step_s, sample_s=None))

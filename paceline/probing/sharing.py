@@ -59,11 +59,8 @@ def logarithms_of_shares(counts: Sequence[int]) -> list[float]:
 
 @contextmanager
 def connected(keys: Keys, endpoint: str, names: Sequence[str]) -> Iterator[list[Caller]]:
-    """Callers of these names that have all shaken hands, so that none is late when the first piece leaves.
-
-    Raises:
-        WireError: the other host does not answer.
-    """
+    """Callers of these names that have all shaken hands, so that none is late when the first piece leaves. Raises
+    WireError if the other host does not answer."""
     callers = [Caller(keys, endpoint=endpoint, identity=name) for name in names]
     try:
         for caller in callers:
@@ -76,10 +73,7 @@ def connected(keys: Keys, endpoint: str, names: Sequence[str]) -> Iterator[list[
 
 
 def await_answer(caller: Caller) -> None:
-    """
-    Raises:
-        WireError: it does not come.
-    """
+    """Raises WireError if it does not come."""
     if not caller.socket.poll(int(_ANSWER_S * 1000)):
         raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
     caller.socket.recv_multipart()

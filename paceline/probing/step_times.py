@@ -96,10 +96,7 @@ class StepWatch(Pacing):
         self._slept_s += duration_s
 
     def report(self, address: str) -> StepReport:
-        """
-        Raises:
-            UsageError: the script trained too little.
-        """
+        """Raises UsageError if the script trained too little."""
         if len(self._steps_s) < MIN_STEPS:
             raise UsageError(
                 f"the script took {len(self._steps_s)} training step(s), and probing needs at least {MIN_STEPS}; "

@@ -32,11 +32,7 @@ class Result:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Result":
-        """The result in a directory.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """The result in a directory. Raises UsageError if there is none."""
         result = cls(Path(directory))
         manifest.read(result.directory)
         return result
@@ -138,11 +134,7 @@ class Result:
         return hidden_s / (hidden_s + shown_s) if hidden_s else 0.0
 
     def model_state(self) -> dict[str, Tensor]:
-        """The final global model, as for `model.load_state_dict`.
-
-        Raises:
-            UsageError: the run saved none.
-        """
+        """The final global model, as for `model.load_state_dict`. Raises UsageError if the run saved none."""
         path = self.directory / MODEL_FILE
         if not path.exists():
             raise UsageError(f"{self.directory} holds no {MODEL_FILE}; the run did not come to its end")

@@ -139,11 +139,7 @@ class Worlds:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device that all workers compute on.
-
-    Raises:
-        UsageError: this machine has none.
-    """
+    """The device that all workers compute on. Raises UsageError if this machine has none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: this machine has no GPU; use --device cpu")
     uses_cuda = config.device != "cpu" and torch.cuda.is_available()

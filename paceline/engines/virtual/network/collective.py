@@ -226,10 +226,7 @@ class _OperationWork(Work):
             self.finished()
 
     def finished(self) -> Operation:
-        """
-        Raises:
-            TensorMismatch: ranks do not ask for the same.
-        """
+        """Raises TensorMismatch if ranks do not ask for the same."""
         collective, number = self._collective, self._number
         meeting, rank = collective._meeting, collective.rank
         collective._wait(self._call.done, self._what, lambda: self._operation().last_s)

@@ -44,8 +44,6 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """What a script logged."""
-
     kind: ClassVar[str] = "metrics"
     worker: int
     step: int
@@ -57,8 +55,6 @@ class MetricRecord:
 
 @dataclass(slots=True)
 class UpdateRecord:
-    """One gradient that a server applied."""
-
     kind: ClassVar[str] = "updates"
     server: int
     iteration: int

@@ -109,7 +109,6 @@ def _noise(text: str | None) -> NoiseScale | None:
 
 
 def table(found: Plan) -> Table:
-    """The best of each strategy."""
     shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     sooner = ["sooner"] if found.noise is not None else []
     for heading in ("strategy", "workers", "step, ms", "samples/s", *sooner, "efficiency", "binds"):

@@ -68,7 +68,6 @@ def _spread(row: Any, quantity: str, say: Callable[[float], str]) -> str:
 
 
 def summary(result: Result) -> Table:
-    """One run, fact by fact."""
     table = Table(show_header=False, box=None)
     shares = result.shares
     reached_s = result.time_to_target_s

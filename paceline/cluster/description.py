@@ -48,7 +48,6 @@ class Hosts:
 
     @property
     def slots(self) -> int:
-        """Workers that one host takes."""
         return max(1, self.devices) if self.workers is None else self.workers
 
 
@@ -234,7 +233,6 @@ class Cluster:
         return sum(hosts.count * hosts.slots for hosts in self.hosts)
 
     def each_host(self) -> list[Hosts]:
-        """What every host is, by its number."""
         return [hosts for hosts in self.hosts for _ in range(hosts.count)]
 
     def names(self) -> list[str]:

@@ -61,7 +61,6 @@ class Signature:
 
     @classmethod
     def unpack(cls, raw: bytes) -> "Signature":
-        """The inverse of `raw`."""
         operation, dtype, op, root, num_elements, place = _FORMAT.unpack(raw)
         return cls(
             _OPERATIONS[operation],

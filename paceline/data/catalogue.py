@@ -20,8 +20,6 @@ Read = Callable[[list[Path]], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One data set: what `load` needs to know."""
-
     files: FileSet
     num_test_files: int
     """The last so many of the files are the test split's, the others the training split's."""

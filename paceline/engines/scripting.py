@@ -30,14 +30,11 @@ Program = Script | Callable[[], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one member's part ended."""
-
     num_steps: int = 0
     """Steps it had done; of a server, updates."""
     error: str | None = None
     """`ErrorType: message`, if it failed."""
     message: str = ""
-    """The error's message alone."""
     traceback: str = ""
     """The script's frames; empty where the message says everything."""
     is_consequence: bool = False
@@ -69,7 +66,6 @@ def run_program(program: Program) -> None:
 
 
 def outcome_of(error: BaseException, *, num_steps: int) -> Outcome:
-    """Describe a failure."""
     name = type(error).__name__
     message = str(error)
     return Outcome(

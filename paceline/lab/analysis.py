@@ -32,8 +32,6 @@ class Base:
 
 @dataclass(frozen=True)
 class Speedups:
-    """The speedups of one strategy on one number of workers."""
-
     values: list[float]
     num_pairs: int
     """Seeds that reached the target in both, with a value each. 0: one value, the ratio of other seeds' mean times."""

@@ -33,8 +33,6 @@ QUANTITIES = (
 """What `summary` holds as mean over seeds, with `_low` and `_high` (least and greatest) and `_std` beside it."""
 
 FINISHED, FAILED, MISSING = "finished", "failed", "missing"
-"""A trial's status."""
-
 _STRATEGY: Columns = {"study": "str", "script": "str", "strategy": "str"}
 _COMBINATION: Columns = {**_STRATEGY, "workers": "int64"}
 _TRIAL: Columns = {**_COMBINATION, "seed": "int64", "trial": "str"}

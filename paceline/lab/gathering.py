@@ -40,7 +40,6 @@ def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
 def _read(
     rows: _Rows, spec: StudySpec, trial: Trial, outcome: TrialOutcome, key: Mapping[str, Any], directory: Path
 ) -> None:
-    """Add a finished trial's rows to every table."""
     totals = step_totals.read(directory)
     evaluations = read_records(directory, EvaluationRecord)
     target = spec.config(trial.seed).target

@@ -62,7 +62,6 @@ def _cell(value: object) -> str:
 
 
 def _part(name: str) -> str:
-    """A file that pages share."""
     return files("paceline.lab").joinpath("page", name).read_text(encoding="utf-8")
 
 

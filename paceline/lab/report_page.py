@@ -28,8 +28,6 @@ _SIMULATED = "Gradients are real; the network and the clock are simulated. Figur
 
 @dataclass(frozen=True)
 class Page:
-    """What the report says of one study."""
-
     name: str
     script: str
     frames: Frames
@@ -61,7 +59,6 @@ def write(directories: Sequence[Path], out: Path) -> None:
 
 
 def page_of(study: Study) -> Page:
-    """Everything that the report says of a study."""
     # In the study's own directory there is nothing left to run.
     again = study.directory.resolve().with_name(f"{study.name}-again")
     command = shlex.join(study.spec.command(out=again))

@@ -27,7 +27,6 @@ class StepTotals:
     """Sums and counts over the steps of one run."""
 
     iterations: int
-    """Reached at the end."""
     time_s: float
     samples: int
     staleness: Counter[int]

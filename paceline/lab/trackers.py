@@ -21,7 +21,6 @@ PATIENCE_S = 20.0
 _NO_MORE = ", and it is told no more"
 
 Settings = Mapping[str, str | int | float]
-"""What was asked of the run: strategy, workers, seed."""
 
 
 class Tracker(ABC):

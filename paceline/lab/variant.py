@@ -10,8 +10,6 @@ from paceline.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Variant:
-    """One strategy with its options."""
-
     text: str
     """As on the command line. The same for the same strategy: `ps-async:servers=1` is `ps-asp`."""
     strategy: Strategy

@@ -37,7 +37,6 @@ class Verdict:
 
 
 def judge(frames: Frames) -> Verdict:
-    """The verdict on one study."""
     return Verdict(_Judge(frames).lines())
 
 
@@ -66,8 +65,6 @@ def _resolution_of(row: Row, quantity: str) -> float:
 
 @dataclass(frozen=True)
 class _Judge:
-    """One study."""
-
     frames: Frames
 
     @property

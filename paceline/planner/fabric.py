@@ -168,7 +168,6 @@ class Fabric:
         return np.where(sources == destinations, rates["memory"][sources], found)
 
     def busiest(self, loads: Loads, *, kinds: Sequence[str] = _KINDS) -> Busiest:
-        """The link that is busy longest, of these kinds."""
         best = Busiest("none", 0.0, 0.0)
         for kind in kinds:
             amounts: Floats = getattr(loads, kind)
@@ -179,7 +178,6 @@ class Fabric:
         return best
 
     def busy_s(self, loads: Loads, link: Busiest) -> float:
-        """How long loads keep one link busy."""
         if not link.kind:
             return 0.0
         return float(getattr(loads, link.kind)[link.number] / getattr(self.rates, link.kind)[link.number])

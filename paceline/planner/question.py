@@ -16,10 +16,7 @@ from paceline.strategies.traits import Traffic, Traits
 @final
 @dataclass(frozen=True)
 class Question:
-    """One strategy on so many workers of a cluster."""
-
     name: str
-    """The strategy's name on the command line."""
     traits: Traits
     traffic: Traffic | None
     """None: nothing moves."""

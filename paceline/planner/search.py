@@ -36,7 +36,6 @@ class Point:
     """As `paceline compare --strategies` takes it."""
     prediction: Prediction
     batch: int
-    """Samples in one worker's batch."""
     speedup: float
     """Samples per second over one worker's."""
     target_speedup: float | None
@@ -60,7 +59,6 @@ class Knee:
     workers: int | None
     """None: not up to as many as were looked at."""
     resource: str
-    """What binds there."""
 
 
 @dataclass(frozen=True)
@@ -229,8 +227,6 @@ def _can_run(cluster: Cluster, strategy: Strategy, workers: int) -> bool:
 @final
 @dataclass(frozen=True)
 class _Judge:
-    """Makes points."""
-
     cluster: Cluster
     work: StepWork
     target_batch: int | None

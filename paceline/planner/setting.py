@@ -30,7 +30,6 @@ class RingReduction:
     num_inner: Numbers
     """Further workers of each of these hosts."""
     message_s: float = 0.0
-    """A rank needs for posting a message."""
 
     @cached_property
     def hop_bytes_per_s(self) -> float:
@@ -41,7 +40,6 @@ class RingReduction:
 
     @cached_property
     def hop_latencies_s(self) -> Floats:
-        """From each place to the next."""
         return self.fabric.latency_s(self.leaders, np.roll(self.leaders, -1)) + self.message_s
 
     def parts_s(self, num_bytes: float) -> tuple[float, float]:
@@ -114,16 +112,13 @@ class Setting:
 
     @cached_property
     def mean_s(self) -> float:
-        """The workers' mean computing time of a step."""
         return sum(group.times.expected_s * group.count for group in self.groups) / self.num_workers
 
     @cached_property
     def is_constant(self) -> bool:
-        """Whether every worker always takes as long."""
         return not any(group.times.variance_s2 for group in self.groups)
 
     def ranks_of(self, group: int) -> Numbers:
-        """The ranks that belong to one group."""
         return np.flatnonzero(np.array(self.group_of) == group)
 
     @property
@@ -172,7 +167,6 @@ class Setting:
         return found
 
     def kind_of(self, busiest: Busiest) -> str:
-        """In words."""
         if busiest.kind in ("up", "down"):
             if busiest.number not in self.places.servers:
                 return "a worker's card"

@@ -43,7 +43,6 @@ class Trees:
 
     @property
     def edges(self) -> tuple[Numbers, Numbers]:
-        """Parents and children of both."""
         levels = [level for tree in self.levels for level in tree]
         return np.concatenate([each.parents for each in levels]), np.concatenate([each.children for each in levels])
 

@@ -18,7 +18,6 @@ _EVEN = (
 
 
 def answer(plan: Plan) -> list[str]:
-    """The most important first."""
     lines = [_best(plan), *_knees(plan), *_ratio(plan)]
     if plan.noise is not None:
         lines.append(_noise(plan))

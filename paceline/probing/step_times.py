@@ -23,7 +23,6 @@ from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
 
 EVENT = "measured"
-"""Carries a worker's report."""
 MIN_STEPS = 3
 _NUM_WARMUP = 2  # steps left out: the first ones find cold caches, and allocate
 
@@ -175,7 +174,6 @@ class MeasuredScript:
 
 
 def tell(world: World, report: dict[str, Any]) -> None:
-    """Send what a worker has measured to the launcher."""
     world.reporter.emit(EventRecord(EVENT, f"worker-{world.context.rank}", 0, 0.0, report))
 
 

@@ -66,8 +66,6 @@ class PairReport:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """What one rank measured."""
-
     address: str
     rank: int
     pairs: tuple[PairReport, ...]
@@ -105,7 +103,6 @@ class MeasuredNetwork:
 
 
 def read(report: Mapping[str, Any]) -> NetworkReport:
-    """A report as it comes from the records."""
     pairs = tuple(PairReport(**{**pair, "exchange": ExchangeCost(**pair["exchange"])}) for pair in report["pairs"])
     return NetworkReport(**{**report, "pairs": pairs})
 

@@ -14,8 +14,6 @@ _QUIET = 0.1
 
 @dataclass(frozen=True)
 class Usage:
-    """Processor time so far."""
-
     at_s: float
     busy_s: float
     """Seconds for which the cores that this process may use have been busy."""
@@ -38,7 +36,6 @@ class Usage:
 
 
 def describe() -> dict[str, float]:
-    """For a run's manifest."""
     return {"average_1_min": os.getloadavg()[0], "used_by_others": used_by_others()}
 
 

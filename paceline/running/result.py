@@ -64,7 +64,6 @@ class Result:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether times are of a simulated clock."""
         return self.engine == VIRTUAL
 
     @cached_property
@@ -103,7 +102,6 @@ class Result:
 
     @property
     def samples(self) -> int:
-        """Samples that all workers trained on."""
         return sum(step.samples for step in self.steps)
 
     @property

@@ -293,8 +293,6 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 @final
 class _AllOf(base.Work):
-    """Several operations as one."""
-
     def __init__(self, works: Sequence[base.Work]) -> None:
         self._works = works
 
@@ -330,7 +328,6 @@ def _in_elements(tensor: Tensor, splits: Sequence[int], *, size: int) -> list[in
 
 
 def _split(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Flat parts of so many elements."""
     if sum(lengths) != tensor.numel():
         raise UsageError(f"a tensor of {tensor.numel()} elements cannot be split into parts of {list(lengths)}")
     return list(torch.split_with_sizes(tensor.detach().contiguous().view(-1), list(lengths)))

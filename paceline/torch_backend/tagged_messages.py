@@ -172,8 +172,6 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Wanted:
-    """A message that somebody has asked for."""
-
     work: GroupWork
     raw: Tensor
     copy_back: Callable[[], None] | None

@@ -60,7 +60,6 @@ class GroupWork(Work):
             trigger.set_result(None)
 
     def wait_until_over(self, timeout_s: float | None) -> None:
-        """Sleep until someone else has ended the operation."""
         self._over.wait(timeout_s)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:

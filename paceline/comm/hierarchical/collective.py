@@ -243,7 +243,6 @@ class HierarchicalCollective(Collective):
         return [everywhere[rank] for rank in self._host]
 
     def _sum_up(self) -> None:
-        """Add up the parts' timings into the one that callers hold."""
         self.timing.communication_s = sum(timing.communication_s for timing in self._timings)
         self.timing.waiting_s = sum(timing.waiting_s for timing in self._timings)
         self.timing.moved_bytes = sum(timing.moved_bytes for timing in self._timings)
@@ -266,7 +265,6 @@ class HierarchicalCollective(Collective):
 
 
 def _host_of(rank: int, hosts: Sequence[Sequence[int]], *, size: int) -> tuple[int, ...]:
-    """The ranks of the host that a rank is on."""
     ranks = sorted(each for host in hosts for each in host)
     if ranks != list(range(size)) or not 0 <= rank < size:
         raise UsageError(f"hosts must hold each of ranks 0 to {size - 1} once, not {[list(host) for host in hosts]}")

@@ -14,13 +14,10 @@ from paceline.comm.works import GuardedWork
 
 @dataclass(eq=False)
 class Passage:
-    """One all-reduce on its way."""
-
     division: Division
     finish: Callable[[], None] | None
     """What is to be done here once the result is in place."""
     work: Work
-    """The stage that is under way."""
     is_over: bool = False
 
 
@@ -74,7 +71,6 @@ class Stages:
             self.advance()
 
     def finish(self) -> None:
-        """Block until everything that has started is over."""
         for passage in (*self._handed_round, *self._crossing, *self._reducing):
             self.wait(passage)
 

@@ -31,8 +31,6 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 @final
 @dataclass
 class Peer:
-    """What is known of another rank."""
-
     connection: socket.socket
     last_call: int = 0
     """Number of the last operation that it said it takes part in; 0 before it said so."""

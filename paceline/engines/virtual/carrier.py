@@ -61,7 +61,6 @@ class VirtualCarrier(Carrier):
         return self._process.now_s - began_s
 
     def deliver(self, server: int, message: Message) -> None:
-        """A server's message has come."""
         assert self._client is not None
         self._send(self._client.receive(server, message))
         if self._client.is_done and self._all_here.fired_s is None:

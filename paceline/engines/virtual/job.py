@@ -10,8 +10,6 @@ from paceline.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class VirtualJob:
-    """One run on a virtual cluster."""
-
     program: Program
     strategy: Strategy
     num_workers: int

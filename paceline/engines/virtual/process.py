@@ -17,12 +17,9 @@ class Signal:
 
     def __init__(self) -> None:
         self.fired_s: float | None = None
-        """When it happened."""
         self.on_fire: Callable[[], None] | None = None
-        """Called when it happens."""
 
     def fire(self, timeline: EventQueue) -> None:
-        """It happens now."""
         self.fired_s = timeline.now_s
         if self.on_fire is not None:
             self.on_fire()
@@ -59,11 +56,9 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether the caller is this process."""
         return getcurrent() is self._greenlet
 
     def advance(self, duration_s: float) -> None:
-        """Move this process's clock on."""
         self._clock_s = self.now_s + duration_s
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:

@@ -23,8 +23,6 @@ _ROOM = 0.05  # of the span, left free beyond the data
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """One plot."""
-
     key: str
     """Says which charts of two studies belong side by side: a strategy, or empty."""
     title: str
@@ -66,7 +64,6 @@ class Subject:
 
     @cached_property
     def finished(self) -> pd.DataFrame:
-        """The trials that came to their end."""
         trials = self.frames.trials
         return trials[trials["status"] == "finished"]
 
@@ -103,11 +100,9 @@ class Subject:
 
     @property
     def unit(self) -> str:
-        """The unit of all times: `s` or `virtual s`."""
         return clock.unit(self.engine)
 
     def seconds(self, what: str) -> str:
-        """An axis title for a time."""
         return f"{what} ({self.unit})"
 
     @property
@@ -115,7 +110,6 @@ class Subject:
         return self.seconds("Training time")
 
     def unit_of(self, strategy: str) -> str:
-        """What an iteration is."""
         trials = self.frames.trials
         return str(trials.loc[trials["strategy"] == strategy, "unit"].iloc[0])
 
@@ -186,7 +180,6 @@ def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **setting
 
 
 def pattern(shape: str) -> dict[str, Any]:
-    """Settings of a bar's fill pattern."""
     return {"shape": shape, "fillmode": "overlay", "fgcolor": "var(--page)", "size": 6}
 
 
@@ -255,7 +248,6 @@ def say_cluster(plot: go.Figure, cluster: str) -> None:
 
 
 def draw_target(plot: go.Figure, target: Target) -> None:
-    """A line across the plot at the target's value."""
     plot.add_hline(
         y=target.value,
         line={"color": INK, "width": 1, "dash": "2px 2px"},

@@ -114,5 +114,4 @@ def _table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _bases(rows: pd.DataFrame) -> list[str]:
-    """In words, row by row."""
     return [words.combination(row.base_strategy, row.base_workers) for row in rows.itertuples()]

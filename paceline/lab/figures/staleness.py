@@ -50,7 +50,6 @@ class _Bins:
         return [index * self.width + (self.width - 1) / 2 for index in range(self.num)]
 
     def fill(self, rows: pd.DataFrame) -> Floats:
-        """Gradients in each bin."""
         within = rows[rows["staleness"] <= self.last]
         counts = np.bincount(within["staleness"] // self.width, weights=within["count"], minlength=self.num)
         return counts.astype(np.float64)

@@ -26,8 +26,6 @@ _PATTERNS = ("", "/", "x", "-", "\\", ".", "|", "+")
 
 @dataclass(frozen=True)
 class Style:
-    """The look of everything that belongs to one strategy, or to one number of workers."""
-
     colour: str
     dash: str
     marker: str

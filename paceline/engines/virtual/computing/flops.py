@@ -54,7 +54,6 @@ class ForwardCount:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, output: object) -> None:
-        """The model has returned `output`."""
         self._after(self._model, (), output)
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
@@ -62,7 +61,6 @@ class ForwardCount:
 
     @property
     def flop(self) -> float:
-        """Operations of the whole pass."""
         return self._mode.flop
 
     def shares(self) -> list[float]:

@@ -20,7 +20,6 @@ Modes = tuple[Any, ...]
 
 
 def modes() -> Modes:
-    """As they are now."""
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES]
     return torch.is_grad_enabled(), *autocast
 

@@ -29,7 +29,6 @@ class _NumpyState:
     """
 
     def __init__(self) -> None:
-        """As it is now."""
         self._content: tuple[bytes, bytes] | None = None
         self.save()
 
@@ -85,7 +84,6 @@ class _PythonState:
     """
 
     def __init__(self) -> None:
-        """As it is now."""
         self.save()
 
     def save(self) -> None:
@@ -118,7 +116,6 @@ class RandomState:
     """One worker's random generators and `__main__` module, while another worker runs."""
 
     def __init__(self) -> None:
-        """As they are now."""
         self._numpy, self._python = _NumpyState(), _PythonState()
         self.save()
 

@@ -208,8 +208,6 @@ class VirtualCollective(Collective):
 
 @final
 class _OperationWork(Work):
-    """A collective operation under way, on one rank."""
-
     def __init__(
         self, collective: VirtualCollective, number: int, call: Call, copy_back: Callable[[], None] | None = None
     ) -> None:
@@ -256,8 +254,6 @@ class _OperationWork(Work):
 
 @final
 class _MessageWork(Work):
-    """A message under way, on one of its ends."""
-
     def __init__(
         self,
         collective: VirtualCollective,

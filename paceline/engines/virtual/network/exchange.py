@@ -22,13 +22,11 @@ class Exchange:
     ) -> None:
         self._network, self._host_of, self._pattern, self._on_done = network, host_of, pattern, on_done
         self.sent_bytes: dict[int, float] = {}
-        """What each rank has sent so far."""
         self._rounds: dict[int, Iterator[Round]] = {}
         self._arrived: dict[tuple[int, int], int] = {}  # by sender and receiver: what no round took yet
         self._missing: dict[int, Sequence[int]] = {}  # those that a rank's present round has yet to hear from
 
     def join(self, rank: int) -> None:
-        """The rank takes part from now on."""
         self._rounds[rank] = self._pattern(rank)
         self.sent_bytes[rank] = 0.0
         self._go_on(rank)

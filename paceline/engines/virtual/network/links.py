@@ -107,7 +107,6 @@ class _Connection:
     waiting: deque[_Message] = field(default_factory=deque)
 
     def restart(self) -> None:
-        """Draw a window."""
         factor = math.exp(self.random.gauss(0.0, self.unevenness))
         self.window_bytes = max(2.0 * _UNEVEN_CHUNK_BYTES, WINDOW_BYTES * factor) + self.free_bytes
 

@@ -69,14 +69,8 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str) -> "Checkpoint":
-        """Read what `encode` wrote; nothing is unpickled freely.
-
-        Args:
-            where: the file's name, for errors.
-
-        Raises:
-            UsageError: the bytes are no checkpoint of this format.
-        """
+        """Read what `encode` wrote; nothing is unpickled freely. Raises UsageError, which says `where`, if it is no
+        checkpoint."""
         try:
             _require_sound(raw)
             content = torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")

@@ -111,13 +111,8 @@ class Reporter(ABC):
 
     @abstractmethod
     def save(self, name: str, content: bytes | memoryview) -> None:
-        """Write one file of the result directory as a whole: readers see the old or the new one, never a part.
-
-        Returns once it is written.
-
-        Raises:
-            RunFailed: it cannot be written; the message names the file and the reason.
-        """
+        """Write one file of the result directory: readers see the old or the new one, never a part. Raises RunFailed,
+        which names the file and the reason, if it cannot be written."""
 
     @abstractmethod
     def stop_requested(self) -> bool:
@@ -212,10 +207,7 @@ def record_path(directory: Path, record_type: type[R]) -> Path:
 
 def read_records(directory: Path, record_type: type[R]) -> list[R]:
     """All records of one type in a result directory, in the order they were written; none if there is no such file.
-
-    Raises:
-        UsageError: something other than a torn last line is no such record; the message names the file and the place.
-    """
+    Raises UsageError, which says where, if something other than a torn last line is no such record."""
     return list(iterate_records(directory, record_type))
 
 

@@ -14,11 +14,8 @@ _SHARE_TOLERANCE = 1e-3
 def setting(
     doc: str, default: Any = MISSING, *, least: float | None = None, above: float | None = None, compare: bool = True
 ) -> Any:
-    """A key of a cluster's file, with its own line of documentation and the numbers that it may be.
-
-    Args:
-        compare: whether clusters that differ in it are different ones.
-    """
+    """A key of a cluster's file with its documentation and bounds; `compare`: clusters that differ in it are different
+    ones."""
     return field(default=default, compare=compare, metadata={"doc": doc, "least": least, "above": above})
 
 

@@ -61,11 +61,7 @@ class _Reader:
         self._lines = _lines_of(text)
 
     def read(self, kind: type[Any], content: Mapping[str, Any], *, table: str, number: int) -> Any:
-        """
-        Args:
-            table: the name of the table that this is; empty: the whole file.
-            number: which of the tables of that name.
-        """
+        """Read the table of this name and number as a dataclass; an empty name is the whole file's."""
         place = (table, number)
         known = {field.name: field for field in fields(kind)}
         hints = get_type_hints(kind)

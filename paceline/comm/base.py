@@ -151,11 +151,7 @@ class Collective(ABC):
 
     @final
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Plain Python data and tensors only: nothing is unpickled freely.
-
-        Raises:
-            TypeError: the value is not plain data (None, bool, int, float, str, bytes, list, tuple, set, dict, tensor).
-        """
+        """Every rank's value, in rank order: plain Python data and tensors only. Raises TypeError for anything else."""
         return [decode_object(raw) for raw in self.all_gather(encode_object(value))]
 
     @final

@@ -70,12 +70,7 @@ class Reduction:
 
 @functools.cache
 def require_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Check that torch can reduce tensors of `dtype` with `op` on the CPU.
-
-    Raises:
-        UsageError: there is no such operation.
-        TypeError: the dtype has no such operation; the message names both.
-    """
+    """Raises UsageError if there is no such operation, TypeError if torch has none for the dtype on the CPU."""
     if op not in REDUCE_OPS:
         raise unknown("reduce operation", str(op), REDUCE_OPS)
     if not _is_possible(op, dtype):

@@ -41,11 +41,8 @@ class _OnlyThisRun:
 
 @final
 class Listener:
-    """A ROUTER socket on a free port of `host`, open to the run's clients only.
-
-    Raises:
-        zmq.ZMQError: this machine has no such address, or no port free.
-    """
+    """A ROUTER socket on a free port of `host`, open to the run's clients only. Raises zmq.ZMQError if there is
+    none."""
 
     def __init__(self, keys: Keys, *, host: str) -> None:
         self._context = zmq.Context()

@@ -48,11 +48,7 @@ class ScriptExit(PacelineError):
 
 
 def run_program(program: Program) -> None:
-    """Run it to its end; a script's `sys.exit(0)` is an end like any other.
-
-    Raises:
-        Whatever the program raises; ScriptExit where it exits with another status.
-    """
+    """Run it to its end, as `sys.exit(0)` is. Raises what it raises, and ScriptExit for another status."""
     try:
         if isinstance(program, Script):
             _run_script(program)

@@ -15,15 +15,8 @@ from paceline.lab.figures.chart import Chart
 
 
 def render(template: str, *, package: str, plots: Mapping[str, Any], context: Mapping[str, Any]) -> str:
-    """A template from the folder `page` of a package. Names from outside are shown as text, never taken as markup.
-
-    Args:
-        plots: plotly's figures as plain data, by the id of the element that each is drawn in.
-        context: what the template needs besides the page's own parts.
-
-    Raises:
-        jinja2.UndefinedError: the template asks for something else.
-    """
+    """A template from the folder `page` of a package, with plotly's figures as plain data by the id of their element.
+    Names from outside are shown as text, never taken as markup."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(package, "page"),
         autoescape=True,

@@ -28,13 +28,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:
-        """Keep numbers by name.
-
-        Args:
-            values: finite or not, as they were measured.
-            step: global iteration, as the literature counts it.
-            time_s: training clock.
-        """
+        """Keep numbers by name, finite or not, of this global iteration and time on the training clock."""
 
     @abstractmethod
     def close(self, *, is_finished: bool) -> None:

@@ -153,13 +153,8 @@ class Tracking:
 
     @contextmanager
     def follow(self, watcher: Watcher, *, run: str, settings: Settings) -> Iterator[Watcher]:
-        """A watcher that does what `watcher` does and feeds the trackers; they are closed at the end. One that fails
-        is told of no later run.
-
-        Args:
-            run: its name at every service; of a study's trial, with the study's name before a slash.
-            settings: what is written down beside the name.
-        """
+        """A watcher that does what `watcher` does and feeds the trackers, which are closed at the end. One that fails
+        is told of no later run. `run` is the run's name at every service, with a study's name before a slash."""
         openers = self._openers(run, settings)
         trackers = {name: Delivery(name, opened) for name, opened in openers if name not in self._given_up}
         if not trackers:

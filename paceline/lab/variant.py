@@ -22,11 +22,8 @@ class Variant:
 
     @classmethod
     def of(cls, strategy: str | Strategy) -> "Variant":
-        """Make a variant of a text as `parse` reads it, or of a strategy such as `ParameterServer(servers=2)`.
-
-        Raises:
-            UsageError: as `parse`; or it is neither, or a strategy of no name.
-        """
+        """Make a variant of a text as `parse` reads it, or of a strategy such as `ParameterServer(servers=2)`. Raises
+        UsageError as `parse`; also if it is neither, or a strategy of no name."""
         if isinstance(strategy, str):
             return cls.parse(strategy)
         if not isinstance(strategy, Strategy):

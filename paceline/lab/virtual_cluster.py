@@ -23,13 +23,8 @@ class VirtualCluster:
 
     @classmethod
     def read(cls, name: str | Path) -> "VirtualCluster":
-        """
-        Args:
-            name: a TOML file, or the name of a cluster that comes with Paceline.
-
-        Raises:
-            UsageError: there is no such file or name, or the file is wrong.
-        """
+        """Read a TOML file, or a cluster that comes with Paceline, by its name. Raises UsageError if there is none, or
+        it is wrong."""
         if not isinstance(name, str | Path):
             raise UsageError(f"a study takes a cluster's file or name, not {type(name).__name__}")
         path, text = cluster_file.read(name)

@@ -120,10 +120,7 @@ class Fabric:
         self, sources: Numbers, destinations: Numbers, num_bytes: float, *, is_packed: bool = False
     ) -> Loads:
         """The load of one message from every source to every destination; either may name a host several times.
-
-        Args:
-            is_packed: cores encrypt and copy what leaves a host and what comes to one.
-        """
+        `is_packed`: cores encrypt and copy what leaves a host and what comes to one."""
         sends = np.bincount(sources, minlength=self.num_hosts).astype(np.float64)
         takes = np.bincount(destinations, minlength=self.num_hosts).astype(np.float64)
         found = {}

@@ -124,10 +124,7 @@ def require_in_range(
     single_steps: float | None,
     staleness_penalty: float,
 ) -> None:
-    """
-    Raises:
-        UsageError: of the numbers that `plan` is given one is out of range, or the cluster has no room for a worker.
-    """
+    """Raises UsageError if a number that `plan` is given is out of range, or the cluster has no room for a worker."""
     room = cluster.num_slots
     if not room:
         raise UsageError("the cluster has no room for a worker; raise workers in its [[hosts]]")

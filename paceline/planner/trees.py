@@ -52,12 +52,7 @@ class Trees:
         return cls(tuple(_levels(tree, hosts, fabric) for tree in edges(len(hosts))), len(hosts))
 
     def time_s(self, num_bytes: float, *, one_way_s: float, message_s: float) -> float:
-        """If all ranks begin at once.
-
-        Args:
-            one_way_s: the busiest link's time for what goes up in both trees.
-            message_s: a rank needs for posting a message.
-        """
+        """If all ranks begin at once. `one_way_s`: the busiest link's time for what goes up in both trees."""
         half_bytes = num_bytes / 2
         piece_bytes = min(PIECE_BYTES, half_bytes)
         ways_s = [

@@ -18,12 +18,8 @@ _POLL_S = 0.05
 
 @final
 class Echo:
-    """Two threads: one sends every 8 bytes back, one takes pieces of parameters as a server does and says OK.
-
-    Args:
-        keys: of the probe.
-        host: the address to listen on.
-    """
+    """Two threads on `host`: one sends every 8 bytes back, one takes pieces of parameters as a server does and says
+    OK."""
 
     def __init__(self, keys: Keys, *, host: str) -> None:
         self._is_stopping = False

@@ -24,16 +24,8 @@ _LEAST_PIECES = 10  # a connection, for shares to be more than chance: about 40 
 
 
 def measure_unevenness(keys: Keys, endpoint: str, *, name: str) -> float | None:
-    """The standard deviation of the logarithm of what connections get that begin to push to a host at the same time.
-
-    None where too little passes in a second to say.
-
-    Args:
-        name: of the caller; no other may have it.
-
-    Raises:
-        WireError: the other host does not answer.
-    """
+    """As `unevenness_of`, of what connections get that begin to push to a host at the same time. `name` is the caller's
+    own."""
     tries = []
     for attempt in range(NUM_TRIES):
         with connected(keys, endpoint, [f"{name}-{attempt}-{number}" for number in range(NUM_CONNECTIONS)]) as callers:
@@ -42,10 +34,8 @@ def measure_unevenness(keys: Keys, endpoint: str, *, name: str) -> float | None:
 
 
 def unevenness_of(tries: Sequence[Sequence[int]]) -> float | None:
-    """The standard deviation of the logarithm of what each connection got, of several tries.
-
-    None where too little has passed to say.
-    """
+    """The standard deviation of the logarithm of what each connection got, of several tries; none where too little
+    passed."""
     if any(sum(counts) < _LEAST_PIECES * len(counts) for counts in tries):
         return None
     return statistics.pstdev(share for counts in tries for share in logarithms_of_shares(counts))

@@ -86,11 +86,7 @@ class NetworkReport:
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """A program in which ranks, on a host each, measure the ways to one another and tell a `NetworkReport`.
-
-    Args:
-        keys: for the sockets of this probe.
-    """
+    """A program in which ranks, on a host each, measure the ways to one another and tell a `NetworkReport`."""
 
     keys: Keys
 

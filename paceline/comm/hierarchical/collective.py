@@ -110,12 +110,8 @@ class HierarchicalCollective(Collective):
                 raise
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
-        """As `Collective.all_reduce`. The tensor must not be touched until the work is over.
-
-        Raises:
-            TypeError: the tensor is not dense, or its dtype cannot be reduced so.
-            TensorMismatch: from the work: ranks of this host disagree on operation, dtype, size or place.
-        """
+        """As `Collective.all_reduce`. The tensor must not be touched until the work is over, which raises
+        TensorMismatch if ranks of this host disagree on operation, dtype, size or place."""
         self._check()
         require_reducible(op, tensor.dtype)
         flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)

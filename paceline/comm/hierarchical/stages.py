@@ -29,14 +29,8 @@ class Stages:
     """
 
     def __init__(self, shares: HostShares, across: Collective | None, *, partners: Sequence[int], size: int) -> None:
-        """How the stages reach other ranks.
-
-        Args:
-            shares: among the ranks of this host.
-            across: among the ranks that hold the same share; None where this one holds none.
-            partners: the world ranks of those in `across`, for errors.
-            size: of the world.
-        """
+        """`across` joins those who hold the same share (None: this rank holds none), `partners` in numbers of the
+        world."""
         self._shares = shares
         self._across = across
         self._guard = partial(naming, partners)

@@ -20,14 +20,8 @@ from paceline.server.server_core import Send
 
 @final
 class VirtualCarrier(Carrier):
-    """Messages only stand for their tensors: servers read and write the worker's memory, while it waits.
-
-    Args:
-        servers: in the order of their key ranges.
-        process: the worker's.
-        host: the worker's.
-        request_s: what the worker is at asking, besides what passes the network.
-    """
+    """Messages only stand for their tensors: servers read and write the worker's memory, while it waits. A request
+    takes the worker `request_s` besides what passes the network."""
 
     carries_bytes = False
 

@@ -99,11 +99,8 @@ class Process:
 
 @final
 class Scheduler:
-    """Lets events happen and processes run, one at a time.
-
-    Args:
-        require_waitable: called before a process waits; raises UsageError where the process cannot be left.
-    """
+    """Lets events happen and processes run, one at a time. Before one waits, `require_waitable` may raise
+    UsageError."""
 
     def __init__(self, timeline: EventQueue, *, require_waitable: Callable[[], None]) -> None:
         self.timeline = timeline

@@ -37,14 +37,7 @@ _US = 1e-6
 
 @final
 class Worlds:
-    """Makes each worker's world.
-
-    Args:
-        reporter: gets the records of all workers and servers.
-
-    Raises:
-        UsageError: the cluster has no room for the job, or this machine lacks the device that it asks for.
-    """
+    """Makes each worker's world. Raises UsageError if the cluster has no room, or this machine lacks the device."""
 
     def __init__(self, job: VirtualJob, timeline: EventQueue, reporter: Reporter) -> None:
         cluster = job.cluster
@@ -76,10 +69,8 @@ class Worlds:
         ]
 
     def of(self, rank: int, process: Process, *, before_step: Callable[[], None]) -> World:
-        """
-        Args:
-            before_step: called when a step's computing begins; may raise to end the worker.
-        """
+        """The world of a rank. `before_step` is called when a step's computing begins, and may raise to end the
+        worker."""
         job = self._job
         local_ranks = next(ranks for ranks in self.places.ranks_by_host if rank in ranks)
         collective = self._collective(rank, process)

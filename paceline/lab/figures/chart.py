@@ -168,11 +168,8 @@ def canvas(*, x_title: str, y_title: str, height_px: int = HEIGHT_PX) -> go.Figu
 
 
 def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **settings: Any) -> go.Scatter:
-    """A line with marks in the style of what it is of.
-
-    Args:
-        settings: of the trace besides; `line` and `marker` add to what they are by default.
-    """
+    """A line with marks. `settings` are of the trace; `line` and `marker` among them add to what they are by
+    default."""
     line = {"color": style.colour, "dash": style.dash, "width": width, **settings.pop("line", {})}
     marker = {"symbol": style.marker, "size": size, "color": style.colour, **settings.pop("marker", {})}
     given = {"mode": "lines+markers", "name": plain(name), "legendgroup": plain(name), **settings}

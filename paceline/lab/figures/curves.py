@@ -192,11 +192,7 @@ def _arrivals(pace: pd.DataFrame) -> pd.DataFrame:
 def _draw(
     plot: go.Figure, bands: Mapping[str, Band], styles: Mapping[str, Style], *, mean_along_x: bool = False
 ) -> None:
-    """Spreads below, then lines, with a few markers each so that they can be told apart without colour.
-
-    Args:
-        mean_along_x: draw the means, and their spread, along the horizontal axis.
-    """
+    """Spreads below, then lines, with a few markers each so that they can be told apart without colour."""
     across, up = ("y", "x") if mean_along_x else ("x", "y")
     for name, found in bands.items():
         outline = {

@@ -35,11 +35,8 @@ class FlopCount(TorchDispatchMode):
 
 @final
 class ForwardCount:
-    """Counts one forward pass of `model`, from its construction to `end`.
-
-    Args:
-        parameters: whose layers' parts are to be told apart.
-    """
+    """Counts one forward pass, from its construction to `end`, and tells the parts of these parameters' layers
+    apart."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._model, self._mode = model, FlopCount()

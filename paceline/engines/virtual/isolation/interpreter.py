@@ -47,11 +47,7 @@ def kept() -> Iterator[None]:
 
 @contextmanager
 def sleeping(sleep: Callable[[float], bool]) -> Iterator[None]:
-    """`time.sleep` takes virtual time where the caller lives in it.
-
-    Args:
-        sleep: takes so many seconds; returns false where the caller lives in real time.
-    """
+    """`time.sleep` asks `sleep`, which takes virtual time, and sleeps itself where that returns false."""
     real = time.sleep
 
     def either(duration_s: float, /) -> None:

@@ -42,10 +42,7 @@ class _NumpyState:
             self._numbers = None if content is None or self._whole["has_gauss"] else content[0]
 
     def restore(self, present: "_NumpyState | None") -> None:
-        """
-        Args:
-            present: the state in place, just saved; none where that is not known.
-        """
+        """`present`: the state in place, just saved; none where that is not known."""
         if self._numbers is not None and present is not None and present._numbers is not None:
             memory = _numpy_memory(get_bit_generator())
             assert memory is not None, "present was saved from it"
@@ -128,10 +125,7 @@ class RandomState:
         self._main: ModuleType | None = sys.modules.get("__main__")
 
     def restore(self, present: "RandomState | None" = None) -> None:
-        """
-        Args:
-            present: the state in place, just saved; none where that is not known.
-        """
+        """`present`: the state in place, just saved; none where that is not known."""
         torch.default_generator.set_state(self._torch)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)

@@ -9,13 +9,8 @@ from paceline.engines.virtual.network.patterns import Pattern, Round
 
 @final
 class Exchange:
-    """Sends a pattern's messages over the network; each rank sends its own once it takes part.
-
-    Args:
-        host_of: each rank's host.
-        pattern: who sends how much to whom.
-        on_done: called with each rank when its last round is over.
-    """
+    """Sends a pattern's messages; each rank sends its own once it takes part. `on_done` is told when its last round is
+    over."""
 
     def __init__(
         self, network: Network, host_of: Sequence[int], pattern: Pattern, on_done: Callable[[int], None]

@@ -193,7 +193,7 @@ def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:
 
 
 def non_finite(*, rank: int, step: int, parameter: str | None) -> NonFiniteGradient:
-    """The error for a gradient that is not finite, here or (without a name) on another rank."""
+    """The error for a gradient that is not finite, on this rank or (without a name) on another."""
     where = f"of parameter {parameter!r} on rank {rank}" if parameter else f"on another rank than {rank}"
     return NonFiniteGradient(
         f"step {step}: the gradient {where} is not finite; nothing of it was applied "

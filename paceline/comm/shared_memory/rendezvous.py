@@ -2,12 +2,13 @@
 
 import os
 import select
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, final
 
-from paceline.comm.base import Timing
+from paceline.comm.base import NonFinite, Timing
 from paceline.comm.rank_errors import disagreement, late
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
@@ -24,6 +25,7 @@ _NUM_WORDS = 32
 _REASON = slice(128, 1024)
 _SIGNATURES_START = 1024
 _SIGNATURE_STRIDE = 32
+_FOUND = struct.Struct("<HxxI")  # behind a signature: 1 + the rank of what is not finite, if anything, and the element
 NUM_SIGNATURES = 256
 PAGE_BYTES = 16384
 
@@ -181,6 +183,21 @@ class Rendezvous:
         self._control.buffer[_signature_place(number)] = signature.raw
         self.arrived.set(number)
         self._signal()
+
+    def tell(self, number: int, found: NonFinite | None) -> None:
+        """Write what this rank has found in its share of step `number`, before it finishes."""
+        rank, element = (0, 0) if found is None else (1 + found.rank, min(found.element, _MASK))
+        _FOUND.pack_into(self._control.buffer, _signature_place(number).stop, rank, element)
+
+    def found(self, number: int) -> NonFinite | None:
+        """What the first rank has found that has found anything; all have finished step `number`."""
+        pages = [*self._pages]
+        pages.insert(self.rank, self._control.buffer)
+        for page in pages:
+            rank, element = _FOUND.unpack_from(page, _signature_place(number).stop)
+            if rank:
+                return NonFinite(element, rank - 1)
+        return None
 
     def finish(self, number: int) -> None:
         """Publish that this rank neither reads nor writes for step `number` any more."""

@@ -38,8 +38,8 @@ class HierarchicalCollective(Collective):
     Tensors in memory from `allocate` are reduced where they lie, small ones from anywhere through staging slots. Large
     tensors that lie elsewhere, and all other operations, go through a flat gloo group of the whole world.
 
-    Errors name ranks of the world. The ranks of a host compare what they all-reduce; hosts do not. One thread at a time may
-    use a collective, except for `abort`.
+    Errors name the world's ranks. The ranks of a host compare what they all-reduce; hosts do not. One thread at a time
+    may use a collective, except for `abort`.
     """
 
     def __init__(

@@ -62,6 +62,7 @@ class Pauses:
         if evaluates or saves or all_done:
             self._look_at_global_model(reports, evaluates=evaluates, saves=saves, is_last=all_done)
         self._agree(reports)
+        cadence.plan()
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
         collective.set_deadline(run.config.deadline_s)

@@ -192,11 +192,7 @@ class Rendezvous:
         self._signal()
 
     def require_agreement(self, number: int, signature: Signature) -> None:
-        """Compare signatures of a step at which all have arrived.
-
-        Raises:
-            TensorMismatch: on every rank, naming the first two ranks that differ and what each asked for.
-        """
+        """Compare signatures of a step at which all have arrived. Raises TensorMismatch with two that differ."""
         place = _signature_place(number)
         if all(page[place] == signature.raw for page in self._pages):
             return

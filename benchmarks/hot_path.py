@@ -117,8 +117,15 @@ def _repeated(loader: Any) -> Iterator[Any]:
 
 
 def work(
-    rank: int, size: int, line: Connection, done: Any, model: str, batch_size: int, names: Sequence[str],
-    rounds: int, steps: int,
+    rank: int,
+    size: int,
+    line: Connection,
+    done: Any,
+    model: str,
+    batch_size: int,
+    names: Sequence[str],
+    rounds: int,
+    steps: int,
 ) -> None:
     """A worker process: windows of `steps` steps of each contender, in turn; sends the seconds of each round."""
     share_cores(size)
@@ -140,7 +147,9 @@ def work(
         line.send(took_s)
 
 
-def measure(*, model: str, batch_size: int, workers: int, names: Sequence[str], rounds: int, steps: int) -> list[dict[str, float]]:
+def measure(
+    *, model: str, batch_size: int, workers: int, names: Sequence[str], rounds: int, steps: int
+) -> list[dict[str, float]]:
     """Seconds a step of each contender, one dictionary a round: the mean over workers."""
     context = multiprocessing.get_context("spawn")
     done = context.RawArray("q", workers)

@@ -205,10 +205,8 @@ _ZIP_MAGIC = b"PK"  # of torch's format; a pickle begins with another byte
 def encode_object(value: Any) -> Tensor:
     """Plain data as a uint8 tensor: as a pickle that names no class, or with tensors in torch's weights-only format.
 
-    The first takes 10 microseconds there and back, the second 400.
-
-    Raises:
-        TypeError: the value would need free unpickling at the other end.
+    The first takes 10 microseconds there and back, the second 400. Raises TypeError if the value would need free
+    unpickling.
     """
     with contextlib.suppress(pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError):
         plain = pickle.dumps(value, protocol=4)

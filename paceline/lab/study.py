@@ -12,6 +12,7 @@ from typing import final
 
 from rich.console import Console
 
+from paceline import durable
 from paceline.engines.standing import Watcher
 from paceline.errors import UsageError
 from paceline.lab import gathering, runner, verdict
@@ -20,7 +21,7 @@ from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import OUTCOME_FILE, Position, StudyWatcher, TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking
-from paceline.running import durable, watching
+from paceline.running import watching
 from paceline.running.launch import Quiet
 from paceline.strategies.base import Strategy
 
@@ -197,7 +198,6 @@ def _taken(directory: Path, spec: StudySpec) -> StudySpec:
     elif any(not entry.name.startswith(".") for entry in directory.iterdir()):
         raise UsageError(f"{directory} is not empty and holds no study; give another --out")
     content = {"spec": spec.to_json(), "command": spec.command(out=directory), "paceline": version("paceline")}
-    partial = directory / f".{SPEC_FILE}.partial"
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    durable.replace(partial, directory / SPEC_FILE)
+    with durable.whole(directory / SPEC_FILE) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return spec

@@ -162,10 +162,7 @@ def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManag
 
 
 def check_engine(engine: str, *, cluster: object | None, address: str | None) -> None:
-    """
-    Raises:
-        UsageError: there is no such engine, it lacks something, or something asked for has no effect with it.
-    """
+    """Raises UsageError if there is no such engine, it lacks something, or something has no effect with it."""
     if engine not in get_args(EngineChoice):
         raise unknown("engine", engine, get_args(EngineChoice))
     if engine == "ray":
@@ -196,11 +193,7 @@ def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program
 
 
 def read_script(script: str | Path, arguments: Sequence[str]) -> Script:
-    """A script as it lies there now.
-
-    Raises:
-        UsageError: it cannot be read, or is not Python.
-    """
+    """A script as it lies there now. Raises UsageError if it cannot be read, or is not Python."""
     path = Path(script)
     try:
         source = path.read_text(encoding="utf-8-sig")

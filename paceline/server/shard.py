@@ -170,11 +170,8 @@ class Shard:
         return list(self._answers())
 
     def wait(self, worker: int, *, pause_at: int) -> list[Answer]:
-        """The worker asks for admission (again) without a gradient.
-
-        Raises:
-            ProtocolError: the worker has left, or its last gradient is still waiting for others.
-        """
+        """The worker asks for admission (again) without a gradient. Raises ProtocolError if the worker has left, or
+        its last gradient is still waiting for others."""
         self._rule.require_active(worker)
         _, given = self._waiting.get(worker, (0, None))
         if given is not None and self._rule.is_held(given.sender):
@@ -196,11 +193,7 @@ class Shard:
         return list(self._answers())
 
     def join(self, worker: int) -> int:
-        """The worker takes part from here on; returns the clock at which it does.
-
-        Raises:
-            ProtocolError: it does already.
-        """
+        """The worker takes part from here on; returns its clock. Raises ProtocolError if it does already."""
         self._rule.join(worker)
         self.pulled(worker)
         return self._rule.clock_of(worker)

@@ -166,11 +166,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        """This worker's live half. Collective call.
-
-        Raises:
-            UsageError: the strategy cannot honour something the optimizer or the model asks for.
-        """
+        """This worker's live half. Collective call. Raises UsageError if the strategy cannot honour something the
+        optimizer or the model asks for."""
 
     def validate(self) -> None:
         """Raise UsageError for a value that is out of range or has no effect."""

@@ -161,10 +161,7 @@ class ServerSynchronizer(Synchronizer):
             )
 
     def _is_nonfinite(self) -> bool:
-        """
-        Raises:
-            NonFiniteGradient: a gradient is not finite and the option says so.
-        """
+        """Raises NonFiniteGradient if a gradient is not finite and the option says so."""
         if self._nonfinite == "allow":
             return False
         own, self._combining.culprit = self._combining.culprit, None

@@ -82,11 +82,8 @@ def as_model_file(weights: Mapping[str, Tensor]) -> bytes:
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int, seed: int) -> None:
-    """Set the model to the checkpoint's.
-
-    Raises:
-        UsageError: the checkpoint is of another model, or of a run that this one cannot go on with.
-    """
+    """Set the model to the checkpoint's. Raises UsageError if the checkpoint is of another model, or of a run that
+    this one cannot go on with."""
     if len(checkpoint.workers) != num_workers:
         raise UsageError(
             f"the checkpoint was taken with {len(checkpoint.workers)} workers, this run has {num_workers}; "

@@ -50,10 +50,7 @@ class WorkerRun:
 
     @property
     def prepared(self) -> Prepared:
-        """
-        Raises:
-            UsageError: the script has not called `prepare`.
-        """
+        """Raises UsageError if the script has not called `prepare`."""
         if self._prepared is None:
             raise UsageError("call worker.prepare(model, optimizer, loader) first")
         return self._prepared

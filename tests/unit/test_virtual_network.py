@@ -66,7 +66,6 @@ def test_the_least_bandwidth_of_a_path_counts_once() -> None:
     Network(timeline, lambda source, destination: path).send(0, 1, M, lambda: None)
     timeline.run()
     assert timeline.now_s == pytest.approx(6e-3 + M / B, rel=1e-9)
-    assert [link.busy_s for link in path] == pytest.approx([M / B / 10, M / B, M / B / 20])
 
 
 def test_two_directions_do_not_disturb_each_other() -> None:
@@ -258,7 +257,6 @@ def test_hierarchical_exchange_crosses_the_network_once_a_host() -> None:
     timeline.run()
     in_memory_s = 3 * M / 10e9
     assert timeline.now_s == pytest.approx(2 * in_memory_s + 4 * M / (3 * B), rel=1e-3)
-    assert next(link for link in topology.links if link.name == "host-0 up").moved_bytes == pytest.approx(4 / 3 * M)
 
 
 def test_an_oversubscribed_rack_and_core_are_the_bottleneck() -> None:

@@ -132,11 +132,7 @@ class ServerLine:
         return _split(self._segment.buffer[_REQUEST_START : _REQUEST_START + self._words[_REQUEST_BYTES]])
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Answer the last request.
-
-        Raises:
-            ValueError: the answer is too large for a line.
-        """
+        """Answer the last request. Raises ValueError if the answer is too large for a line."""
         raw = _join(frames)
         if len(raw) > _CAPACITY_BYTES:
             raise ValueError(f"an answer of {len(raw)} bytes does not fit the line's {_CAPACITY_BYTES}")

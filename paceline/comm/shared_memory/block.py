@@ -66,11 +66,7 @@ class SharedBlock:
 
     @classmethod
     def open(cls, address: BlockAddress) -> "SharedBlock":
-        """The block that another process made and announced.
-
-        Raises:
-            PeerLost: that process is gone, closed its descriptor, or runs on another host or in another PID namespace.
-        """
+        """Another process's block. Raises PeerLost if that is gone, or has another host or PID namespace."""
         path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -41,11 +41,8 @@ class SharedMemoryCollective(ByteCollective):
 
     @staticmethod
     def prepare() -> SharedBlock:
-        """This rank's own memory. Its `address` goes to every rank, which then builds the collective with all of them.
-
-        Raises:
-            OSError: there is no descriptor or no address space left.
-        """
+        """This rank's own memory, whose `address` every rank needs to build the collective. Raises OSError if there is
+        no descriptor or no address space left."""
         control = SharedBlock.create(_CONTROL_BYTES)
         Rendezvous.prepare(control)
         return control

@@ -128,7 +128,7 @@ class Pipeline:
             raise
         except BaseException as error:
             # A step that ended halfway cannot be taken up again: tell the others at once.
-            self._rendezvous.leave(Aborted(f"rank {self._rendezvous.rank} failed with {error!r}"))
+            self._rendezvous.leave(Aborted(f"rank {self._rendezvous.name} failed with {error!r}"))
             raise
         if advanced:
             self._timing.communication_s += time.perf_counter() - started_s

@@ -139,9 +139,13 @@ class Rendezvous:
         control: SharedBlock,
         deadline_s: float | None,
         timing: Timing,
+        names: Sequence[int] | None = None,
     ) -> None:
+        """`names`: what errors call the ranks, where that is not their numbers here."""
         self.rank = rank
         self.size = len(addresses)
+        self._names = names or range(self.size)
+        self.name = self._names[rank]
         self.peers: dict[int, _Peer] = {}
         self._others: tuple[memoryview, ...] = ()  # their words
         self._pages: tuple[memoryview, ...] = ()
@@ -161,7 +165,7 @@ class Rendezvous:
         try:
             for other, address in enumerate(addresses):
                 if other != rank:
-                    self.peers[other] = _Peer(other, address)
+                    self.peers[other] = _Peer(self._names[other], address)
         except BaseException:
             self.close()
             raise
@@ -205,17 +209,13 @@ class Rendezvous:
         self._signal()
 
     def require_agreement(self, number: int, signature: Signature) -> None:
-        """Compare signatures of a step at which all have arrived.
-
-        Raises:
-            TensorMismatch: on every rank, naming the first two ranks that differ and what each asked for.
-        """
+        """Compare signatures of a step at which all have arrived. Raises TensorMismatch with two that differ."""
         place = _signature_place(number)
         if all(page[place] == signature.raw for page in self._pages):
             return
         raws = [bytes(page[place]) for page in self._pages]
         raws.insert(self.rank, signature.raw)
-        self.fail(disagreement({rank: str(Signature.unpack(raw)) for rank, raw in enumerate(raws)}))
+        self.fail(disagreement({name: str(Signature.unpack(raw)) for name, raw in zip(self._names, raws, strict=True)}))
 
     def check(self) -> None:
         """Raise if the rendezvous has failed or was aborted or closed."""
@@ -342,11 +342,11 @@ class Rendezvous:
         peer = self.peers[rank]
         reason = peer.departure()
         why = f"it left ({reason})" if reason is not None else f"its process {peer.pid} ended"
-        self.fail(PeerLost(f"rank {rank} is lost: {why} during {obstacle.signature}"))
+        self.fail(PeerLost(f"rank {self._names[rank]} is lost: {why} during {obstacle.signature}"))
 
     def _exceed(self, obstacle: Obstacle) -> None:
         if missing := obstacle.missing():
-            self.fail(late(missing, str(obstacle.signature), self.deadline_s))
+            self.fail(late([self._names[rank] for rank in missing], str(obstacle.signature), self.deadline_s))
 
 
 def _signature_place(number: int) -> slice:

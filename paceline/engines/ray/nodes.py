@@ -104,10 +104,7 @@ def _connect(address: str | None, directory: str | None) -> None:
 
 
 def _require_listener(address: str) -> None:
-    """
-    Raises:
-        OSError: nobody listens there; Ray itself would try for a minute and more.
-    """
+    """Raises OSError if nobody listens there; Ray itself would try for a minute and more."""
     host, _, port = address.rpartition(":")
     if port.isdigit():
         socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=_CONNECT_S).close()
@@ -133,10 +130,7 @@ def _local_directory() -> Iterator[str]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """
-    Raises:
-        OSError: another process holds it.
-    """
+    """Raises OSError if another process holds it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -61,11 +61,8 @@ class ProbeActor:
 
 
 def probe(address: str | None) -> list[HostReport]:
-    """Look at every host of the cluster, or of a local one started for this.
-
-    Raises:
-        RunFailed: there is no cluster, or it does not run processes.
-    """
+    """Look at every host of the cluster, or of a local one started for this. Raises RunFailed if there is no
+    cluster, or it does not run processes."""
     with connected(address):
         hosts = nodes()
         actors = []

@@ -63,10 +63,8 @@ def all_gather(size: int, bytes_of: Mapping[int, float]) -> Pattern:
     """Bruck's: in round j a rank sends all it has, up to 2**j tensors, to the rank 2**j before it.
 
     Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS
-    8(11), 1997, section 4: ceil(log2 n) rounds, and no byte more than has to be sent.
-
-    Args:
-        bytes_of: what each rank gives; a rank's is looked up once it takes part.
+    8(11), 1997, section 4: ceil(log2 n) rounds, and no byte more than has to be sent. A rank's bytes are looked up once
+    it takes part.
     """
 
     def rounds(rank: int) -> Iterator[Round]:

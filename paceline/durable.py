@@ -12,7 +12,7 @@ def whole(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
-        os.replace(partial, path)
+        replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from paceline.comm.algorithms.pieces import pieces_of, wait_for
 from paceline.comm.base import Collective, Work
 
-# The last rank has its last piece as many pieces after the root has sent all as ranks lie between them.
-PIECE_BYTES = 2**20
+# The last rank has everything as many pieces later than the next one as ranks lie between them: 44.7 MB to 8 hosts at
+# 100 Mbit/s took 4.7 s in pieces of 1 MiB and 4.6 s in these, and half of them gained no more.
+PIECE_BYTES = 2**19
 
 
 def is_worth_a_chain(num_bytes: float, *, size: int) -> bool:

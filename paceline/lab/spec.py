@@ -11,7 +11,7 @@ from typing import Any
 from paceline.cluster.placement import place
 from paceline.config import RunConfig, Target
 from paceline.engines.ray.nodes import chosen_address
-from paceline.engines.scripting import Script
+from paceline.engines.scripting import Script, read_script
 from paceline.errors import UsageError
 from paceline.lab.variant import Variant
 from paceline.lab.virtual_cluster import VirtualCluster
@@ -114,7 +114,7 @@ class StudySpec:
         """
         if not isinstance(script, str | Path):
             raise UsageError(f"a study takes the path of a script, not {script!r}; functions are for paceline.run")
-        program = launch.read_script(script, arguments)
+        program = read_script(script, arguments)
         spec = cls(
             script=program.path,
             script_sha256=_digest(program),
@@ -132,7 +132,7 @@ class StudySpec:
 
     def read_script(self) -> Script:
         """The script, for all trials to run. Raises UsageError if it cannot be read or its text has changed."""
-        script = launch.read_script(self.script, self.arguments)
+        script = read_script(self.script, self.arguments)
         if _digest(script) != self.script_sha256:
             raise UsageError(f"the script {self.script} has changed since this study was made; give another --out")
         return script

@@ -15,14 +15,14 @@ from paceline.config import DeviceChoice, RunConfig
 from paceline.engines.ray import probes
 from paceline.engines.ray.nodes import Node, chosen_address, connected, nodes
 from paceline.engines.ray.supervisor import Job, Supervisor
-from paceline.engines.scripting import Program, Script
+from paceline.engines.scripting import Program, Script, read_script
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.probing import fitting
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
 from paceline.records import EventRecord, read_records
-from paceline.running.launch import own_environment, read_script
+from paceline.running.launch import own_environment
 
 _DEADLINE_S = 60.0
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective
 from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import TensorSpec
@@ -78,6 +79,23 @@ def require_same_tensors(replica: Replica, collective: Collective) -> None:
         for index, (first, other) in enumerate(zip_longest(everyone[0], theirs, fillvalue="nothing")):
             if first != other:
                 raise TensorMismatch(f"parameter {index} differs: rank 0 has {first}, rank {rank} has {other}")
+
+
+def copy_from_first(model: nn.Module, collective: Collective) -> None:
+    """Give every rank rank 0's parameters and buffers, as one tensor. Collective call.
+
+    Raises:
+        TensorMismatch: on every rank: the models take different numbers of bytes.
+    """
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    flats = [flatten(tensor, device_type=tensor.device.type, is_target=True) for tensor in tensors]
+    own = [flat.view(torch.uint8) for flat, _ in flats]
+    whole = torch.cat(own)
+    collective.broadcast(whole)
+    for mine, first, (_, copy_back) in zip(own, whole.split([mine.numel() for mine in own]), flats, strict=True):
+        mine.copy_(first)
+        if copy_back is not None:
+            copy_back()
 
 
 def require_same_parameters(replica: Replica) -> None:

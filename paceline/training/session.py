@@ -15,7 +15,7 @@ from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy
-from paceline.strategies.replica import describe, require_same_tensors
+from paceline.strategies.replica import copy_from_first, describe, require_same_tensors
 from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence
@@ -79,8 +79,7 @@ class Session:
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
         if context.size > 1:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                context.collective.broadcast(tensor.data)
+            copy_from_first(model, context.collective)
         sharded = self._sharded(loader)
         context.pacing.watch(replica)
         synchronizer = self.run.strategy.bind(context, replica)

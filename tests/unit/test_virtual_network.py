@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster.description import Cluster, Compute, Hosts, Racks, Site
 from paceline.cluster.placement import place
+from paceline.comm.algorithms.chain import PIECE_BYTES
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.network import patterns
 from paceline.engines.virtual.network.exchange import Exchange
@@ -172,10 +173,19 @@ def test_bruck_all_gather_is_minimal_in_rounds_and_bytes(num_ranks: int) -> None
 
 
 @pytest.mark.parametrize(("num_ranks", "root"), [(2, 1), (5, 3), (8, 0), (9, 4)])
-def test_binomial_broadcast(num_ranks: int, root: int) -> None:
-    expected_s = math.ceil(math.log2(num_ranks)) * (M / B + 50e-6)
-    took_s = exchange_s(num_ranks, patterns.broadcast(num_ranks, root, M), latency_us=50.0)
+def test_small_broadcast_goes_down_a_binomial_tree(num_ranks: int, root: int) -> None:
+    num_bytes = PIECE_BYTES
+    expected_s = math.ceil(math.log2(num_ranks)) * (num_bytes / B + 50e-6)
+    took_s = exchange_s(num_ranks, patterns.broadcast(num_ranks, root, num_bytes), latency_us=50.0)
     assert took_s == pytest.approx(expected_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_ranks", "root"), [(2, 1), (5, 3), (8, 0), (9, 4)])
+def test_large_broadcast_goes_along_a_chain(num_ranks: int, root: int) -> None:
+    num_bytes = 40.5 * PIECE_BYTES
+    expected_s = (num_bytes + (num_ranks - 2) * PIECE_BYTES) / B
+    took_s = exchange_s(num_ranks, patterns.broadcast(num_ranks, root, num_bytes))
+    assert took_s == pytest.approx(expected_s, rel=0.02)
 
 
 @pytest.mark.parametrize("num_workers", [2, 5, 10])

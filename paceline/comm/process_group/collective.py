@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Store
 
+from paceline.comm.algorithms.chain import chain, is_worth_a_chain
 from paceline.comm.arguments import timeout_of
 from paceline.comm.base import ReduceOp, Timing, Work
 from paceline.comm.byte_collective import ByteCollective
@@ -103,6 +104,9 @@ class TorchCollective(ByteCollective):
         if any(theirs != signature.raw for theirs in told):
             said = [str(Signature.unpack(theirs)) for theirs in told]
             self.fail(disagreement(dict(zip(self._names, said, strict=True))))
+        if not self._is_nccl and is_worth_a_chain(raw.numel(), size=self.size):  # NCCL's own is a pipeline already
+            chain(self, raw, root=root)
+            return
         options = dist.BroadcastOptions()
         options.rootRank = root
         self._run(signature, lambda: self._group.broadcast([raw], options), raw.numel())

@@ -39,10 +39,13 @@ def chosen_address(address: str | None) -> str | None:
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[None]:
+def connected(address: str | None, *, num_workers: int = 0) -> Iterator[None]:
     """A connection to the cluster at the chosen address, or to one started here that ends with the run.
 
     A connection that the calling process already has is used and left as it is.
+
+    Args:
+        num_workers: for so many members, but at most one a core, a Ray that is started here has a process ready.
 
     Raises:
         UsageError: the calling process is connected to another cluster.
@@ -59,7 +62,7 @@ def connected(address: str | None) -> Iterator[None]:
         try:
             # Ray that is interrupted while it starts can crash the process; a second Ctrl-C takes that risk.
             with hold_back_interrupts(patience=1), keep_handlers():
-                _connect(address, directory)
+                _connect(address, directory, num_workers=num_workers)
             yield
         finally:
             with hold_back_interrupts():
@@ -78,7 +81,7 @@ def _is_same(address: str, own: str) -> bool:
         return False
 
 
-def _connect(address: str | None, directory: str | None) -> None:
+def _connect(address: str | None, directory: str | None, *, num_workers: int) -> None:
     # Without these, Ray prints a notice about accelerators for every start, and one about every process that died.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -91,8 +94,7 @@ def _connect(address: str | None, directory: str | None) -> None:
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=directory,
-                # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
-                _system_config={"worker_niceness": 0},
+                _system_config=_system_config(min(cores, num_workers)),
                 **common,
             )
         else:
@@ -101,6 +103,18 @@ def _connect(address: str | None, directory: str | None) -> None:
     except Exception as error:
         where = "start a local Ray" if address is None else f"connect to Ray at {address}"
         raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error
+
+
+def _system_config(num_ready: int) -> dict[str, Any]:
+    # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
+    config: dict[str, Any] = {"worker_niceness": 0}
+    if num_ready > 0:
+        # Processes load what members need while Ray still starts: torch, and the part of it that the first optimizer
+        # would load. Ray would start one a core, so their number is limited, by how many may start at a time.
+        config["enable_worker_prestart"] = True
+        config["worker_maximum_startup_concurrency"] = num_ready
+        config["preload_python_modules"] = ["paceline.engines.ray.actors", "torch._dynamo"]
+    return config
 
 
 def _require_listener(address: str) -> None:

@@ -1,7 +1,10 @@
 """Who sends how much to whom in a collective operation, round by round."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+from paceline.comm.algorithms.chain import PIECE_BYTES, is_worth_a_chain
 
 
 class Round(NamedTuple):
@@ -80,7 +83,28 @@ def all_gather(size: int, bytes_of: Mapping[int, float]) -> Pattern:
 
 
 def broadcast(size: int, root: int, num_bytes: float) -> Pattern:
-    """A binomial tree: in round j the 2**j ranks that have the tensor send it to as many others."""
+    """As between real hosts: along a chain where that is worth it, else down a binomial tree."""
+    pattern = _chain if is_worth_a_chain(num_bytes, size=size) else _binomial_tree
+    return pattern(size, root, num_bytes)
+
+
+def _chain(size: int, root: int, num_bytes: float) -> Pattern:
+    """As `comm.algorithms.chain`: every rank passes each piece on to the next one."""
+    num_pieces = math.ceil(num_bytes / PIECE_BYTES)
+
+    def rounds(rank: int) -> Iterator[Round]:
+        previous, following = (rank - 1) % size, (rank + 1) % size
+        for number in range(num_pieces):
+            if rank != root:
+                yield Round((), (previous,))
+            if following != root:
+                yield Round(((following, min(PIECE_BYTES, num_bytes - number * PIECE_BYTES)),), ())
+
+    return rounds
+
+
+def _binomial_tree(size: int, root: int, num_bytes: float) -> Pattern:
+    """In round j the 2**j ranks that have the tensor send it to as many others."""
 
     def rounds(rank: int) -> Iterator[Round]:
         place = (rank - root) % size

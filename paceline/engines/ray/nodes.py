@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
+from paceline.engines.ray.tokens import own_token, require_token_mode, users_token
 from paceline.errors import RunFailed, UsageError
 
 # Tensors never go through Ray's object store, so a local cluster gets the smallest that Ray allows.
@@ -41,27 +42,31 @@ def chosen_address(address: str | None) -> str | None:
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[None]:
+def connected(address: str | None, *, insecure: bool = False) -> Iterator[None]:
     """A connection to the cluster at the chosen address, or to one started here that ends with the run.
 
     A connection that the calling process already has is used and left as it is.
 
+    Args:
+        insecure: the cluster may be one that takes work from anybody, without a token.
+
     Raises:
-        UsageError: the calling process is connected to another cluster.
+        UsageError: the calling process is connected to another cluster, or the cluster asks for no token.
         RunFailed: the cluster does not answer; the message says what was tried.
     """
     if ray.is_initialized():
         own = str(ray.get_runtime_context().gcs_address)
         if address is not None and not _is_same(address, own):
             raise UsageError(f"this process is connected to Ray at {own}, not at {address}; call ray.shutdown() first")
+        require_token_mode(own, insecure=insecure)
         yield
         return
     address = chosen_address(address)
-    with _local_directory() if address is None else nullcontext() as directory:
+    with ExitStack() as until_disconnected:
         try:
             # Ray that is interrupted while it starts can crash the process; a second Ctrl-C takes that risk.
             with hold_back_interrupts(patience=1), keep_handlers():
-                _connect(address, directory)
+                _connect(address, until_disconnected, insecure=insecure)
             yield
         finally:
             with hold_back_interrupts():
@@ -80,26 +85,30 @@ def _is_same(address: str, own: str) -> bool:
         return False
 
 
-def _connect(address: str | None, directory: str | None) -> None:
+def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bool) -> None:
     # Without these, Ray prints a notice about accelerators for every start, and one about every process that died.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     try:
         if address is None:
+            until_disconnected.enter_context(own_token())
             cores = len(os.sched_getaffinity(0))
             ray.init(
                 address="local",
                 num_cpus=cores,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=directory,
+                _temp_dir=until_disconnected.enter_context(_local_directory()),
                 # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
                 _system_config={"worker_niceness": 0},
                 **common,
             )
         else:
             _require_listener(address)
+            until_disconnected.enter_context(users_token(address, insecure=insecure))
             ray.init(address=address, **common)
+    except UsageError:
+        raise
     except Exception as error:
         where = "start a local Ray" if address is None else f"connect to Ray at {address}"
         raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error

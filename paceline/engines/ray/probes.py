@@ -62,13 +62,14 @@ class ProbeActor:
         return problems
 
 
-def probe(address: str | None) -> list[HostReport]:
+def probe(address: str | None, *, insecure: bool = False) -> list[HostReport]:
     """Look at every host of the cluster, or of a local one started for this.
 
     Raises:
+        UsageError: as `connected`.
         RunFailed: there is no cluster, or it does not run processes.
     """
-    with connected(address):
+    with connected(address, insecure=insecure):
         hosts = nodes()
         actors = []
         for host in hosts:

@@ -20,6 +20,7 @@ from typing import Protocol, cast
 import filelock
 import psutil
 
+from paceline import durable
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.config import DeviceChoice
 from paceline.engines.ray.nodes import connected
@@ -29,7 +30,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.lab.frames import FAILED, FINISHED
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
-from paceline.running import durable, launch
+from paceline.running import launch
 
 TRIALS = "trials"
 OUTCOME_FILE = "trial.json"

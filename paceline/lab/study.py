@@ -14,6 +14,7 @@ from typing import final
 
 from rich.console import Console
 
+from paceline import durable
 from paceline.engines.standing import Watcher
 from paceline.errors import UsageError
 from paceline.lab import gathering, runner, verdict
@@ -22,7 +23,7 @@ from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import OUTCOME_FILE, Position, StudyWatcher, TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking
-from paceline.running import durable, watching
+from paceline.running import watching
 from paceline.running.launch import Quiet
 from paceline.strategies.base import Strategy
 

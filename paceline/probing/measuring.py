@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from paceline import durable
 from paceline.cluster.description import Cluster
 from paceline.cluster.writing import as_toml
 from paceline.comm.wire import Keys
@@ -23,7 +24,6 @@ from paceline.probing import fitting
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
 from paceline.records import EventRecord, read_records
-from paceline.running import durable
 from paceline.running.launch import own_environment, read_script
 
 _DEADLINE_S = 60.0

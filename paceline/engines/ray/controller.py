@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any, final
 
 import zmq
 
+from paceline import durable
 from paceline.comm.run_store import StoreKeeper
 from paceline.comm.wire import Keys, Listener
 from paceline.engines.ray.control import LauncherAddress
@@ -132,21 +132,13 @@ class Controller:
         """Whole or not at all: a full disk leaves the file that was there before."""
         name = str(message.body.get("name"))
         error: str | None = None
-        target = self._directory / name
-        partial = target.with_suffix(target.suffix + ".partial")
         try:
             if name not in _FILES:
                 raise WireError(f"refused to write {name!r}")
-            with partial.open("wb") as file:
-                for frame in message.payload:
-                    file.write(frame.buffer if isinstance(frame, zmq.Frame) else frame)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
+            with durable.whole(self._directory / name) as partial, partial.open("wb") as file:
+                file.writelines(map(raw_bytes, message.payload))
         except (OSError, WireError) as failure:
             error = _reason(failure, self._directory)
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
         self._listener.send(identity.encode(), Message(Kind.FILE_WRITTEN, self._epoch, body={"error": error}))
 
     def _guarded(self, write: Callable[[], None]) -> None:

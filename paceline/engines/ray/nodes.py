@@ -23,6 +23,7 @@ from paceline.errors import RunFailed, UsageError
 # Tensors never go through Ray's object store, so a local cluster gets the smallest that Ray allows.
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 _CONNECT_S = 5.0
+_PLACE = Path("/tmp")  # the paths of sockets must be short
 _PREFIX = "paceline-ray-"
 
 
@@ -128,16 +129,16 @@ def _require_listener(address: str) -> None:
 def _local_directory() -> Iterator[str]:
     """A place for a local Ray's sockets and logs, which Ray itself would leave behind.
 
-    In /tmp, because the paths of sockets must be short. Locked while in use: those that a killed launcher left are
-    removed here.
+    Locked while in use: those that a killed launcher of the same user left are removed here.
     """
-    for left in Path("/tmp").glob(f"{_PREFIX}*"):
+    for left in _PLACE.glob(f"{_PREFIX}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
-    directory = tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")
-    with _locked(Path(directory)):
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=_PLACE))  # a name that nobody clears up, until it is locked
+    with _locked(made):
+        directory = made.rename(made.with_name(made.name.removeprefix(".")))
         try:
-            yield directory
+            yield str(directory)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -146,10 +147,12 @@ def _local_directory() -> Iterator[str]:
 def _locked(directory: Path) -> Iterator[None]:
     """
     Raises:
-        OSError: another process holds it.
+        OSError: another process holds it, or it is no directory of this user's.
     """
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{directory} is another user's")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:

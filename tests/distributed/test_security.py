@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.namespaces import Network, network
+from benchmarks.namespaces import Network
 from tests.distributed.harness import PACELINE, SCRIPTS, TRAIN, Command, is_training, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 NOBODY = 65534
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 TOKEN, CURVE, NOTHING = "Ray's token", "CURVE with the run's keys", "nothing but the network"
 EVERY, OWN = "every address", "own address"
 TRAINING = ["--steps", "100000", "--step-s", "0.02"]  # longer than any test: it is ended
@@ -122,17 +121,6 @@ def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> Non
     assert "saved at iteration" in command.wait()
 
 
-@pytest.fixture
-def hosts() -> Iterator[Network]:
-    """Three on a switch."""
-    try:
-        with network(3) as net:
-            yield net
-    except SystemExit as reason:
-        pytest.skip(str(reason))
-
-
-@AS_ROOT
 @pytest.mark.slow
 def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -66,7 +66,7 @@ def test_a_cluster_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         for token in (None, "0" * 64):
             if token is not None:
                 monkeypatch.setenv("RAY_AUTH_TOKEN", token)
-            with pytest.raises(UsageError, match="asks for no token.*--insecure"):
+            with pytest.raises(UsageError, match=r"asks for no token.*--insecure"):
                 join(address)
             join(address, insecure=True)
 

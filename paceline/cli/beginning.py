@@ -1,7 +1,5 @@
 """Ray's start beside the imports that a run needs: either takes seconds, and neither waits for the other."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading
@@ -15,7 +13,7 @@ _HEAVY = "paceline.running.launch"
 
 
 @contextmanager
-def ray_beside_imports(*, engine: str, address: str | None, num_workers: int) -> Iterator[None]:
+def ray_beside_imports(*, engine: str, address: str | None, insecure: bool, num_workers: int) -> Iterator[None]:
     """Load torch and what a run needs of Paceline and, for the Ray engine, meanwhile connect to Ray, or start it.
 
     Where torch is loaded already, Ray is left to the run.
@@ -29,7 +27,7 @@ def ray_beside_imports(*, engine: str, address: str | None, num_workers: int) ->
     # Ray's start has the main thread, since signals must be held back meanwhile.
     loading = threading.Thread(target=_import, name="paceline-imports", daemon=True)
     loading.start()
-    with connected(address, num_workers=num_workers):
+    with connected(address, insecure=insecure, num_workers=num_workers):
         loading.join()
         cli.load(_HEAVY)
         yield

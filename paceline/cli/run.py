@@ -33,6 +33,7 @@ def run(
         str | None,
         typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here for the run)."),
     ] = None,
+    insecure: common_options.Insecure = False,
     max_steps: Annotated[int | None, typer.Option(help="End after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End after so many seconds of training.")] = None,
     eval_every: common_options.EvalEvery = None,
@@ -71,7 +72,7 @@ def run(
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
     program = read_script(script, arguments or ())
     crowding.warn(console, workers, engine=engine, address=address)
-    with beginning.ray_beside_imports(engine=engine, address=address, num_workers=workers):
+    with beginning.ray_beside_imports(engine=engine, address=address, insecure=insecure, num_workers=workers):
         from paceline.running import launch
         from paceline.strategies import build, parse_options
 
@@ -99,6 +100,7 @@ def run(
                     engine=cast(launch.EngineChoice, engine),
                     cluster=cluster,
                     address=address,
+                    insecure=insecure,
                     max_steps=max_steps,
                     max_time_s=max_time,
                     eval_every=eval_every,

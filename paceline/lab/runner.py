@@ -143,7 +143,7 @@ def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_fai
     try:
         _clear_left_behind(study)
         while left:
-            with connected(spec.address) if spec.engine == "ray" else nullcontext():
+            with connected(spec.address, insecure=spec.insecure) if spec.engine == "ray" else nullcontext():
                 _run_until_failure(spec, script, study, watcher, left, done)
     except KeyboardInterrupt:
         raise StudyInterrupted(
@@ -218,6 +218,7 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         engine=cast(launch.EngineChoice, spec.engine),
         cluster=spec.cluster.content if spec.cluster is not None else None,
         address=spec.address,
+        insecure=spec.insecure,
         max_steps=spec.max_steps,
         max_time_s=spec.max_time_s,
         eval_every=spec.eval_every,

@@ -19,7 +19,7 @@ from paceline.running import launch
 from paceline.strategies.base import Strategy
 
 _EXTENSIBLE = ("strategies", "workers", "seeds")
-_INCIDENTAL = ("script", "address", "deadline_s")
+_INCIDENTAL = ("script", "address", "insecure", "deadline_s")
 """May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
 trial may hang, which no trial that has finished did."""
 
@@ -75,6 +75,8 @@ class StudySpec:
     """How long any wait for a peer may take."""
     address: str | None = None
     """Address of a Ray cluster; none: one is started on this machine. A study may go on at another address."""
+    insecure: bool = False
+    """The cluster may be one that takes work from anybody, without a token."""
 
     def __post_init__(self) -> None:
         for name in _EXTENSIBLE:
@@ -213,7 +215,14 @@ class StudySpec:
             "--out": out,
         }
         given = [str(part) for option, value in options.items() if value is not None for part in (option, value)]
-        return ["paceline", "compare", self.script, *given, *(["--", *self.arguments] if self.arguments else [])]
+        return [
+            "paceline",
+            "compare",
+            self.script,
+            *given,
+            *(["--insecure"] if self.insecure else []),
+            *(["--", *self.arguments] if self.arguments else []),
+        ]
 
     def is_part_of(self, other: "StudySpec") -> bool:
         """Whether no strategy, number of workers or seed is asked for that the other does not have."""

@@ -75,6 +75,7 @@ class Study:
         engine: str = "ray",
         cluster: str | Path | None = None,
         address: str | None = None,
+        insecure: bool = False,
         arguments: Sequence[str] = (),
         retry_failed: bool = False,
         watcher: StudyWatcher | None = None,
@@ -89,7 +90,8 @@ class Study:
             strategies: names, with options as in `ps-bsp:servers=2`, or objects such as `ParameterServer(servers=2)`.
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
-            target, max_steps, max_time_s, eval_every, device, deadline_s, address, arguments: as for `paceline.run`.
+            target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments: as for
+                `paceline.run`.
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
             retry_failed: run those trials again that failed.
@@ -117,6 +119,7 @@ class Study:
             engine=engine,
             cluster=cluster,
             address=address,
+            insecure=insecure,
         )
         return cls.conduct(spec, Path(out), watcher=watcher, retry_failed=retry_failed)
 

@@ -51,6 +51,7 @@ def run(
     engine: EngineChoice = "ray",
     cluster: str | Path | Cluster | None = None,
     address: str | None = None,
+    insecure: bool = False,
     max_steps: int | None = None,
     max_time_s: float | None = None,
     eval_every: int | None = None,
@@ -75,6 +76,7 @@ def run(
             simulated too.
         cluster: of the virtual engine: a TOML file, the name of one that comes with Paceline, or what either holds.
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
+        insecure: the cluster may be one that takes work from anybody, without a token.
         max_steps, max_time_s, target: what ends the run before the script does.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
@@ -131,7 +133,7 @@ def run(
                 gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)
         _write_manifest(directory, described)
-        with watched as watcher, connected(address, num_workers=workers):
+        with watched as watcher, connected(address, insecure=insecure, num_workers=workers):
             if kept is not None:
                 truncate(directory, iteration=kept)
             environment = own_environment() if chosen_address(address) is not None else {}

@@ -176,7 +176,7 @@ class ParameterService:
 
 def _address(numbers: Any, *, least_bytes: int) -> BlockAddress:
     """Raises WireError if these are not the numbers of a segment of at least that size."""
-    is_plain = isinstance(numbers, list) and len(numbers) == 3 and all(type(n) is int and n >= 0 for n in numbers)
+    is_plain = isinstance(numbers, list) and len(numbers) == 4 and all(type(n) is int and n >= 0 for n in numbers)
     if not is_plain or numbers[2] < least_bytes:
         raise WireError(f"refused {numbers!r} as the address of {least_bytes} bytes of shared memory")
     return BlockAddress(*numbers)

@@ -95,11 +95,13 @@ class _Peer:
         self.rank = rank
         self.pid = address.pid
         try:
-            self.block = SharedBlock.open(address)
             self.pidfd = os.pidfd_open(address.pid)
         except ProcessLookupError:
             raise PeerLost(f"rank {rank} is lost: its process {address.pid} ended before all ranks had met") from None
+        try:
+            self.block = SharedBlock.open(address)  # after: another process with the peer's number has not its memory
         except PeerLost as error:
+            os.close(self.pidfd)
             raise PeerLost(f"rank {rank} is lost: {error}") from None
         self._process = select.poll()
         self._process.register(self.pidfd, select.POLLIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
@@ -23,8 +24,10 @@ from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.evaluation import Evaluation
+from paceline.training.handouts import Handouts
+from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
-from paceline.training.sharding import RankBatch, ShardedLoader
+from paceline.training.sharding import Part, Place, ShardedLoader
 from paceline.training.worker_run import Prepared, WorkerRun
 
 
@@ -58,7 +61,8 @@ class Session:
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
         self._has_finished = False
-        self._batch_samples = 0
+        self._thread = threading.get_ident()
+        self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
 
@@ -90,7 +94,9 @@ class Session:
         if synchronizer.facts:
             self.run.tell("tuned", synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
-        self.run.prepare(Prepared(replica, synchronizer, sharded, account, extra))
+        handouts = Handouts(model, replica.parameters, rank=context.rank, set_weight=synchronizer.set_weight)
+        self.run.prepare(Prepared(replica, synchronizer, sharded, handouts, account, extra))
+        self._lone_samples = LoneSamples(model, rank=context.rank)
         self._take_over(optimizer)
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
@@ -135,6 +141,7 @@ class Session:
         """The script is done: wait for the others, evaluate and save. Collective call."""
         if self._has_finished or not self.run.is_prepared:
             return
+        self._require_readable()
         self._has_finished = True
         self._ensure_started()
         self.run.clock.pause()
@@ -145,6 +152,7 @@ class Session:
         while not self.pauses.meet(is_done=True):
             pass
         synchronizer.close()
+        self.run.prepared.handouts.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -172,9 +180,10 @@ class Session:
         """One step, and its record: what of its time was computing, moving tensors, and waiting for others."""
         run, prepared = self.run, self.run.prepared
         self._begin_step()
+        samples = prepared.handouts.begin_step()
         returned: list[object] = []
         outcome = prepared.synchronizer.step(lambda: returned.append(update()), pause_at=self._cadence.next_pause())
-        samples, self._batch_samples = self._batch_samples, 0
+        prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
         share = prepared.account.close_step()
@@ -198,6 +207,7 @@ class Session:
         return returned[0] if returned else None
 
     def _begin_step(self) -> None:
+        self._require_readable()
         self._ensure_started()
         self._settle()
         if self.run.has_ended:
@@ -246,16 +256,45 @@ class Session:
             rank=context.rank,
             size=context.size,
             seed=self.run.config.seed,
-            on_return=self._settle,
-            on_batch=self._on_batch,
+            on_return=self._on_return,
+            on_part=self._on_part,
             on_position=self._on_position,
-            should_stop=lambda: self.run.has_ended,
+            should_stop=lambda: self.run.has_ended or self._refusal is not None,
+            gather=context.collective.all_gather_object,
+            lock_step=self.run.strategy.traits.lock_step,
         )
 
-    def _on_batch(self, batch: RankBatch) -> None:
-        self._ensure_started()
-        self._batch_samples += len(batch.indices)
-        self.run.prepared.synchronizer.set_weight(batch.weight)
+    def _on_return(self) -> None:
+        if not self._is_elsewhere:
+            self.run.prepared.handouts.look_back()
+            self._settle()
+            return
+        is_stream = isinstance(self.run.prepared.loader.dataset, IterableDataset)
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.lock_step):
+            # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
+            self._refusal = UsageError(
+                f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
+                "itself, and ranks could not agree on a stream's end; loop over the loader itself, and give the "
+                "DataLoader num_workers to read ahead"
+            )
+
+    def _on_part(self, part: Part, place: Place) -> None:
+        if not self._is_elsewhere:
+            self._ensure_started()
+        if not self.run.strategy.traits.is_synchronous:
+            part = part._replace(weight=1.0)  # every gradient is an update of its own
+        if part.num_samples == 1:
+            self._lone_samples.expect(place)
+        self.run.prepared.handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the caller is a thread that reads the loader for the script, while the script itself may train."""
+        return threading.get_ident() != self._thread
+
+    def _require_readable(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
 
     def _on_position(self) -> None:
         """The script has come to where the checkpoint was taken."""

@@ -13,6 +13,7 @@ from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
+from paceline.training.handouts import Handouts
 from paceline.training.sharding import ShardedLoader
 
 
@@ -24,6 +25,7 @@ class Prepared:
     replica: Replica
     synchronizer: Synchronizer
     loader: ShardedLoader
+    handouts: Handouts
     account: Account
     extra: dict[str, Any]
     """What else a checkpoint holds, by name."""

@@ -54,7 +54,7 @@ class _CombinedBatches:
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         for parts in zip(*(part.batches(epoch) for part in self._parts), strict=True):
-            indices = [index for part in parts for index in part.indices]
+            indices = [index for part in parts for index in part.samples]
             yield self._loader.collate_fn([self._loader.dataset[index] for index in indices])
 
     def __len__(self) -> int:
@@ -63,15 +63,7 @@ class _CombinedBatches:
 
 def part_of(loader: DataLoader[Any], rank: int, num_workers: int, seed: int) -> ShardedLoader:
     """One worker's part of the data."""
-    return ShardedLoader(
-        loader,
-        rank=rank,
-        size=num_workers,
-        seed=seed,
-        on_batch=lambda batch: None,
-        on_position=lambda: None,
-        should_stop=lambda: False,
-    )
+    return ShardedLoader(loader, rank=rank, size=num_workers, seed=seed)
 
 
 @functools.cache

@@ -32,6 +32,8 @@ class Pace(Pacing):
         before_step: called when a forward pass begins; may raise to end the worker.
     """
 
+    is_simulated = True
+
     def __init__(
         self,
         process: Process,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.training.sharding import ShardedLoader
 
@@ -33,7 +33,12 @@ class Reference:
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], **stateful: Any
-    ) -> tuple[nn.Module, torch.optim.Optimizer, _CombinedBatches]:
+    ) -> tuple[nn.Module, torch.optim.Optimizer, _CombinedBatches | DataLoader[Any]]:
+        if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.sampler, Sized):
+            assert loader.batch_size is not None
+            sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+            combined = self.num_workers * loader.batch_size
+            return model, optimizer, DataLoader(loader.dataset, batch_size=combined, sampler=sampler)
         return model, optimizer, _CombinedBatches(loader, self.num_workers, self._seed)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -225,7 +225,8 @@ ODD = (
     ),
     Odd("a stream", partial(train, loader=stream)),
     Odd("a stream, one ahead", partial(train, loader=stream, way=ahead)),
-    Odd("a stream, two loader workers", partial(train, loader=partial(stream, num_workers=2))),
+    # The tests' processes must not start others.
+    Odd("a stream, two loader workers", partial(train, loader=partial(stream, num_workers=2)), only_on="virtual"),
     Odd("a stream that splits itself", partial(train, loader=partial(stream, splits=True))),
     Odd(
         "an endless stream",

@@ -65,7 +65,7 @@ class Checkpoints:
                 seed=run.config.seed,
                 strategy=_kind(run.strategy),
                 extra=own.extra,
-                data=run.prepared.loader.identity(),
+                data=run.prepared.loader.identity,
             )
             run.reporter.save(FILE_NAME, checkpoint.encode())
             run.tell("checkpoint", {"file": FILE_NAME}, at_s=time_s)

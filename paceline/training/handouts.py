@@ -118,7 +118,7 @@ class Handouts:
             self._set_weight(candidates[0].weight)
         if len(candidates) > 1:
             self._look_at_inputs()
-        elif self._look is not None:
+        elif self._look is not None and self._num_ahead != math.inf:
             self._look.remove()
             self._look = None
 
@@ -127,7 +127,11 @@ class Handouts:
             self._look = self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._known is not None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if self._num_ahead == math.inf:  # another thread asks for batches, so only this lies between two
+            self.look_back()
+        if self._known is not None:
             return
         self._known = self._found(tensors_in([arguments, settings]))
         handed = self._known or self._expected(self._out)

@@ -206,6 +206,7 @@ ODD = (
         refusal=NOT_TOLD,
     ),
     Odd("in a thread", partial(train, way=in_thread), only_on="processes"),
+    Odd("in a thread, accumulating", partial(train, way=in_thread, accumulates=True), only_on="processes"),
     Odd("in a thread, virtually", partial(train, way=in_thread), samples=None, refusal=IN_THREAD, only_on="virtual"),
     Odd("without the first", partial(train, way=partial(without, numbers=(0,))), samples=(91 - 8) * NUM_EPOCHS),
     Odd("without some", partial(train, way=partial(without, numbers=(3, 4, 8))), samples=(91 - 24) * NUM_EPOCHS),

@@ -320,7 +320,7 @@ def test_resuming_yields_exactly_the_rest(done: int, num_workers: int) -> None:
     straight = Watched(make(), rank=1, size=2)
     all_epochs = [straight.epoch() for _ in range(4)]
     resumed = Watched(make(), rank=1, size=2)
-    resumed.loader.resume_at(Place(2, done), resumed.loader.identity())
+    resumed.loader.resume_at(Place(2, done), resumed.loader.identity)
     assert resumed.epoch() == []
     assert resumed.epoch() == []
     assert resumed.positions == 0

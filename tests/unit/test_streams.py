@@ -110,7 +110,7 @@ def dealt(make: Callable[[], DataLoader[Any]], size: int, *, place: Place | None
     """All ranks' loaders of a stream that every rank reads."""
     loaders = [ShardedLoader(make(), rank=rank, size=size, seed=3) for rank in range(size)]
     for loader in loaders if place else []:
-        loader.resume_at(place or Place(0, 0), loader.identity())
+        loader.resume_at(place or Place(0, 0), loader.identity)
     return loaders
 
 
@@ -269,7 +269,7 @@ def test_a_stream_that_splits_itself_goes_on_where_it_was(num_workers: int) -> N
     def program(first: int) -> Callable[[int, Any], Any]:
         def work(rank: int, gather: Any) -> Any:
             loader, _ = own(130, rank, 2, gather, num_workers=num_workers)
-            loader.resume_at(Place(1, first), loader.identity())
+            loader.resume_at(Place(1, first), loader.identity)
             return [read(loader), read(loader), read(loader)]
 
         return work
@@ -293,7 +293,7 @@ def test_a_data_set_that_knows_where_it_is_goes_on_by_itself(num_workers: int) -
     for done in (3, 7):
         data = make()
         resumed = ShardedLoader(data, rank=1, size=2, seed=0)
-        resumed.resume_at(places[done - 1], whole.identity())
+        resumed.resume_at(places[done - 1], whole.identity)
         assert read(resumed) == batches[done:]
         assert data.dataset.at == 60 or num_workers  # type: ignore[attr-defined]
 

@@ -23,7 +23,15 @@ def leaves_in(thing: Any) -> Iterator[Any]:
 
 
 def tensors_in(thing: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_in(thing) if isinstance(leaf, Tensor)]
+    """The tensors in nested lists, tuples and mappings. Lists of numbers or text, which may be long, hold none."""
+    if isinstance(thing, Tensor):
+        return [thing]
+    parts = list(thing.values()) if isinstance(thing, Mapping) else thing
+    if not isinstance(parts, list | tuple) or (
+        isinstance(parts, list) and parts and isinstance(parts[0], int | float | str)
+    ):
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def num_samples_in(item: Any) -> int:

@@ -67,7 +67,9 @@ class ShardedLoader:
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
         self._num_idle_epochs = 0
-        _require_same(self.identity(), gather)
+        self.identity = self._source.identity()
+        """What tells this data from other data, by name."""
+        _require_same(self.identity, gather)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -83,17 +85,13 @@ class ShardedLoader:
         assert isinstance(self._source, Orders)
         return list(self._source.batches(epoch))
 
-    def identity(self) -> dict[str, Any]:
-        """What tells this data from other data, by name."""
-        return self._source.identity()
-
     def resume_at(self, place: Place, identity: dict[str, Any]) -> None:
         """Skip to a checkpoint's place in the data.
 
         Raises:
             UsageError: the checkpoint was taken with other data or batches, in which the place would be another.
         """
-        own = self.identity()
+        own = self.identity
         for name, value in identity.items():
             if own.get(name) != value:
                 raise UsageError(

@@ -49,7 +49,7 @@ class Handouts:
         self._known: _Handed | None = None  # what the model is computing on
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self._num_samples = 0
-        self._has_trained = self._has_gradient = False
+        self._has_gradient = False
         self._look: RemovableHandle | None = None
         self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in parameters]
 
@@ -82,19 +82,14 @@ class Handouts:
             self._has_gradient = False
             self._train()
 
-    def begin_step(self) -> int:
-        """The samples that the step is made of. Raises UsageError as `look_back` does."""
-        self.look_back()
-        if not self._has_trained:  # the optimizer computes gradients itself
-            self._train()
+    def end_step(self) -> int:
+        """The samples that the step was made of. Raises UsageError as `look_back` does."""
+        self.look_back()  # the optimizer may have computed gradients itself
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._out.popleft()
-        num_samples, self._num_samples, self._has_trained = self._num_samples, 0, False
-        return num_samples
-
-    def end_step(self) -> None:
-        self._has_gradient = False
         self._weigh()
+        num_samples, self._num_samples = self._num_samples, 0
+        return num_samples
 
     def place(self, after: Place) -> Place:
         """Where the first batch is that is out, or else the next one, `after`."""
@@ -158,7 +153,6 @@ class Handouts:
         return among[-1] if self._num_ahead == 0 else among[0]
 
     def _train(self) -> None:
-        self._has_trained = True
         known, self._known = self._known, None
         if known is None and len({handed.weight for handed in self._candidates()}) > 1:
             raise UsageError(self._dilemma())

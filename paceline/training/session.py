@@ -180,10 +180,10 @@ class Session:
         """One step, and its record: what of its time was computing, moving tensors, and waiting for others."""
         run, prepared = self.run, self.run.prepared
         self._begin_step()
-        samples = prepared.handouts.begin_step()
+        prepared.handouts.look_back()
         returned: list[object] = []
         outcome = prepared.synchronizer.step(lambda: returned.append(update()), pause_at=self._cadence.next_pause())
-        prepared.handouts.end_step()
+        samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
         share = prepared.account.close_step()

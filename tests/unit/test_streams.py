@@ -118,44 +118,50 @@ def merged(of_ranks: list[list[list[int]]]) -> list[list[int]]:
     return [list(itertools.chain(*group)) for group in zip(*of_ranks, strict=True)]
 
 
-def test_a_stream_is_dealt_out_as_one_process_reads_it() -> None:
-    @given(
-        num_samples=st.integers(4, 90),
-        batch_size=st.integers(1, 7),
-        size=st.integers(1, 4),
-        drop_last=st.booleans(),
-        first=st.integers(0, 5),
-    )
-    @settings(deadline=None, max_examples=50)
-    def check(num_samples: int, batch_size: int, size: int, drop_last: bool, first: int) -> None:
-        def make(batch_size: int = batch_size) -> DataLoader[Any]:
-            return DataLoader(Stream(num_samples, shuffles=True), batch_size=batch_size, drop_last=drop_last)
+@given(
+    num_samples=st.integers(4, 90),
+    batch_size=st.integers(1, 7),
+    size=st.integers(1, 4),
+    drop_last=st.booleans(),
+    first=st.integers(0, 5),
+)
+@settings(deadline=None, max_examples=50)
+def test_a_stream_is_dealt_out_as_one_process_reads_it(
+    num_samples: int, batch_size: int, size: int, drop_last: bool, first: int
+) -> None:
+    def make(batch_size: int = batch_size) -> DataLoader[Any]:
+        return DataLoader(Stream(num_samples, shuffles=True), batch_size=batch_size, drop_last=drop_last)
 
-        whole = merged([read(loader) for loader in dealt(make, size)])
-        samples = [sample for batch in whole for sample in batch]
-        num_dropped = num_samples % (batch_size * size) if drop_last else 0
-        assert len(samples) == len(set(samples)) == num_samples - num_dropped
-        alone = read(ShardedLoader(make(batch_size * size), rank=0, size=1, seed=3))
-        is_joined = not drop_last and 0 < num_samples % (batch_size * size) < size
-        assert whole == ([*alone[:-2], alone[-2] + alone[-1]] if is_joined else alone)
-        rest = merged([read(loader) for loader in dealt(make, size, place=Place(0, first))])
-        assert rest == whole[first:]
-
-    check()
+    whole = merged([read(loader) for loader in dealt(make, size)])
+    samples = [sample for batch in whole for sample in batch]
+    num_dropped = num_samples % (batch_size * size) if drop_last else 0
+    assert len(samples) == len(set(samples)) == num_samples - num_dropped
+    alone = read(ShardedLoader(make(batch_size * size), rank=0, size=1, seed=3))
+    is_joined = not drop_last and 0 < num_samples % (batch_size * size) < size
+    assert whole == ([*alone[:-2], alone[-2] + alone[-1]] if is_joined else alone)
+    rest = merged([read(loader) for loader in dealt(make, size, place=Place(0, first))])
+    assert rest == whole[first:]
 
 
-@pytest.mark.parametrize("num_samples", [1, 24, 29, 31])
-@pytest.mark.parametrize("first", [0, 2])
-def test_loader_workers_take_a_streams_batches_in_turn(num_samples: int, first: int) -> None:
-    def make(num_workers: int) -> DataLoader[Any]:
-        return DataLoader(Stream(num_samples, shuffles=True), batch_size=3, num_workers=num_workers)
-
-    size = 1 if num_samples == 1 else 2
-
+@given(
+    num_samples=st.integers(3, 60),
+    batch_size=st.integers(1, 5),
+    size=st.integers(1, 3),
+    num_workers=st.integers(1, 2),
+    first=st.integers(0, 3),
+)
+@settings(deadline=None, max_examples=8)
+def test_loader_workers_take_a_streams_batches_in_turn(
+    num_samples: int, batch_size: int, size: int, num_workers: int, first: int
+) -> None:
     def batches(num_workers: int) -> list[list[int]]:
-        return merged([read(loader) for loader in dealt(lambda: make(num_workers), size, place=Place(0, first))])
+        def make() -> DataLoader[Any]:
+            data = Stream(num_samples, shuffles=True)
+            return DataLoader(data, batch_size=batch_size, num_workers=num_workers)
 
-    assert batches(2) == batches(0)
+        return merged([read(loader) for loader in dealt(make, size, place=Place(0, first))])
+
+    assert batches(num_workers) == batches(0)
 
 
 def test_epochs_differ_and_repeat() -> None:

@@ -11,6 +11,7 @@ from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
+from paceline.training.handouts import Handouts
 from paceline.training.sharding import ShardedLoader
 
 
@@ -22,6 +23,7 @@ class Prepared:
     replica: Replica
     synchronizer: Synchronizer
     loader: ShardedLoader
+    handouts: Handouts
     account: Account
     extra: dict[str, Any]
     """What else a checkpoint holds, by name."""

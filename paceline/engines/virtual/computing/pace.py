@@ -24,6 +24,8 @@ class Pace(Pacing):
     layers whose gradients it holds would be done.
     """
 
+    is_simulated = True
+
     def __init__(
         self,
         process: Process,

@@ -1,7 +1,5 @@
 """Which batch a script trains on: the one that it was handed last, unless it reads ahead or leaves batches out."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import deque

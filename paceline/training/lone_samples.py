@@ -1,7 +1,5 @@
 """Says which batch it was where batch norm is left with one value a channel."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 import torch

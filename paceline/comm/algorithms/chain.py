@@ -1,7 +1,5 @@
 """Broadcast along a chain of ranks: every link carries the tensor once each way, however many ranks there are."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from paceline.comm.algorithms.pieces import pieces_of, wait_for

@@ -1,7 +1,5 @@
 """Opening what another process of this host has open, if it is still what that process announced."""
 
-from __future__ import annotations
-
 import os
 
 from paceline.errors import PeerLost

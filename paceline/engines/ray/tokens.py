@@ -1,7 +1,5 @@
 """Ray's token, without which a cluster takes no work: made for a Ray that is started here, asked of every other."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator

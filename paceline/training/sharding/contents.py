@@ -1,7 +1,5 @@
 """What a batch or a sample holds, whatever it is made of."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any

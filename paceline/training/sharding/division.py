@@ -1,7 +1,5 @@
 """Batches dealt out to ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

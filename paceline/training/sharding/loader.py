@@ -1,7 +1,5 @@
 """The loader that a script gets: its rank's part of the data, epoch after epoch, until the run ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """One rank's part of a global batch, as it comes from its source, and its place in the data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """Reads a stream in a loader worker, or in the script's own process, and takes this rank's part of it."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The script's DataLoader over another data set or sampler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

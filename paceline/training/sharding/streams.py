@@ -8,8 +8,6 @@ Where the data set splits itself, lock-step ranks look some batches ahead and te
 have: the stream that ends first ends the epoch for all, and every batch has its weight.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator

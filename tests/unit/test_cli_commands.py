@@ -59,12 +59,12 @@ import contextlib, sys
 from paceline.cli import beginning
 seen = []
 @contextlib.contextmanager
-def connected(address, *, num_workers):
+def connected(address, *, insecure, num_workers):
     seen.append((address, num_workers, "paceline.running.result" in sys.modules))
     yield
     seen.append("ended")
 beginning.connected = connected
-with beginning.ray_beside_imports(engine={engine!r}, address="there", num_workers=3):
+with beginning.ray_beside_imports(engine={engine!r}, address="there", insecure=False, num_workers=3):
     assert "paceline.running.launch" in sys.modules
     assert "ended" not in seen
 assert seen == ([("there", 3, False), "ended"] if {starts} else []), seen

@@ -24,6 +24,12 @@ class _Handed:
     weight: float
     tensors: tuple[weakref.ref[Tensor], ...]
 
+    @property
+    def memory(self) -> list[range]:
+        """Where those of its tensors lie that the script still holds."""
+        alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
+        return [range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in alive]
+
 
 @final
 class Handouts:
@@ -65,6 +71,7 @@ class Handouts:
             self._look_at_inputs()
             return
         self.look_back()
+        self._known = None
         if place.num_batches_done == 0:
             self._num_ahead = None
         self._out.append(handed)
@@ -102,8 +109,7 @@ class Handouts:
 
     def _candidates(self) -> list[_Handed]:
         """What the script may train on next. One that reads ahead may use a batch twice before it takes the next."""
-        is_ahead = bool(self._num_ahead) and self._last is not None
-        return [*([self._last] if is_ahead and self._last else []), *self._out]
+        return [*([self._last] if self._num_ahead and self._last else []), *self._out]
 
     def _weigh(self) -> None:
         candidates = self._candidates()
@@ -124,7 +130,7 @@ class Handouts:
             return
         if self._num_ahead == math.inf:  # another thread asks for batches, so only this lies between two
             self.look_back()
-        if self._known is not None:
+        elif self._known is not None:
             return
         self._known = self._found(tensors_in([arguments, settings]))
         handed = self._known or self._expected(self._out)
@@ -133,11 +139,12 @@ class Handouts:
 
     def _found(self, inputs: list[Tensor]) -> _Handed | None:
         candidates = self._candidates()
-        memories = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        for handed in reversed(candidates):
-            alive = [tensor for ref in handed.tensors if (tensor := ref()) is not None]
-            if any(tensor.untyped_storage().data_ptr() in memories for tensor in alive):
-                return handed
+        starts = [tensor.data_ptr() for tensor in inputs]
+        sharing = [
+            handed for handed in candidates if any(start in memory for memory in handed.memory for start in starts)
+        ]
+        if len(sharing) == 1:
+            return sharing[0]
         lengths = {len(tensor) for tensor in inputs if tensor.dim()}
         as_long = [handed for handed in candidates if handed.num_samples in lengths]
         if len({handed.weight for handed in as_long}) != 1:

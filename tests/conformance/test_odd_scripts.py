@@ -146,6 +146,16 @@ class Endless(Sampler[int]):
         return itertools.cycle(range(NUM_SAMPLES))
 
 
+def slices(worker: Any) -> DataLoader[Any]:
+    """Batches that all lie in one memory."""
+    whole = samples(NUM_SAMPLES).tensors
+
+    def collate(numbers: list[int]) -> list[Tensor]:
+        return [tensor[numbers[0] : numbers[-1] + 1] for tensor in whole]
+
+    return DataLoader(range(NUM_SAMPLES), batch_size=BATCH_SIZE, collate_fn=collate)  # type: ignore[arg-type]
+
+
 def stream(worker: Any, *, is_endless: bool = False, splits: bool = False, num_workers: int = 0) -> DataLoader[Any]:
     share = {"rank": worker.rank, "size": worker.size} if splits else {}
     return DataLoader(Stream(is_endless=is_endless, **share), batch_size=BATCH_SIZE, num_workers=num_workers)
@@ -193,6 +203,7 @@ IN_THREAD = r"rank \d reads the loader in another thread"
 ODD = (
     Odd("plain", train),
     Odd("one ahead", partial(train, way=ahead)),
+    Odd("one ahead, in one memory", partial(train, way=ahead, loader=slices)),
     Odd("three ahead", partial(train, way=partial(ahead, depth=3))),
     Odd("in chunks", partial(train, way=in_chunks)),
     Odd("one ahead, copied", partial(train, way=partial(ahead, copies=True))),

@@ -71,7 +71,7 @@ WAYS: dict[str, Script] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("done", [7, 12, 17])
+@pytest.mark.parametrize("done", [7, *(pytest.param(done, marks=pytest.mark.slow) for done in (12, 17))])
 def test_a_resumed_run_takes_the_batches_that_come_next(way: str, done: int, tmp_path: Path) -> None:
     check_resumed(virtual_engine, WAYS[way], done, tmp_path)
 

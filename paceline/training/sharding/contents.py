@@ -21,9 +21,9 @@ def leaves_in(thing: Any) -> Iterator[Any]:
 
 
 def tensors_in(thing: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and mappings. Lists of numbers or text, which may be long, hold none."""
+    """The dense tensors in nested lists, tuples and mappings. Lists of numbers, which may be long, hold none."""
     if isinstance(thing, Tensor):
-        return [thing]
+        return [thing] if thing.layout is torch.strided and not thing.is_nested else []
     parts = list(thing.values()) if isinstance(thing, Mapping) else thing
     if not isinstance(parts, list | tuple) or (
         isinstance(parts, list) and parts and isinstance(parts[0], int | float | str)

@@ -39,7 +39,8 @@ class Node:
 
 def chosen_address(address: str | None) -> str | None:
     """The one given, or what Ray's own variable RAY_ADDRESS says; none: no cluster is named."""
-    return address or os.environ.get("RAY_ADDRESS") or None
+    named = address or os.environ.get("RAY_ADDRESS")
+    return None if named in ("", "local") else named
 
 
 @contextmanager

@@ -80,7 +80,10 @@ def opened(path):
 
 told = json.loads(sys.argv[1])
 if told["user"] is not None:
-    "".encode("idna")  # what is imported late lies where this user may not read
+    # What is imported at first use lies where this user may not read.
+    zeromq("127.0.0.1", 1, has_keys=True)
+    ray("127.0.0.1", 1, None)
+    "".encode("idna")
     os.setgroups([])
     os.setgid(told["user"])
     os.setuid(told["user"])

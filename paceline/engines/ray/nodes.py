@@ -94,13 +94,14 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
     try:
         if address is None:
             until_disconnected.enter_context(own_token())
+            directory = until_disconnected.enter_context(_local_directory())
             cores = len(os.sched_getaffinity(0))
             ray.init(
                 address="local",
                 num_cpus=cores,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=until_disconnected.enter_context(_local_directory()),
+                _temp_dir=os.path.join(directory, "ray"),  # Ray lets everybody into the one that it is given
                 # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
                 _system_config={"worker_niceness": 0},
                 **common,

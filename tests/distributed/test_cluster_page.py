@@ -46,7 +46,9 @@ class Machines:
         """
         known = {"FIRST": (first or self.first).address, "HOME": str(self.home(host))}
         net = replace(self._net, environment={**self._net.environment, **known})
-        return net.run(host, ["bash", "-ec", f"cd {self._directory}\n{commands}"], timeout_s=TIMEOUT_S)
+        all_cores = f"taskset --all-tasks --pid --cpu-list 0-{(os.cpu_count() or 1) - 1} $$ > /dev/null"
+        script = f"{all_cores}\ncd {self._directory}\n{commands}"
+        return net.run(host, ["bash", "-ec", script], timeout_s=TIMEOUT_S)
 
     def bring_token(self) -> None:
         theirs = self.home(self.second) / ".ray"

@@ -63,10 +63,9 @@ def listening(pids: Sequence[int], *, own: str) -> dict[Socket, list[int]]:
     return found
 
 
-def told(ports: Sequence[tuple[str, int]], *, pids: Sequence[int] = (), user: int | None = None) -> list[str]:
+def told(ports: Sequence[tuple[str, int]], *, paths: Sequence[str] = (), user: int | None = None) -> list[str]:
     """The command of a stranger who tries these."""
-    paths = ["/tmp/paceline-ray-*", "/tmp/paceline-ray-*/session_latest/sockets"]
-    given = {"ports": ports, "pids": list(pids), "paths": paths if pids else [], "user": user}
+    given = {"ports": ports, "paths": list(paths), "user": user}
     return [sys.executable, str(SCRIPTS / "stranger.py"), json.dumps(given)]
 
 
@@ -77,6 +76,14 @@ def require_that_nobody_got_in(said: Mapping[str, Any], protections: Mapping[str
         answers = said["answers"][port]
         assert "ANSWERED" not in answers, (port, protection, answers)
         assert ("UNAUTHENTICATED" in answers) == (protection == TOKEN), (port, protection, answers)
+
+
+def private_paths(pids: Sequence[int]) -> list[str]:
+    """What belongs to the processes of a run alone."""
+    paths = [f"/proc/{pid}/{name}" for pid in pids for name in ("environ", "fd", "mem")]
+    commands = " ".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+    (directory,) = set(re.findall(r"/tmp/paceline-ray-\w+", commands))
+    return [*paths, directory, f"{directory}/ray", f"{directory}/ray/session_latest/sockets"]
 
 
 def num_steps(out: Path) -> int:
@@ -112,7 +119,7 @@ def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> Non
     protections = {f"{own_address()}:{port}": table()[socket] for socket, ports in found.items() for port in ports}
     users = [None, NOBODY] if os.geteuid() == 0 else [None]
     for user in users:
-        asked = told(ports, pids=pids if user is not None else (), user=user)
+        asked = told(ports, paths=private_paths(pids) if user is not None else (), user=user)
         done = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
         require_that_nobody_got_in(json.loads(done.stdout), protections)

@@ -45,20 +45,18 @@ def join(address: str, *, insecure: bool = False) -> None:
 
 
 def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with own_token():
+    with own_token(), cluster() as address, monkeypatch.context() as changed:
+        join(address)
         token = os.environ["RAY_AUTH_TOKEN"]
-        with cluster() as address:
+        changed.setenv("RAY_AUTH_TOKEN", "0" * 64)
+        with pytest.raises(UsageError, match="here is another"):
             join(address)
-            monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-            with pytest.raises(UsageError, match="here is another"):
-                join(address)
-            monkeypatch.delenv("RAY_AUTH_TOKEN")
-            with pytest.raises(UsageError, match="here is none"):
-                join(address, insecure=True)
-            (tmp_path / ".ray").mkdir()
-            (tmp_path / ".ray" / "auth_token").write_text(token)
-            join(address)
-            monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+        changed.delenv("RAY_AUTH_TOKEN")
+        with pytest.raises(UsageError, match="here is none"):
+            join(address, insecure=True)
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text(token)
+        join(address)
 
 
 def test_a_cluster_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

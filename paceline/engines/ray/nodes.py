@@ -37,7 +37,8 @@ class Node:
 
 def chosen_address(address: str | None) -> str | None:
     """The one given, or what Ray's own variable RAY_ADDRESS says; none: no cluster is named."""
-    return address or os.environ.get("RAY_ADDRESS") or None
+    named = address or os.environ.get("RAY_ADDRESS")
+    return None if named in ("", "local") else named
 
 
 @contextmanager
@@ -92,13 +93,14 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
     try:
         if address is None:
             until_disconnected.enter_context(own_token())
+            directory = until_disconnected.enter_context(_local_directory())
             cores = len(os.sched_getaffinity(0))
             ray.init(
                 address="local",
                 num_cpus=cores,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=until_disconnected.enter_context(_local_directory()),
+                _temp_dir=os.path.join(directory, "ray"),  # Ray lets everybody into the one that it is given
                 _system_config=_system_config(min(cores, num_workers)),
                 **common,
             )

@@ -101,7 +101,7 @@ def model_of(seed: int) -> nn.Module:
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(5, 3, generator=generator))
     model.turned = nn.Parameter(torch.randn(4, 3, generator=generator).t())
-    model.half = nn.Parameter(torch.randn(7, generator=generator).bfloat16(), requires_grad=False)
+    model.frozen = nn.Parameter(torch.randn(7, generator=generator).bfloat16(), requires_grad=False)
     model.register_buffer("count", torch.tensor(seed))
     model.register_buffer("mask", torch.rand(9, generator=generator) > 0.5)
     model.register_buffer("nothing", torch.empty(0))

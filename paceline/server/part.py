@@ -74,7 +74,7 @@ def build_part(spec: ServerSpec, pieces: KeyRange, rule: AdmissionRule, memory: 
 def build_pieces(
     layout: Layout, pieces: KeyRange, spec: OptimizerSpec, memory: Tensor | None
 ) -> tuple[torch.optim.Optimizer, list[Tensor], list[int]]:
-    """An optimizer over these pieces, which lie in `memory` if that is given; the pieces; and whose groups these are."""
+    """An optimizer over these pieces, in `memory` if that is given; the pieces; and which of its groups they are of."""
     segments = layout.segments
     parameters = [
         torch.zeros(

@@ -23,7 +23,8 @@ Groups = Sequence[Mapping[str, Any]]
 """Hyperparameters of an optimizer's groups, without their parameters."""
 
 _KINDS, _NUMBERS = get_args(ContributionKind), (float, int)
-_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+# Their state is tensors, which stay where they are.
+STEPS_IN_PLACE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _IMPLEMENTATION = frozenset({"foreach", "fused"})  # settings of a group that choose a kernel, not a result
 
 
@@ -372,7 +373,7 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     Right after a training step, whose code is in no cache, torch's takes 90 microseconds and SGD's kernel alone 26.
     """
     unprofiled = getattr(type(optimizer).step, "__wrapped__", None)
-    if type(optimizer) not in _FUSED or unprofiled is None:
+    if type(optimizer) not in STEPS_IN_PLACE or unprofiled is None:
         return optimizer.step
     step = functools.partial(unprofiled, optimizer)
     groups = optimizer.param_groups
@@ -417,4 +418,4 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> boo
     is_free = all(group.get(name) is None for name in _IMPLEMENTATION)
     is_plain = not (group.get("differentiable") or group.get("capturable"))
     is_single_or_double = all(tensor.dtype in (torch.float32, torch.float64) for tensor in group["params"])
-    return type(optimizer) in _FUSED and is_free and is_plain and is_single_or_double
+    return type(optimizer) in STEPS_IN_PLACE and is_free and is_plain and is_single_or_double

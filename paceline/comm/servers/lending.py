@@ -1,11 +1,12 @@
-"""A server's end of a loan: when it lends its shard to the workers, and how it gets it back."""
+"""A server's end of a loan: when it lends its shards to the workers, and how it gets them back."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from paceline.aggregate import MEAN
@@ -24,25 +25,29 @@ from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.messages import FRAME_BYTES
 from paceline.server.admission import StaleSynchronous
 from paceline.server.part import Part
+from paceline.server.part_state import states_of
 from paceline.server.ranges import cut
-from paceline.server.shard import Applied
+from paceline.server.shard import STEPS_IN_PLACE, Applied
 from paceline.server.spec import ServerSpec
-from paceline.server.state import export_state
 
 
 def can_lend(spec: ServerSpec) -> bool:
-    """Whether a server of this spec may lend its shard: it has a plain rule, and all of a small model."""
-    is_whole = spec.optimizer.element_wise and [spec.pieces] == cut(spec.layout, num_servers=1, whole_tensors=False)
-    is_small = spec.layout.num_bytes <= FRAME_BYTES
-    return mutex.IS_AVAILABLE and spec.rule.is_plain and spec.aggregator == MEAN and is_whole and is_small
+    """Whether a server of this spec may lend its shards: all of a small model, a plain rule, a known optimizer."""
+    layout, optimizer = spec.layout, spec.optimizer
+    is_whole = optimizer.element_wise and [spec.pieces] == cut(layout, num_servers=1, whole_tensors=False)
+    is_small = layout.num_bytes <= FRAME_BYTES
+    is_plain = spec.rule.is_plain and spec.aggregator == MEAN and optimizer.optimizer_class in STEPS_IN_PLACE
+    is_single_or_double = all(segment.dtype in (torch.float32, torch.float64) for segment in layout.segments)
+    return mutex.IS_AVAILABLE and is_whole and is_small and is_plain and is_single_or_double
 
 
 @final
 class Lending:
-    """Lends the one shard of a server of this spec."""
+    """Lends the shards of a server of this spec, which answers for all of them at once."""
 
     def __init__(self, spec: ServerSpec) -> None:
         num_workers = spec.rule.members.size
+        self._spec = spec
         self._block = SharedBlock.create(loan_bytes(spec.layout, num_workers))
         mutex.prepare(self._block.tensor.data_ptr())
         self._loan = Loan(self._block.tensor, spec.layout, num_workers)
@@ -54,26 +59,22 @@ class Lending:
 
     @property
     def iteration(self) -> int:
-        """Of the shard when it was last a worker's."""
+        """Which workers had reached when the shards were last theirs."""
         return self._loan.iteration
 
-    def lend(self, part: Part, gradients: Sequence[Sequence[int]]) -> None:
-        """The quiet shard is the workers' from now on, unless it cannot be told them what they must know.
+    def lend(self, parts: Sequence[Part], gradients: Sequence[Sequence[int]]) -> None:
+        """The quiet shards are the workers' from now on, unless hyperparameters are no plain numbers.
 
         Args:
             gradients: where each worker's lie.
         """
-        loan, shard = self._loan, part.shard
-        states = export_state(shard.optimizer, shard.parameters)
+        loan, shard, rule = self._loan, parts[-1].shard, self._spec.rule
+        states = states_of(parts)
         described = [(name, str(state.dtype).removeprefix("torch."), state.shape) for name, state in states.items()]
-        rule = shard.rule
         terms = {
             "staleness": rule.staleness if isinstance(rule, StaleSynchronous) else None,
-            "max_updates": shard.max_updates,
-            "groups": [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in shard.optimizer.param_groups
-            ],
+            "max_updates": self._spec.max_updates,
+            "groups": [settings for _, settings in sorted(_settings_of(parts).items())],
             "states": described,
             "gradients": gradients,
         }
@@ -82,10 +83,10 @@ class Lending:
             version = loan.versions[index]
             try:
                 loan.write_terms(json.dumps(terms).encode())
-                places = version.states(described)
             except (TypeError, ValueError):
-                return  # hyperparameters that are no plain numbers, or a large state
-            self._copy(part, states, version, places, is_lent=True)
+                return
+            for own, lent in self._pairs(parts, states, version, described):
+                lent.copy_(own)
             words = version.words
             words[ITERATION], words[NUM_APPLIED] = shard.iteration, loan.num_told
             for worker, (clock, pulled_at) in shard.clocks().items():
@@ -95,12 +96,12 @@ class Lending:
             self._num_loans += 1
             loan.number = self._num_loans
 
-    def take_back(self, part: Part) -> list[Applied]:
-        """The shard is the server's again. Workers whose gradients wait for others push them to the server.
+    def take_back(self, parts: Sequence[Part]) -> list[Applied]:
+        """The shards are the server's again. Workers whose gradients wait for others push them to the server.
 
         Returns the gradients applied since they were last looked for.
         """
-        loan, shard = self._loan, part.shard
+        loan = self._loan
         if not loan.number:
             return []
         with loan.lock:
@@ -109,11 +110,12 @@ class Lending:
             loan.put_in_force(index)
         futex.wake(loan.events_address)
         version = loan.versions[index]
-        places = version.states(json.loads(loan.read_terms())["states"])
-        self._copy(part, export_state(shard.optimizer, shard.parameters), version, places, is_lent=False)
+        for own, lent in self._pairs(parts, states_of(parts), version, json.loads(loan.read_terms())["states"]):
+            own.copy_(lent)
         words = version.words
         clocks = {worker: (words[at + CLOCK], words[at + PULLED_AT]) for worker, at in enumerate(loan.starts)}
-        shard.resume(words[ITERATION], clocks)
+        for part in parts:
+            part.shard.resume(words[ITERATION], clocks)
         return loan.take_notes()
 
     def look(self) -> list[Applied]:
@@ -123,14 +125,25 @@ class Lending:
     def close(self) -> None:
         self._block.close()
 
-    def _copy(
-        self, part: Part, states: dict[str, Tensor], version: Version, places: dict[str, Tensor], *, is_lent: bool
-    ) -> None:
-        """Parameters and the optimizer's state, to the version or from it."""
-        shared = [piece.view(self._loan.layout, version.parameters) for piece in part.pieces]
-        pairs = [*zip(part.shard.parameters, shared, strict=True), *((states[name], places[name]) for name in places)]
-        for own, lent in pairs:
-            if is_lent:
-                lent.copy_(own)
-            else:
-                own.copy_(lent)
+    def _pairs(
+        self,
+        parts: Sequence[Part],
+        states: Mapping[str, Tensor],
+        version: Version,
+        described: Sequence[Sequence[Any]],
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every tensor of the shards, and its place in the version."""
+        for part in parts:
+            for own, piece in zip(part.shard.parameters, part.pieces, strict=True):
+                yield own, piece.view(self._loan.layout, version.parameters)
+        for name, lent in version.states(described).items():
+            yield states[name], lent
+
+
+def _settings_of(parts: Sequence[Part]) -> dict[int, dict[str, Any]]:
+    """The hyperparameters of each of the optimizer's groups."""
+    return {
+        group: {name: value for name, value in settings.items() if name != "params"}
+        for part in parts
+        for group, settings in zip(part.groups, part.shard.optimizer.param_groups, strict=True)
+    }

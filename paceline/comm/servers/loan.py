@@ -31,7 +31,7 @@ _LOG_WORDS = len(Applied._fields)
 _LOG_STOP = _TERMS_STOP + 8 * _LOG_WORDS * _NUM_LOGGED
 ITERATION, NUM_APPLIED, WORKERS = range(3)  # 64-bit words of a version, where three for each worker follow:
 CLOCK, PULLED_AT, HAS_PUSHED = range(3)
-_NUM_PLACES = 4  # of a parameter's size, in a version: itself, and states of its optimizer
+_NUM_PLACES = 4  # of a parameter's size, in a version: itself, and three states of Adam's
 
 
 def loan_bytes(layout: Layout, num_workers: int) -> int:
@@ -62,17 +62,14 @@ class Version:
         self._states_start = start + _aligned(layout.num_bytes)
 
     def states(self, described: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
-        """The optimizer's state, where it lies; `used` is what the version takes up, from now on.
+        """The optimizer's state: name, dtype and shape of each tensor, which lie one after the other.
 
-        Raises:
-            ValueError: there is no room for it.
+        What the version takes up, `used`, follows from that.
         """
         start, found = self._states_start, {}
         for name, dtype_name, shape in described:
             dtype: torch.dtype = getattr(torch, dtype_name)
             stop = start + math.prod(shape) * dtype.itemsize
-            if stop > len(self._memory):
-                raise ValueError("the optimizer's state is too large")
             found[name] = self._memory[start:stop].view(dtype).view(tuple(shape))
             start = _aligned(stop)
         self.used = self._memory[:start]
@@ -139,7 +136,7 @@ class Loan:
         return num_noted + self.num_workers <= _NUM_LOGGED
 
     def note(self, number: int, applied: Iterable[int]) -> None:
-        """A gradient, the `number`th of all, is part of the version that comes in force next: the fields of `Applied`."""
+        """A gradient, the `number`th of all, is part of the version to be in force next: the fields of `Applied`."""
         start = number % _NUM_LOGGED * _LOG_WORDS
         for place, value in enumerate(applied, start):
             self._log[place] = value

@@ -1,4 +1,4 @@
-"""A worker that serves itself from the shard that its server has lent: it pushes, and makes the update if that is due."""
+"""A worker that serves itself from a lent shard: it pushes its gradient, and makes the update if that is due."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class ParameterService:
             if identity != identity_of(message.sender):
                 raise WireError(f"refused a message for worker {message.sender} from {identity!r}")
             if self._lending is not None:
-                self._report(self._lending.take_back(self._core.parts[0]))
+                self._report(self._lending.take_back(self._core.parts))
             if message.kind is Kind.ATTACH:
                 self._attach(message)
                 return
@@ -166,7 +166,7 @@ class ParameterService:
         is_plain = message.kind is Kind.EXCHANGE and not message.flags and not message.body
         if self._lending is not None and is_plain and self._core.is_quiet:
             gradients = [self._neighbours[identity_of(rank)].gradients for rank in range(len(self._neighbours))]
-            self._lending.lend(self._core.parts[0], gradients)
+            self._lending.lend(self._core.parts, gradients)
 
     def _report(self, applied: Sequence[Applied]) -> None:
         for one in applied:

@@ -1,7 +1,5 @@
 """Paceline: one PyTorch script, any data-parallel architecture, and the clock that tells which gets there first."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """How the contributions to one update are joined: coordinate by coordinate, or by how they lie to each other."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Flat gradient buckets: every `param.grad` is a view of its bucket, and a full bucket is announced during backward."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a run needs to go on: one weights-only torch file, the same whatever the strategy and the number of servers."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from dataclasses import asdict, dataclass, field, fields
@@ -55,11 +53,7 @@ class Checkpoint:
     """State of what else was given to `prepare`, by name."""
 
     def encode(self) -> bytes:
-        """As bytes of a weights-only torch file.
-
-        Raises:
-            UsageError: something in it is not plain data, so that `decode` would refuse it.
-        """
+        """As bytes of a weights-only torch file. Raises UsageError if `decode` would refuse something in it."""
         groups = [{name: _as_float(value) for name, value in group.items()} for group in self.groups]
         for index, group in enumerate(groups):
             for name, value in group.items():
@@ -74,15 +68,9 @@ class Checkpoint:
         return buffer.getvalue()
 
     @classmethod
-    def decode(cls, raw: bytes, *, where: str) -> Checkpoint:
-        """Read what `encode` wrote; nothing is unpickled freely.
-
-        Args:
-            where: the file's name, for errors.
-
-        Raises:
-            UsageError: the bytes are no checkpoint of this format.
-        """
+    def decode(cls, raw: bytes, *, where: str) -> "Checkpoint":
+        """Read what `encode` wrote; nothing is unpickled freely. Raises UsageError, which says `where`, if it is no
+        checkpoint."""
         try:
             _require_sound(raw)
             content = torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
@@ -97,11 +85,7 @@ class Checkpoint:
 
 
 def _require_sound(raw: bytes) -> None:
-    """Compare the file with its own checksums, which torch writes but does not look at.
-
-    Raises:
-        ValueError: naming the part that differs.
-    """
+    """Raises ValueError if a part of the file differs from its checksum, which torch writes but does not look at."""
     try:
         damaged = zipfile.ZipFile(io.BytesIO(raw)).testzip()
     except zipfile.BadZipFile as error:
@@ -116,10 +100,7 @@ def _as_float(value: Any) -> Any:
 
 
 def _require_plain(what: str, value: Any) -> None:
-    """
-    Raises:
-        UsageError: the value would need free unpickling.
-    """
+    """Raises UsageError if the value would need free unpickling."""
     if value is None or type(value) in (bool, int, float, str):
         return
     buffer = io.BytesIO()

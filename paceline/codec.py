@@ -4,8 +4,6 @@ A codec is a pure pair of functions over explicit memory; it knows no network. T
 payload, counted and never estimated.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple, final
 

@@ -1,7 +1,5 @@
 """What a run is asked to do, whatever the strategy."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class Target:
     """True: reached at or above the value; false: at or below."""
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> "Target":
         """Read `accuracy=0.95`, `accuracy>=0.95` or `loss<=0.3`.
 
         With `=`, metrics whose name says loss, error or perplexity, or has mae, mse, rmse, nll, wer or cer as a word,
@@ -62,11 +60,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Budget, cadence and environment of one run.
-
-    Raises:
-        UsageError: a value is out of range; the message names it.
-    """
+    """Budget, cadence and environment of one run. Raises UsageError, which names the value, if one is out of range."""
 
     max_steps: int | None = None
     """Iterations as the literature counts them: global updates, or gradients applied where every gradient is one."""

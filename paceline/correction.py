@@ -1,7 +1,5 @@
 """What is changed in a worker's local step: a term that is added to its gradients."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

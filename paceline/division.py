@@ -1,7 +1,5 @@
 """Dividing a sum by the number of its terms."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """The errors Paceline raises. Each message names the culprit and, where there is one, the remedy."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """How named tensors lie in one flat buffer: slots in segments, each segment of one dtype and one parameter group."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

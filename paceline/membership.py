@@ -1,7 +1,5 @@
 """Who takes part in a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -10,10 +8,7 @@ from typing import Self, final
 @dataclass(frozen=True)
 class Membership:
     """The ranks that take part, in ascending order. Each change begins a new epoch, which every message names.
-
-    Raises:
-        ValueError: there is nobody, a rank is negative, or ranks are not in ascending order.
-    """
+    Raises ValueError if there is nobody, a rank is negative, or ranks are not in ascending order."""
 
     epoch: int
     ranks: tuple[int, ...]
@@ -31,22 +26,14 @@ class Membership:
     def size(self) -> int:
         return len(self.ranks)
 
-    def without(self, rank: int) -> Membership:
-        """The next epoch, after this rank has gone.
-
-        Raises:
-            ValueError: it takes no part, or nobody is left.
-        """
+    def without(self, rank: int) -> "Membership":
+        """The next epoch, after this rank has gone. Raises ValueError if it takes no part, or nobody is left."""
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is none of {self.ranks}")
         return Membership(self.epoch + 1, tuple(other for other in self.ranks if other != rank))
 
-    def with_rank(self, rank: int) -> Membership:
-        """The next epoch, after this rank has come.
-
-        Raises:
-            ValueError: it takes part already, or is negative.
-        """
+    def with_rank(self, rank: int) -> "Membership":
+        """The next epoch, after this rank has come. Raises ValueError if it takes part already, or is negative."""
         if rank in self.ranks:
             raise ValueError(f"rank {rank} takes part already")
         return Membership(self.epoch + 1, tuple(sorted((*self.ranks, rank))))

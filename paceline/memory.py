@@ -1,7 +1,5 @@
 """Memory that a training step frees stays with the process, for the next step."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 

@@ -3,8 +3,6 @@
 Nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -119,12 +117,8 @@ class Message:
         return [header, json.dumps(self.body).encode() if self.body else b""]
 
     @classmethod
-    def decode(cls, frames: Sequence[Raw], *, epoch: int) -> Message:
-        """Read a message of this epoch.
-
-        Raises:
-            WireError: it is none, or of another epoch.
-        """
+    def decode(cls, frames: Sequence[Raw], *, epoch: int) -> "Message":
+        """Read a message of this epoch. Raises WireError if it is none, or of another epoch."""
         try:
             header, text = raw_bytes(frames[0]), raw_bytes(frames[1])
             numbers = _HEADER.unpack(header)
@@ -153,11 +147,7 @@ def to_frames(tensors: Sequence[Tensor]) -> list[memoryview]:
 
 
 def from_frames(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> None:
-    """Copy raw frames into the tensors that `to_frames` was given the like of.
-
-    Raises:
-        WireError: the frames hold another number of bytes.
-    """
+    """Copy raw frames into tensors. Raises WireError if they hold another number of bytes."""
     raws = [raw_bytes(frame) for frame in frames]
     expected = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     if sum(len(raw) for raw in raws) != expected:
@@ -180,11 +170,7 @@ def raw_bytes(frame: Raw) -> memoryview:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor.
-
-    Raises:
-        ValueError: the tensor is not contiguous.
-    """
+    """The memory of a contiguous CPU tensor. Raises ValueError if the tensor is not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} must be contiguous to be sent or received raw")
     flat = tensor.detach().reshape(-1).view(torch.uint8)

@@ -4,8 +4,6 @@
 counts once its end is written: what a killed run left after it is not read, and is cut off before more is appended.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -46,8 +44,6 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """What a script logged."""
-
     kind: ClassVar[str] = "metrics"
     worker: int
     step: int
@@ -59,8 +55,6 @@ class MetricRecord:
 
 @dataclass(slots=True)
 class UpdateRecord:
-    """One gradient that a server applied."""
-
     kind: ClassVar[str] = "updates"
     server: int
     iteration: int
@@ -117,13 +111,8 @@ class Reporter(ABC):
 
     @abstractmethod
     def save(self, name: str, content: bytes | memoryview) -> None:
-        """Write one file of the result directory as a whole: readers see the old or the new one, never a part.
-
-        Returns once it is written.
-
-        Raises:
-            RunFailed: it cannot be written; the message names the file and the reason.
-        """
+        """Write one file of the result directory: readers see the old or the new one, never a part. Raises RunFailed,
+        which names the file and the reason, if it cannot be written."""
 
     @abstractmethod
     def stop_requested(self) -> bool:
@@ -151,11 +140,7 @@ def to_plain(record: Record) -> list[Any]:
 
 
 def from_plain(data: list[Any]) -> Record:
-    """The inverse of `to_plain`.
-
-    Raises:
-        ValueError: the data is no record.
-    """
+    """The inverse of `to_plain`. Raises ValueError if the data is no record."""
     record_type = _BY_KIND.get(data[0]) if data and isinstance(data[0], str) else None
     if record_type is None or len(data) != 1 + len(record_type.__slots__):
         raise ValueError(f"not a record: {str(data)[:80]}")
@@ -168,11 +153,7 @@ def pack_steps(records: Iterable[StepRecord]) -> bytes:
 
 
 def unpack_steps(content: bytes | memoryview) -> list[StepRecord]:
-    """The inverse of `pack_steps`.
-
-    Raises:
-        ValueError: the content is no whole number of records.
-    """
+    """The inverse of `pack_steps`. Raises ValueError if the content is no whole number of records."""
     try:
         return [StepRecord(*values) for values in _PACKED_STEP.iter_unpack(content)]
     except struct.error as error:
@@ -226,10 +207,7 @@ def record_path(directory: Path, record_type: type[R]) -> Path:
 
 def read_records(directory: Path, record_type: type[R]) -> list[R]:
     """All records of one type in a result directory, in the order they were written; none if there is no such file.
-
-    Raises:
-        UsageError: something other than a torn last line is no such record; the message names the file and the place.
-    """
+    Raises UsageError, which says where, if something other than a torn last line is no such record."""
     return list(iterate_records(directory, record_type))
 
 

@@ -1,7 +1,5 @@
 """When a worker exchanges: which fragments of what it holds are due after a step."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final

@@ -1,7 +1,5 @@
 """Random state of a worker: torch, numpy and the standard library together."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A subclass says from whom a worker takes what, with which weight. The rest is de
 the spectral gap.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,12 +30,8 @@ class Topology(ABC):
         return 1
 
     @final
-    def neighbours(self, step: int, rank: int, size: int) -> Neighbours:
-        """From whom a worker receives and to whom it sends at this step, and its weights.
-
-        Raises:
-            ValueError: a source is no worker.
-        """
+    def neighbours(self, step: int, rank: int, size: int) -> "Neighbours":
+        """A worker's neighbours at this step, with weights. Raises ValueError if a source is no worker."""
         return _neighbours(self, step % self.period(size), rank, size)
 
     @final
@@ -104,7 +98,7 @@ class Graph(Topology):
     """Any undirected graph over the workers' ranks, with Metropolis-Hastings weights (Xiao & Boyd, 2004, section 3):
     1 / (1 + the larger of both degrees) for each neighbour, and the rest for the worker itself."""
 
-    graph: networkx.Graph[Any] = field(hash=False)
+    graph: "networkx.Graph[Any]" = field(hash=False)
     """Its nodes are the ranks, 0 to the number of workers less one."""
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:

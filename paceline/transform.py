@@ -1,7 +1,5 @@
 """What guards an exchange: transforms around what a worker sends and gets. They nest."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command line: one file a command."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The commands together, and how errors are shown."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from importlib import metadata

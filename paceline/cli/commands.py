@@ -1,7 +1,5 @@
 """The commands, each loaded when it is run: most import torch and Ray, which takes seconds."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 import typer

@@ -1,7 +1,5 @@
 """Options that mean the same under several commands, with their help."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`paceline compare`: one script under several strategies and numbers of workers, measured, compared and explained."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated

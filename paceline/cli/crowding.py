@@ -1,7 +1,5 @@
 """What is said where far more workers are asked for than this machine has cores."""
 
-from __future__ import annotations
-
 import os
 
 from rich.console import Console

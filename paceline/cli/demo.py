@@ -1,7 +1,5 @@
 """`paceline demo`: a study of three strategies on the digits that ship with the package, and its report."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path

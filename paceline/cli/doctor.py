@@ -1,7 +1,5 @@
 """`paceline doctor`: what is wrong with this machine or cluster, and the remedy."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import platform

@@ -1,7 +1,5 @@
 """`paceline plan`: what every strategy would do on a cluster, predicted."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path
@@ -111,7 +109,6 @@ def _noise(text: str | None) -> NoiseScale | None:
 
 
 def table(found: Plan) -> Table:
-    """The best of each strategy."""
     shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     sooner = ["sooner"] if found.noise is not None else []
     for heading in ("strategy", "workers", "step, ms", "samples/s", *sooner, "efficiency", "binds"):
@@ -128,11 +125,7 @@ def table(found: Plan) -> Table:
 
 
 def write(found: Plan, directory: Path, *, script: str, cluster: str) -> Path:
-    """The page and the table; returns where the page is.
-
-    Raises:
-        UsageError: they cannot be written.
-    """
+    """The page and the table; returns where the page is. Raises UsageError if they cannot be written."""
     from paceline.planner import page  # here, because plotly takes a while to load
 
     path = directory / PAGE_NAME

@@ -1,7 +1,5 @@
 """`paceline probe`: measure a cluster and write it down for the virtual engine."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator
@@ -70,7 +68,7 @@ def _show(cluster: Cluster, out: Path) -> None:
 
 
 @contextmanager
-def _shown(console: Console) -> Iterator[_Stages]:
+def _shown(console: Console) -> "Iterator[_Stages]":
     """On a terminal a line that moves; elsewhere a line a stage. What Ray prints meanwhile is not shown."""
     status = console.status("starting Ray or connecting to it") if console.is_terminal else None
     with contextlib.redirect_stdout(io.StringIO()), status or contextlib.nullcontext():

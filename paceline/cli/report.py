@@ -1,7 +1,5 @@
 """`paceline report`: the report of one study again, or of several side by side."""
 
-from __future__ import annotations
-
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path

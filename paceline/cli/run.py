@@ -1,7 +1,5 @@
 """`paceline run`: train one script under one strategy."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, cast

@@ -1,7 +1,5 @@
 """`paceline strategies`: every strategy with its options."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Table
 

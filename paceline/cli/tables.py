@@ -1,7 +1,5 @@
 """Results as tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +68,6 @@ def _spread(row: Any, quantity: str, say: Callable[[float], str]) -> str:
 
 
 def summary(result: Result) -> Table:
-    """One run, fact by fact."""
     table = Table(show_header=False, box=None)
     shares = result.shares
     reached_s = result.time_to_target_s

@@ -1,7 +1,5 @@
 """`paceline timeline`: a run as a trace for Perfetto or Chrome."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """A cluster as the simulation sees it: hosts, links, how long computing takes, and where servers go."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
@@ -16,11 +14,8 @@ _SHARE_TOLERANCE = 1e-3
 def setting(
     doc: str, default: Any = MISSING, *, least: float | None = None, above: float | None = None, compare: bool = True
 ) -> Any:
-    """A key of a cluster's file, with its own line of documentation and the numbers that it may be.
-
-    Args:
-        compare: whether clusters that differ in it are different ones.
-    """
+    """A key of a cluster's file with its documentation and bounds; `compare`: clusters that differ in it are different
+    ones."""
     return field(default=default, compare=compare, metadata={"doc": doc, "least": least, "above": above})
 
 
@@ -50,7 +45,6 @@ class Hosts:
 
     @property
     def slots(self) -> int:
-        """Workers that one host takes."""
         return max(1, self.devices) if self.workers is None else self.workers
 
 
@@ -116,11 +110,8 @@ class Compute:
         return abs(math.fsum(self.gradient_shares) - 1) < _SHARE_TOLERANCE
 
     def shares_of(self, num_parameters: int) -> tuple[float, ...]:
-        """`gradient_shares`, for a model with so many parameters.
-
-        Raises:
-            UsageError: the cluster was measured with another model.
-        """
+        """`gradient_shares`. Raises UsageError if the cluster was measured with a model of another number of
+        parameters."""
         if self.gradient_shares and len(self.gradient_shares) != num_parameters:
             raise UsageError(
                 f"the cluster's gradient_shares are of a model with {len(self.gradient_shares)} parameters, and this "
@@ -239,7 +230,6 @@ class Cluster:
         return sum(hosts.count * hosts.slots for hosts in self.hosts)
 
     def each_host(self) -> list[Hosts]:
-        """What every host is, by its number."""
         return [hosts for hosts in self.hosts for _ in range(hosts.count)]
 
     def names(self) -> list[str]:

@@ -1,7 +1,5 @@
 """Gives workers and servers their hosts of a cluster."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,11 +25,7 @@ class Places:
 
 
 def place(cluster: Cluster, *, num_workers: int, num_servers: int) -> Places:
-    """Workers on the first hosts that take some; servers where the cluster says.
-
-    Raises:
-        UsageError: there is no room.
-    """
+    """Workers on the first hosts that take some; servers where the cluster says. Raises UsageError without room."""
     slots = _slots_of(cluster)
     if num_workers > len(slots):
         raise UsageError(

@@ -1,7 +1,5 @@
 """Reading a cluster from its TOML file; what is wrong with it is said with its line."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import types
@@ -26,21 +24,15 @@ def shipped() -> dict[str, Path]:
 
 
 def load(name: str | Path) -> Cluster:
-    """The cluster in a file, or one that comes with the package, by its name.
-
-    Raises:
-        UsageError: there is no such file or name, or the file is wrong; the message names the line and the remedy.
-    """
+    """The cluster in a file, or one that comes with the package, by its name. Raises UsageError that names the line and
+    the remedy if there is no such file or name, or the file is wrong."""
     path, text = read(name)
     return parse(text, where=str(path))
 
 
 def read(name: str | Path) -> tuple[Path, str]:
-    """The file that a path or a shipped cluster's name stands for, and its text.
-
-    Raises:
-        UsageError: there is no such file or name, or it is no text.
-    """
+    """The file that a path or a shipped cluster's name stands for, and its text. Raises UsageError if there is no
+    such file or name, or it is no text."""
     known = shipped()
     path = known.get(str(name), Path(name))
     try:
@@ -69,11 +61,7 @@ class _Reader:
         self._lines = _lines_of(text)
 
     def read(self, kind: type[Any], content: Mapping[str, Any], *, table: str, number: int) -> Any:
-        """
-        Args:
-            table: the name of the table that this is; empty: the whole file.
-            number: which of the tables of that name.
-        """
+        """Read the table of this name and number as a dataclass; an empty name is the whole file's."""
         place = (table, number)
         known = {field.name: field for field in fields(kind)}
         hints = get_type_hints(kind)

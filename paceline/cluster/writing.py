@@ -1,7 +1,5 @@
 """A cluster as the text of a TOML file, which `cluster_file` reads."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The collective of a world of one: nothing moves, but mistakes are found as in a larger world."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

@@ -1,7 +1,5 @@
 """Checks of what is handed to a collective, and the one memory layout that all of them move."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 

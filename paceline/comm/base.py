@@ -1,7 +1,5 @@
 """The two ways to move tensors: among peers (`Collective`) and to and from servers (`Store`)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -45,11 +43,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the result is in place.
-
-        Raises:
-            PeerLost, DeadlineExceeded, Aborted: the result will not come; the message names the rank.
-        """
+        """Block until the result is in place. Raises PeerLost, DeadlineExceeded or Aborted, which name the rank."""
 
 
 @final
@@ -157,11 +151,7 @@ class Collective(ABC):
 
     @final
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Plain Python data and tensors only: nothing is unpickled freely.
-
-        Raises:
-            TypeError: the value is not plain data (None, bool, int, float, str, bytes, list, tuple, set, dict, tensor).
-        """
+        """Every rank's value, in rank order: plain Python data and tensors only. Raises TypeError for anything else."""
         return [decode_object(raw) for raw in self.all_gather(encode_object(value))]
 
     @final
@@ -178,11 +168,7 @@ class Collective(ABC):
 
     @final
     def require_equal(self, what: str, value: Any) -> None:
-        """Raise on every rank unless all ranks pass an equal value.
-
-        Raises:
-            TensorMismatch: naming the first rank that differs from rank 0, and both values.
-        """
+        """Raises TensorMismatch on every rank, naming the first that differs from rank 0, unless all are equal."""
         values = self.all_gather_object(value)
         for rank, other in enumerate(values):
             if other != values[0]:

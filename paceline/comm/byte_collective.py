@@ -1,7 +1,5 @@
 """Operations that move tensors as bytes, once the ranks have told one another dtypes and shapes."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NoReturn, final
@@ -135,11 +133,8 @@ class ByteCollective(Collective):
 
     @final
     def recv(self, tensor: Tensor, *, source: int) -> Work:
-        """As `Collective.recv`. Never blocks; the tensor must not be touched until the work is over.
-
-        Raises:
-            TensorMismatch: from the work, over shared memory: the source sends something of another dtype or size.
-        """
+        """As `Collective.recv`. Never blocks; the tensor must not be touched until the work is over. Over shared memory
+        the work raises TensorMismatch if the source sends something of another dtype or size."""
         require_other(source, rank=self.rank, size=self.size)
         flat, copy_back = flatten(tensor, device_type=self.device.type, is_target=True)
         return self.recv_bytes(_message(tensor), flat.view(torch.uint8), source, copy_back)

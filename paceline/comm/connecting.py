@@ -1,7 +1,5 @@
 """Which collective a group of processes gets, from what its ranks know of one another."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A thread that makes calls for others."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue

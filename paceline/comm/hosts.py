@@ -1,7 +1,5 @@
 """Finds this process's host, the address at which others reach it, and the network interface with that address."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -43,11 +41,7 @@ def own_ip_address() -> str:
 
 
 def interface_with(address: str) -> str:
-    """Name of the network interface that has the IP address.
-
-    Raises:
-        UsageError: none has it; the message lists those there are.
-    """
+    """Name of the network interface that has the IP address. Raises UsageError, which lists all, if none has."""
     addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
     if address not in addresses:
         raise UsageError(f"no network interface of this host has address {address}; there are {sorted(addresses)}")

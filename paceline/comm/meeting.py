@@ -1,7 +1,5 @@
 """How the ranks of a group tell one another something through torch's store, before they have a collective."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Errors that name ranks, and how the numbers of a group become those of the whole world."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

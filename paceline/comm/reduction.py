@@ -1,7 +1,5 @@
 """Element-wise reduction of one tensor a rank, in rank order, so that every rank gets the same bits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import final
@@ -72,12 +70,7 @@ class Reduction:
 
 @functools.cache
 def require_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Check that torch can reduce tensors of `dtype` with `op` on the CPU.
-
-    Raises:
-        UsageError: there is no such operation.
-        TypeError: the dtype has no such operation; the message names both.
-    """
+    """Raises UsageError if there is no such operation, TypeError if torch has none for the dtype on the CPU."""
     if op not in REDUCE_OPS:
         raise unknown("reduce operation", str(op), REDUCE_OPS)
     if not _is_possible(op, dtype):

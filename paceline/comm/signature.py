@@ -1,7 +1,5 @@
 """What a rank says about its part in a collective operation, so that ranks that disagree find out."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence
@@ -62,8 +60,7 @@ class Signature:
         object.__setattr__(self, "raw", packed)
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Signature:
-        """The inverse of `raw`."""
+    def unpack(cls, raw: bytes) -> "Signature":
         operation, dtype, op, root, num_elements, place = _FORMAT.unpack(raw)
         return cls(
             _OPERATIONS[operation],
@@ -107,11 +104,7 @@ class TensorForm:
 
 
 def pack_forms(tensors: Sequence[Tensor]) -> Tensor:
-    """Dtypes and shapes as int64 of shape (number of tensors, FORM_NUMBERS).
-
-    Raises:
-        ValueError: a tensor has more than MAX_DIMENSIONS dimensions.
-    """
+    """Dtypes and shapes, int64 (tensors, FORM_NUMBERS). Raises ValueError beyond MAX_DIMENSIONS dimensions."""
     for tensor in tensors:
         if tensor.dim() > MAX_DIMENSIONS:
             raise ValueError(

@@ -3,8 +3,6 @@
 CURVE encrypts; a peer without the run's client key is refused in the handshake.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import final
 
@@ -26,7 +24,7 @@ class Keys:
     client_secret: bytes = field(repr=False)
 
     @classmethod
-    def generate(cls) -> Keys:
+    def generate(cls) -> "Keys":
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
 
@@ -43,11 +41,8 @@ class _OnlyThisRun:
 
 @final
 class Listener:
-    """A ROUTER socket on a free port of `host`, open to the run's clients only.
-
-    Raises:
-        zmq.ZMQError: this machine has no such address, or no port free.
-    """
+    """A ROUTER socket on a free port of `host`, open to the run's clients only. Raises zmq.ZMQError if there is
+    none."""
 
     def __init__(self, keys: Keys, *, host: str) -> None:
         self._context = zmq.Context()

@@ -1,7 +1,5 @@
 """Works that hand on what they are asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Generic, Protocol, TypeVar, final
@@ -13,8 +11,6 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Owner(Protocol[T_contra]):
-    """Keeps track of operations under way."""
-
     def poll(self, operation: T_contra, /) -> bool: ...
 
     def wait(self, operation: T_contra, /) -> None: ...
@@ -22,8 +18,6 @@ class Owner(Protocol[T_contra]):
 
 @final
 class OwnedWork(Work, Generic[T]):
-    """An operation that its owner polls and waits for."""
-
     def __init__(self, owner: Owner[T], operation: T) -> None:
         self._owner = owner
         self._operation = operation

@@ -1,7 +1,5 @@
 """Data augmentation as tensor operations on a whole batch, on whatever device the batch lies."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """The data sets by name: their files, where to download them, their layout and their statistics."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +20,6 @@ Read = Callable[[list[Path]], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One data set: what `load` needs to know."""
-
     files: FileSet
     num_test_files: int
     """The last so many of the files are the test split's, the others the training split's."""

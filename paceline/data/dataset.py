@@ -1,7 +1,5 @@
 """What a loaded data set is: two splits of images and labels, normalised as batches are taken."""
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import dataclass
 from typing import TypeVar

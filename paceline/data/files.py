@@ -1,7 +1,5 @@
 """Where a data set's files lie on this machine, and how they get there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -18,8 +16,6 @@ VARIABLE = "PACELINE_DATA"
 
 @dataclass(frozen=True)
 class Download:
-    """A file or a tar archive on the network."""
-
     url: str
     md5: str
     """As the data set's authors publish it; guards against damage, not against an attacker."""
@@ -27,8 +23,6 @@ class Download:
 
 @dataclass(frozen=True)
 class FileSet:
-    """The files that make up a data set."""
-
     folder: str
     """Name of the folder that customarily holds them."""
     names: tuple[str, ...]

@@ -1,7 +1,5 @@
 """The official file layouts: idx, as MNIST has it, and CIFAR-10's binary version; both raw or gzip'd."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Who is to blame for a failed run: one error, from what every member said last."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Running a user's script or function inside a worker, and telling how it ended."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys
@@ -32,14 +30,11 @@ Program = Script | Callable[[], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one member's part ended."""
-
     num_steps: int = 0
     """Steps it had done; of a server, updates."""
     error: str | None = None
     """`ErrorType: message`, if it failed."""
     message: str = ""
-    """The error's message alone."""
     traceback: str = ""
     """The script's frames; empty where the message says everything."""
     is_consequence: bool = False
@@ -53,11 +48,7 @@ class ScriptExit(PacelineError):
 
 
 def run_program(program: Program) -> None:
-    """Run it to its end; a script's `sys.exit(0)` is an end like any other.
-
-    Raises:
-        Whatever the program raises; ScriptExit where it exits with another status.
-    """
+    """Run it to its end, as `sys.exit(0)` is. Raises what it raises, and ScriptExit for another status."""
     try:
         if isinstance(program, Script):
             _run_script(program)
@@ -71,7 +62,6 @@ def run_program(program: Program) -> None:
 
 
 def outcome_of(error: BaseException, *, num_steps: int) -> Outcome:
-    """Describe a failure."""
     name = type(error).__name__
     message = str(error)
     return Outcome(

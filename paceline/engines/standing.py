@@ -1,7 +1,5 @@
 """A run so far, for those who watch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,7 +25,6 @@ class Progress:
     """The iteration of the last checkpoint that this run wrote."""
 
     def take(self, records: Iterable[Record]) -> None:
-        """Go on with what these say."""
         for record in records:
             if isinstance(record, StepRecord):
                 self.iteration = max(self.iteration, record.iteration)

@@ -1,7 +1,5 @@
 """The world that torchrun started: all-reduce among its processes."""
 
-from __future__ import annotations
-
 import os
 
 import torch

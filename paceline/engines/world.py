@@ -1,7 +1,5 @@
 """What an engine gives the script of one worker, and where the script finds it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Amdahl, "Validity of the single processor approach to achieving large scale comp
 part f of one worker's time cannot be shared out, n workers are S(n) = 1 / (f + (1 - f) / n) times as fast.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

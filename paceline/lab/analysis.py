@@ -3,8 +3,6 @@
 A speed-up is the time one worker takes to the target, over the time that n workers take.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -34,8 +32,6 @@ class Base:
 
 @dataclass(frozen=True)
 class Speedups:
-    """The speedups of one strategy on one number of workers."""
-
     values: list[float]
     num_pairs: int
     """Seeds that reached the target in both, with a value each. 0: one value, the ratio of other seeds' mean times."""

@@ -6,8 +6,6 @@ share cores and memory), communication, waiting. Whichever lengthened the time b
 differ by as much.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

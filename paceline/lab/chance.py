@@ -4,8 +4,6 @@ Student's two-sample t with pooled variance (Snedecor and Cochran, Statistical M
 seeds a mean is known badly, and the quantile of t, unlike two standard errors, says how badly.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ class Sample:
     num: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Sample:
+    def of(cls, values: Sequence[float]) -> "Sample":
         mean = statistics.fmean(values) if values else math.nan
         return cls(mean, statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
 

@@ -4,8 +4,6 @@ All times are seconds on the training clock, which leaves evaluation out; on the
 A target that was never reached is NaN in every `*_to_target` column, never 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +33,6 @@ QUANTITIES = (
 """What `summary` holds as mean over seeds, with `_low` and `_high` (least and greatest) and `_std` beside it."""
 
 FINISHED, FAILED, MISSING = "finished", "failed", "missing"
-"""A trial's status."""
-
 _STRATEGY: Columns = {"study": "str", "script": "str", "strategy": "str"}
 _COMBINATION: Columns = {**_STRATEGY, "workers": "int64"}
 _TRIAL: Columns = {**_COMBINATION, "seed": "int64", "trial": "str"}
@@ -147,12 +143,9 @@ class Frames:
                 getattr(self, name).to_csv(partial, index=False, errors="backslashreplace")
 
     @classmethod
-    def load(cls, directory: Path) -> Frames:
-        """The tables in a directory that `save` wrote.
-
-        Raises:
-            UsageError: one is missing or has other columns; the message names it.
-        """
+    def load(cls, directory: Path) -> "Frames":
+        """The tables in a directory that `save` wrote. Raises UsageError, which names it, if one is missing or
+        differs."""
         return cls(**{name: _load(directory / f"{name}.csv", columns) for name, columns in COLUMNS.items()})
 
 

@@ -1,7 +1,5 @@
 """A study's tables, from the records in its trials' directories."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +22,7 @@ _READ = ("trials", "evaluations", "workers", "staleness", "pace")
 
 def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
     """Read all trials of a study. Those that failed or were not run yet are rows of `trials` and of nothing else.
-
-    Raises:
-        UsageError: a trial's records are damaged; the message names the file.
-    """
+    Raises UsageError, which names the file, if a trial's records are damaged."""
     rows: _Rows = {name: [] for name in _READ}
     outcomes = runner.outcomes(directory, spec.trials)
     for trial in spec.trials:
@@ -45,7 +40,6 @@ def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
 def _read(
     rows: _Rows, spec: StudySpec, trial: Trial, outcome: TrialOutcome, key: Mapping[str, Any], directory: Path
 ) -> None:
-    """Add a finished trial's rows to every table."""
     totals = step_totals.read(directory)
     evaluations = read_records(directory, EvaluationRecord)
     target = spec.config(trial.seed).target

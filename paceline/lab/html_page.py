@@ -1,7 +1,5 @@
 """A page with figures as one HTML file: templates, the style and the code that they share, and what is safe in them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -17,15 +15,8 @@ from paceline.lab.figures.chart import Chart
 
 
 def render(template: str, *, package: str, plots: Mapping[str, Any], context: Mapping[str, Any]) -> str:
-    """A template from the folder `page` of a package. Names from outside are shown as text, never taken as markup.
-
-    Args:
-        plots: plotly's figures as plain data, by the id of the element that each is drawn in.
-        context: what the template needs besides the page's own parts.
-
-    Raises:
-        jinja2.UndefinedError: the template asks for something else.
-    """
+    """A template from the folder `page` of a package, with plotly's figures as plain data by the id of their element.
+    Names from outside are shown as text, never taken as markup."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(package, "page"),
         autoescape=True,
@@ -64,7 +55,6 @@ def _cell(value: object) -> str:
 
 
 def _part(name: str) -> str:
-    """A file that pages share."""
     return files("paceline.lab").joinpath("page", name).read_text(encoding="utf-8")
 
 

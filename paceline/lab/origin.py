@@ -1,7 +1,5 @@
 """Where and with what a study's trials were run, as each of them wrote it down; where they differ, which did."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

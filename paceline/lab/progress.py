@@ -1,7 +1,5 @@
 """What a person sees of a study that is under way."""
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The report of one study, or of several side by side: one HTML file that needs nothing else."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -30,8 +28,6 @@ _SIMULATED = "Gradients are real; the network and the clock are simulated. Figur
 
 @dataclass(frozen=True)
 class Page:
-    """What the report says of one study."""
-
     name: str
     script: str
     frames: Frames
@@ -44,11 +40,8 @@ class Page:
 
 
 def write(directories: Sequence[Path], out: Path) -> None:
-    """Make the report of the studies in these directories.
-
-    Raises:
-        UsageError: a directory holds no study, two have the same name, or `out` cannot be written.
-    """
+    """Make the report of the studies in these directories. Raises UsageError if a directory holds no study, two have
+    the same name, or `out` cannot be written."""
     studies = [Study.open(directory) for directory in directories]
     names = [study.name for study in studies]
     for name in names:
@@ -66,7 +59,6 @@ def write(directories: Sequence[Path], out: Path) -> None:
 
 
 def page_of(study: Study) -> Page:
-    """Everything that the report says of a study."""
     # In the study's own directory there is nothing left to run.
     again = study.directory.resolve().with_name(f"{study.name}-again")
     command = shlex.join(study.spec.command(out=again))

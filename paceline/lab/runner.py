@@ -4,8 +4,6 @@ A trial runs in a scratch directory. When it has ended, its outcome is written t
 and the directory takes its final name by one rename: whatever happens, a trial is done as a whole or not at all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -58,12 +56,8 @@ class TrialOutcome:
         (directory / OUTCOME_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> TrialOutcome | None:
-        """The outcome in a trial's final directory; none if there is none.
-
-        Raises:
-            UsageError: the file is no outcome.
-        """
+    def read(cls, directory: Path) -> "TrialOutcome | None":
+        """The outcome in a trial's final directory, if there is one. Raises UsageError if the file is no outcome."""
         path = directory / OUTCOME_FILE
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -113,11 +107,7 @@ def outcomes(study: Path, trials: Sequence[Trial]) -> dict[Trial, TrialOutcome]:
 
 @contextmanager
 def locked(study: Path) -> Iterator[None]:
-    """Keep others from running the same study.
-
-    Raises:
-        UsageError: another process does.
-    """
+    """Keep others from running the same study. Raises UsageError if another process does."""
     try:
         with filelock.FileLock(study / _LOCK, timeout=0):
             yield

@@ -1,7 +1,5 @@
 """What a study is asked to do: fixed and checked before anything starts."""
 
-from __future__ import annotations
-
 import hashlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,11 +53,8 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class StudySpec:
-    """One script under every combination of strategy, number of workers and seed.
-
-    Raises:
-        UsageError: a value is out of range, comes twice, or no strategy can run with any of the numbers of workers.
-    """
+    """One script under every combination of strategy, number of workers and seed. Raises UsageError if a value is
+    out of range, comes twice, or no strategy can run with any of the numbers of workers."""
 
     script: str
     script_sha256: str
@@ -110,7 +105,7 @@ class StudySpec:
         cluster: str | Path | None = None,
         address: str | None = None,
         **settings: Any,
-    ) -> StudySpec:
+    ) -> "StudySpec":
         """The spec for a script, and for a cluster's file, as they lie there now; `settings` are the other fields.
 
         Raises:
@@ -136,11 +131,7 @@ class StudySpec:
         return spec
 
     def read_script(self) -> Script:
-        """The script, for all trials to run.
-
-        Raises:
-            UsageError: it cannot be read, or is another text than the study's.
-        """
+        """The script, for all trials to run. Raises UsageError if it cannot be read or its text has changed."""
         script = launch.read_script(self.script, self.arguments)
         if _digest(script) != self.script_sha256:
             raise UsageError(f"the script {self.script} has changed since this study was made; give another --out")
@@ -194,12 +185,8 @@ class StudySpec:
         return plain | {"strategies": [variant.text for variant in self.strategies], "cluster": cluster}
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> StudySpec:
-        """The inverse of `to_json`. The script itself need not be there.
-
-        Raises:
-            UsageError: it is no spec of this version.
-        """
+    def from_json(cls, plain: Mapping[str, Any]) -> "StudySpec":
+        """The inverse of `to_json`; needs no script. Raises UsageError if it is no spec of this version."""
         try:
             lists = {"arguments": tuple(plain["arguments"]), **{name: tuple(plain[name]) for name in _EXTENSIBLE}}
             lists["strategies"] = tuple(Variant.parse(text) for text in plain["strategies"])
@@ -228,16 +215,13 @@ class StudySpec:
         given = [str(part) for option, value in options.items() if value is not None for part in (option, value)]
         return ["paceline", "compare", self.script, *given, *(["--", *self.arguments] if self.arguments else [])]
 
-    def is_part_of(self, other: StudySpec) -> bool:
+    def is_part_of(self, other: "StudySpec") -> bool:
         """Whether no strategy, number of workers or seed is asked for that the other does not have."""
         return all(set(getattr(self, name)) <= set(getattr(other, name)) for name in _EXTENSIBLE)
 
-    def require_same_study(self, earlier: StudySpec) -> None:
-        """
-        Raises:
-            UsageError: this is another study than the earlier one, rather than the same one, more of it or a part of
-                it; the message names every difference.
-        """
+    def require_same_study(self, earlier: "StudySpec") -> None:
+        """Raises UsageError, which names every difference, unless this is the same study as the earlier one, more of it
+        or a part."""
         differences = []
         is_part = self.is_part_of(earlier)
         for field in fields(self):
@@ -279,11 +263,7 @@ def _numbers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """`3` is three seeds: 0, 1, 2. `3,7` are those two, and `3,` is that one.
-
-    Raises:
-        UsageError: the text has another form.
-    """
+    """`3` is three seeds: 0, 1, 2. `3,7` are those two, and `3,` is that one. Raises UsageError for other texts."""
     try:
         if "," in text:
             return tuple(int(part) for part in text.split(",") if part.strip())

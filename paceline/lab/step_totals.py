@@ -3,13 +3,12 @@
 A trial is never resumed, so that its records begin with the training clock at zero.
 """
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -20,7 +19,7 @@ from paceline.records import StepRecord, record_path
 PACE_POINTS = 300
 _BLOCK_ROWS = 250_000
 _SUMS = ("compute_s", "communication_s", "waiting_s", "hidden_s", "moved_bytes")
-_TYPES = {field.name: f"{field.type}64" for field in fields(StepRecord)}
+_TYPES = {name: f"{number.__name__}64" for name, number in get_type_hints(StepRecord).items() if number in (int, float)}
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class StepTotals:
     """Sums and counts over the steps of one run."""
 
     iterations: int
-    """Reached at the end."""
     time_s: float
     samples: int
     staleness: Counter[int]
@@ -40,11 +38,8 @@ class StepTotals:
 
 
 def read(directory: Path) -> StepTotals:
-    """The totals of a result directory, with zeros where no step was recorded.
-
-    Raises:
-        UsageError: the file of steps is damaged; an unfinished last line is not, and is left out.
-    """
+    """The totals of a result directory, with zeros where no step was recorded. An unfinished last line is left out.
+    Raises UsageError if the file of steps is damaged."""
     iterations, time_s, samples = 0, 0.0, 0
     staleness: Counter[int] = Counter()
     workers, pace = [], []

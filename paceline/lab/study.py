@@ -1,7 +1,5 @@
 """A study: one script under several strategies, numbers of workers and seeds, in a directory of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -79,7 +77,7 @@ class Study:
         arguments: Sequence[str] = (),
         retry_failed: bool = False,
         watcher: StudyWatcher | None = None,
-    ) -> Study:
+    ) -> "Study":
         """Run a study, or go on with the one in `out`: trials that have ended are not run again.
 
         Of a study in `out` that has more strategies, workers or seeds than are asked for, only those asked for are run;
@@ -124,7 +122,7 @@ class Study:
     @classmethod
     def conduct(
         cls, spec: StudySpec, out: Path, *, watcher: StudyWatcher | None = None, retry_failed: bool = False
-    ) -> Study:
+    ) -> "Study":
         """As `run`, for a spec that is made already."""
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -141,12 +139,8 @@ class Study:
         return study
 
     @classmethod
-    def open(cls, directory: str | Path) -> Study:
-        """The study in a directory, ended or not.
-
-        Raises:
-            UsageError: there is none.
-        """
+    def open(cls, directory: str | Path) -> "Study":
+        """The study in a directory, ended or not. Raises UsageError if there is none."""
         path = Path(directory) / SPEC_FILE
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
@@ -167,11 +161,7 @@ class Study:
         return verdict.judge(self.frames)
 
     def save_tables(self) -> None:
-        """Write the tables as CSV files; not where this study may only be read.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Write the tables as CSV files, if this study's directory can be written to. Raises OSError."""
         if os.access(self.directory, os.W_OK):
             self.frames.save(self.directory / TABLES)
 

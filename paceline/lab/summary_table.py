@@ -1,7 +1,5 @@
 """The summary of a study as a reader's table: texts with units and spreads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +21,8 @@ class Cell:
 
 
 def summary_table(summary: pd.DataFrame, *, has_target: bool, metric: str | None, seconds: str) -> dict[str, Any]:
-    """As templates want it: `headings`, and `rows` of cells, one a strategy and number of workers; the best is marked.
-
-    Args:
-        has_target: whether the study had one; without it the columns that speak of it are left out.
-        metric: heading of the last metric.
-        seconds: `s`, or what says that they are virtual: `virtual s`.
-    """
+    """`headings` and `rows` of cells, one a strategy and number of workers, for templates; the best is marked.
+    `seconds` is `s` or `virtual s`. Without a target the columns that speak of it are left out."""
     virtual, seconds = seconds.removesuffix("s"), seconds.replace(" ", _NO_BREAK)
     columns: list[tuple[str, Callable[[Any], Cell]]] = []
     if has_target:

@@ -9,8 +9,6 @@ was follows from order alone: a worker's n-th update is of its n-th step whose g
 as they begin anew where a run is resumed.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

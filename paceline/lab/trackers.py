@@ -1,7 +1,5 @@
 """Where a run's numbers can go while it trains: TensorBoard, MLflow, Weights & Biases; no service keeps it waiting."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math
@@ -23,7 +21,6 @@ PATIENCE_S = 20.0
 _NO_MORE = ", and it is told no more"
 
 Settings = Mapping[str, str | int | float]
-"""What was asked of the run: strategy, workers, seed."""
 
 
 class Tracker(ABC):
@@ -31,13 +28,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:
-        """Keep numbers by name.
-
-        Args:
-            values: finite or not, as they were measured.
-            step: global iteration, as the literature counts it.
-            time_s: training clock.
-        """
+        """Keep numbers by name, finite or not, of this global iteration and time on the training clock."""
 
     @abstractmethod
     def close(self, *, is_finished: bool) -> None:
@@ -177,11 +168,7 @@ def _unused(directory: Path) -> Path:
 
 
 def load(package: str) -> ModuleType:
-    """A service's package, which an extra of the same name installs.
-
-    Raises:
-        UsageError: it is not installed; the message says what to install.
-    """
+    """A service's package. Raises UsageError, which says how to install it, if it is not there."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -1,7 +1,5 @@
 """Follows a run by its records as they arrive, and tells trackers what they add up to."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,11 +135,7 @@ class _Followed:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Who is told of runs while they train.
-
-    Raises:
-        UsageError: a service is unknown, or its package is not installed.
-    """
+    """Who is told of runs while they train. Raises UsageError if a service is unknown or not installed."""
 
     tensorboard: Path | None = None
     """Where each run gets a directory of event files."""
@@ -159,13 +153,8 @@ class Tracking:
 
     @contextmanager
     def follow(self, watcher: Watcher, *, run: str, settings: Settings) -> Iterator[Watcher]:
-        """A watcher that does what `watcher` does and feeds the trackers; they are closed at the end. One that fails
-        is told of no later run.
-
-        Args:
-            run: its name at every service; of a study's trial, with the study's name before a slash.
-            settings: what is written down beside the name.
-        """
+        """A watcher that does what `watcher` does and feeds the trackers, which are closed at the end. One that fails
+        is told of no later run. `run` is the run's name at every service, with a study's name before a slash."""
         openers = self._openers(run, settings)
         trackers = {name: Delivery(name, opened) for name, opened in openers if name not in self._given_up}
         if not trackers:

@@ -1,7 +1,5 @@
 """A strategy as a study names it: `ps-bsp`, or with options `ps-bsp:servers=2:combine=server`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -12,29 +10,20 @@ from paceline.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Variant:
-    """One strategy with its options."""
-
     text: str
     """As on the command line. The same for the same strategy: `ps-async:servers=1` is `ps-asp`."""
     strategy: Strategy
 
     @classmethod
-    def parse(cls, text: str) -> Variant:
-        """Read `NAME` or `NAME:OPTION=VALUE:OPTION=VALUE`.
-
-        Raises:
-            UsageError: the name, an option or a value is unknown, or an option comes twice.
-        """
+    def parse(cls, text: str) -> "Variant":
+        """Read `NAME` or `NAME:OPTION=VALUE:...`. Raises UsageError if one is unknown or comes twice."""
         name, *settings = text.strip().split(":")
         return cls.of(build(name, parse_options(settings, where=f"strategy {text!r}:")))
 
     @classmethod
-    def of(cls, strategy: str | Strategy) -> Variant:
-        """Make a variant of a text as `parse` reads it, or of a strategy such as `ParameterServer(servers=2)`.
-
-        Raises:
-            UsageError: as `parse`; or it is neither, or a strategy of no name.
-        """
+    def of(cls, strategy: str | Strategy) -> "Variant":
+        """Make a variant of a text as `parse` reads it, or of a strategy such as `ParameterServer(servers=2)`. Raises
+        UsageError as `parse`; also if it is neither, or a strategy of no name."""
         if isinstance(strategy, str):
             return cls.parse(strategy)
         if not isinstance(strategy, Strategy):

@@ -1,7 +1,5 @@
 """What a study's tables say, in plain words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -39,7 +37,6 @@ class Verdict:
 
 
 def judge(frames: Frames) -> Verdict:
-    """The verdict on one study."""
     return Verdict(_Judge(frames).lines())
 
 
@@ -68,8 +65,6 @@ def _resolution_of(row: Row, quantity: str) -> float:
 
 @dataclass(frozen=True)
 class _Judge:
-    """One study."""
-
     frames: Frames
 
     @property

@@ -1,7 +1,5 @@
 """The cluster that a study simulates, as the study keeps it: its file's text, so that it is all there later."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +10,8 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class VirtualCluster:
-    """Equal to another where what they describe is the same, whatever the files are called and say about it.
-
-    Raises:
-        UsageError: the text describes no cluster.
-    """
+    """Equal to another where what they describe is the same, whatever the files are called and say about it. Raises
+    UsageError if the text describes no cluster."""
 
     source: str = field(compare=False)
     """A name that comes with Paceline, or the file's path: what `--cluster` takes."""
@@ -27,14 +22,9 @@ class VirtualCluster:
         object.__setattr__(self, "content", cluster_file.parse(self.text, where=self.source))
 
     @classmethod
-    def read(cls, name: str | Path) -> VirtualCluster:
-        """
-        Args:
-            name: a TOML file, or the name of a cluster that comes with Paceline.
-
-        Raises:
-            UsageError: there is no such file or name, or the file is wrong.
-        """
+    def read(cls, name: str | Path) -> "VirtualCluster":
+        """Read a TOML file, or a cluster that comes with Paceline, by its name. Raises UsageError if there is none, or
+        it is wrong."""
         if not isinstance(name, str | Path):
             raise UsageError(f"a study takes a cluster's file or name, not {type(name).__name__}")
         path, text = cluster_file.read(name)

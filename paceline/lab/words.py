@@ -1,13 +1,10 @@
 """Numbers as the verdict and the tables say them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paceline.training.clock import VIRTUAL
 
 ITERATIONS = {"update": "global updates", "gradient": "gradients applied", "round": "rounds"}
-"""By the unit that a strategy declares."""
 _MINUTE_S, _HOUR_S = 60, 3600
 
 

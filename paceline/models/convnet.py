@@ -1,7 +1,5 @@
 """A convolutional network so small that its exchange is all latency."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.models.shape import ImageShape, require_pixels

@@ -1,7 +1,5 @@
 """The demonstration's network: learns the 8x8 digits in a second on one core."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.models.shape import ImageShape, require_pixels

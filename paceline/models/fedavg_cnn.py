@@ -1,7 +1,5 @@
 """The convolutional network of the FedAvg paper."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.models.shape import ImageShape, require_pixels

@@ -1,7 +1,5 @@
 """The models by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Protocol
 

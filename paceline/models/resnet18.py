@@ -1,7 +1,5 @@
 """The 18-layer residual network, for small images."""
 
-from __future__ import annotations
-
 from typing import final
 
 from torch import Tensor, nn

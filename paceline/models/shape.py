@@ -1,7 +1,5 @@
 """What every model needs to know of its input."""
 
-from __future__ import annotations
-
 from paceline.errors import UsageError
 
 ImageShape = tuple[int, int, int]

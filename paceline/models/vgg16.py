@@ -1,7 +1,5 @@
 """The 16-layer VGG network with batch normalisation, for small images."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.models.shape import ImageShape, require_pixels

@@ -1,7 +1,5 @@
 """Planning: what a script would cost on a cluster, before anything is bought or run."""
 
-from __future__ import annotations
-
 from paceline.planner.demand import StepWork
 from paceline.planner.predict import Prediction, predict
 from paceline.planner.search import Plan, plan

@@ -1,7 +1,5 @@
 """All-reduce algorithms on a cluster: how long they take, and what they put on every link."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from paceline.comm.algorithms.pieces import PIECE_BYTES

@@ -1,8 +1,6 @@
 """What exchanges cost in closed form, without a cluster: M is `num_bytes`, B is `bytes_per_s` of one direction of a
 full-duplex card, L is `latency_s` of a message, one way."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What passes from one exchange to the next under each kind of traffic: computing, waiting, exchanging."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 
@@ -24,7 +22,6 @@ class Cycle:
     slowest_s: float
     """Computing of those that are waited for, in all steps of the cycle."""
     end_s: float
-    """When the exchange is over."""
     loads: Loads
     """What the exchanges of all workers put on the links."""
     num_steps: int = 1

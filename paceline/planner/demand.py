@@ -1,7 +1,5 @@
 """What a script asks of a worker in one step, as far as the plan needs to know."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,11 +11,7 @@ from paceline.errors import UsageError
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """One worker's step.
-
-    Raises:
-        UsageError: a number is out of range, or shares are not one a tensor.
-    """
+    """One worker's step. Raises UsageError if a number is out of range, or shares are not one a tensor."""
 
     tensor_bytes: tuple[int, ...]
     """Size of each parameter, in the optimizer's order; its gradient is as large."""

@@ -1,7 +1,5 @@
 """Each worker's computing times: those that the virtual engine would draw."""
 
-from __future__ import annotations
-
 from typing import final
 
 import numpy as np
@@ -19,9 +17,7 @@ class Draws:
         self._times = [ComputeTimes(compute, seed=seed, rank=rank) for rank in range(setting.num_workers)]
 
     def next_s(self, rank: int, *, num_steps: int = 1) -> float:
-        """One worker's next steps."""
         return sum(self._times[rank].draw(self._means_s[rank]) for _ in range(num_steps))
 
     def all_s(self) -> Floats:
-        """A step of every worker."""
         return np.array([self.next_s(rank) for rank in range(len(self._times))])

@@ -1,7 +1,5 @@
 """A cluster's links as arrays: what each carries of an exchange, and how long that keeps it busy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -37,10 +35,10 @@ class Loads:
     packing: Floats
     machine: Floats
 
-    def __add__(self, other: Loads) -> Loads:
+    def __add__(self, other: "Loads") -> "Loads":
         return Loads(*(getattr(self, kind) + getattr(other, kind) for kind in _KINDS))
 
-    def __mul__(self, factor: float) -> Loads:
+    def __mul__(self, factor: float) -> "Loads":
         return Loads(*(getattr(self, kind) * factor for kind in _KINDS))
 
 
@@ -122,10 +120,7 @@ class Fabric:
         self, sources: Numbers, destinations: Numbers, num_bytes: float, *, is_packed: bool = False
     ) -> Loads:
         """The load of one message from every source to every destination; either may name a host several times.
-
-        Args:
-            is_packed: cores encrypt and copy what leaves a host and what comes to one.
-        """
+        `is_packed`: cores encrypt and copy what leaves a host and what comes to one."""
         sends = np.bincount(sources, minlength=self.num_hosts).astype(np.float64)
         takes = np.bincount(destinations, minlength=self.num_hosts).astype(np.float64)
         found = {}
@@ -170,7 +165,6 @@ class Fabric:
         return np.where(sources == destinations, rates["memory"][sources], found)
 
     def busiest(self, loads: Loads, *, kinds: Sequence[str] = _KINDS) -> Busiest:
-        """The link that is busy longest, of these kinds."""
         best = Busiest("none", 0.0, 0.0)
         for kind in kinds:
             amounts: Floats = getattr(loads, kind)
@@ -181,7 +175,6 @@ class Fabric:
         return best
 
     def busy_s(self, loads: Loads, link: Busiest) -> float:
-        """How long loads keep one link busy."""
         if not link.kind:
             return 0.0
         return float(getattr(loads, link.kind)[link.number] / getattr(self.rates, link.kind)[link.number])

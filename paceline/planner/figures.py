@@ -1,7 +1,5 @@
 """The curves of a plan, in the style of the lab's figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The gradient buckets that all-reduce would make of a model, and when in a step each is full."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

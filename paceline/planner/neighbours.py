@@ -1,7 +1,5 @@
 """What workers exchange with their neighbours: over which links, how long it takes, and for whom they wait."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +33,7 @@ class Round:
 
 
 def rounds_of(topology: Topology, setting: Setting) -> list[Round]:
-    """One for each step of the topology's period.
-
-    Raises:
-        UsageError: the topology is not one of so many workers.
-    """
+    """One for each step of the topology's period. Raises UsageError if the topology is not one of so many workers."""
     size = setting.num_workers
     try:
         return [_round(topology, step, setting) for step in range(topology.period(size))]

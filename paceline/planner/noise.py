@@ -1,7 +1,5 @@
 """What larger batches are worth: the gradient noise scale, and steps to a target that follow from it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

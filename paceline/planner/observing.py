@@ -1,7 +1,5 @@
 """What a script costs, found by running a few of its steps on the virtual engine, unchanged."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,14 +45,8 @@ class _Enough(PacelineError):
 
 
 def observe(program: Program, *, measures_noise: bool = False, seed: int = 0) -> Observation:
-    """Run a step or two of the script as a single worker; or so many that its gradient noise scale shows.
-
-    Args:
-        program: a script or function that calls `paceline.init()`.
-
-    Raises:
-        UsageError: it does not train for as many steps; the message says why.
-    """
+    """Run a step or two of a script or function as a single worker, or as many as its gradient noise scale takes.
+    Raises UsageError, which says why, if it does not train for so long."""
     seen = _Seen()
     strategy = Observed(seen=seen, num_noise_steps=NOISE_STEPS if measures_noise else 0)
     failure: PacelineError | None = None

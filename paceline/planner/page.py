@@ -1,7 +1,5 @@
 """A plan as one HTML file that needs nothing else, with the look of the lab's report."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """One strategy on so many workers of a cluster: what a step takes, and what it takes it for. Closed forms only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,13 +35,10 @@ class Prediction:
     efficiency: float
     """`samples_per_s` over as many times that of one worker alone."""
     compute_s: float
-    """A worker's forward and backward pass."""
     waiting_s: float
-    """For slower workers."""
     exchange_s: float
     """For gradients and parameters to move, what backward hides left out, and for the servers' updates."""
     hidden_s: float
-    """What of the exchange backward hides."""
     overhead_s: float
     busiest: Busiest
     """What an exchange of all workers, a step each, keeps busy longest."""

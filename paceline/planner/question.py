@@ -1,7 +1,5 @@
 """What a prediction or a simulation is asked: what moves under a strategy, among which workers and servers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,10 +16,7 @@ from paceline.strategies.traits import Traffic, Traits
 @final
 @dataclass(frozen=True)
 class Question:
-    """One strategy on so many workers of a cluster."""
-
     name: str
-    """The strategy's name on the command line."""
     traits: Traits
     traffic: Traffic | None
     """None: nothing moves."""
@@ -36,12 +31,9 @@ class Question:
         workers: int,
         work: StepWork,
         options: Mapping[str, Any] | None,
-    ) -> Question:
-        """
-        Raises:
-            UsageError: the strategy does not exist or has no price, the cluster has no room, or nothing says how long
-                a step computes.
-        """
+    ) -> "Question":
+        """Raises UsageError if the strategy does not exist or has no price, the cluster has no room, or a step's time
+        is unknown."""
         chosen = build(strategy, options) if isinstance(strategy, str) else strategy
         if workers < 1:
             raise UsageError(f"workers must be at least 1, not {workers}")

@@ -1,7 +1,5 @@
 """The search: every strategy, number of workers and number of servers that a cluster holds, and which is best."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -38,7 +36,6 @@ class Point:
     """As `paceline compare --strategies` takes it."""
     prediction: Prediction
     batch: int
-    """Samples in one worker's batch."""
     speedup: float
     """Samples per second over one worker's."""
     target_speedup: float | None
@@ -62,7 +59,6 @@ class Knee:
     workers: int | None
     """None: not up to as many as were looked at."""
     resource: str
-    """What binds there."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +124,7 @@ def require_in_range(
     single_steps: float | None,
     staleness_penalty: float,
 ) -> None:
-    """
-    Raises:
-        UsageError: of the numbers that `plan` is given one is out of range, or the cluster has no room for a worker.
-    """
+    """Raises UsageError if a number that `plan` is given is out of range, or the cluster has no room for a worker."""
     room = cluster.num_slots
     if not room:
         raise UsageError("the cluster has no room for a worker; raise workers in its [[hosts]]")
@@ -231,8 +224,6 @@ def _can_run(cluster: Cluster, strategy: Strategy, workers: int) -> bool:
 @final
 @dataclass(frozen=True)
 class _Judge:
-    """Makes points."""
-
     cluster: Cluster
     work: StepWork
     target_batch: int | None

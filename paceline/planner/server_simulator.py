@@ -1,7 +1,5 @@
 """Workers and one server that stands for all of them, event by event, with the servers' own admission rule."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from typing import final

@@ -1,7 +1,5 @@
 """How long pushing to and pulling from a group of servers takes on a cluster."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -119,10 +117,7 @@ class ServerExchange:
 
 
 def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
-    """
-    Args:
-        num_gradients: that form one update.
-    """
+    """The exchange of a setting in which `num_gradients` form one update."""
     fabric, work, cluster = setting.fabric, setting.work, setting.cluster
     workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
     num_workers, num_servers = len(workers), len(servers)

@@ -1,7 +1,5 @@
 """Who is where, on which links, and how long each computes: what every prediction for some workers starts from."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +30,6 @@ class RingReduction:
     num_inner: Numbers
     """Further workers of each of these hosts."""
     message_s: float = 0.0
-    """A rank needs for posting a message."""
 
     @cached_property
     def hop_bytes_per_s(self) -> float:
@@ -43,7 +40,6 @@ class RingReduction:
 
     @cached_property
     def hop_latencies_s(self) -> Floats:
-        """From each place to the next."""
         return self.fabric.latency_s(self.leaders, np.roll(self.leaders, -1)) + self.message_s
 
     def parts_s(self, num_bytes: float) -> tuple[float, float]:
@@ -81,12 +77,8 @@ class Setting:
     fabric: Fabric
 
     @classmethod
-    def of(cls, cluster: Cluster, work: StepWork, *, num_workers: int, num_servers: int) -> Setting:
-        """
-        Raises:
-            UsageError: the cluster has no room, was measured with another model, or nothing says how long a step
-                computes.
-        """
+    def of(cls, cluster: Cluster, work: StepWork, *, num_workers: int, num_servers: int) -> "Setting":
+        """Raises UsageError without room, after a probe with another model, or if a step's time is unknown."""
         described = cluster
         if work.step_s is not None:
             cluster = replace(cluster, compute=replace(cluster.compute, step_s=work.step_s, sample_s=None))
@@ -120,16 +112,13 @@ class Setting:
 
     @cached_property
     def mean_s(self) -> float:
-        """The workers' mean computing time of a step."""
         return sum(group.times.expected_s * group.count for group in self.groups) / self.num_workers
 
     @cached_property
     def is_constant(self) -> bool:
-        """Whether every worker always takes as long."""
         return not any(group.times.variance_s2 for group in self.groups)
 
     def ranks_of(self, group: int) -> Numbers:
-        """The ranks that belong to one group."""
         return np.flatnonzero(np.array(self.group_of) == group)
 
     @property
@@ -178,7 +167,6 @@ class Setting:
         return found
 
     def kind_of(self, busiest: Busiest) -> str:
-        """In words."""
         if busiest.kind in ("up", "down"):
             if busiest.number not in self.places.servers:
                 return "a worker's card"

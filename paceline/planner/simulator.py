@@ -5,8 +5,6 @@ ring are one sliding maximum, since a late rank is felt by others in the order o
 servers see `server_simulator`. The virtual engine sends each message on its own; tests compare.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

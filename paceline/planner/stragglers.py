@@ -1,7 +1,5 @@
 """How long the slowest, or the slowest but some, of many workers compute: order statistics of step times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """All-reduce along two trees: when pieces arrive at the roots, and down again, level by level."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -45,22 +43,16 @@ class Trees:
 
     @property
     def edges(self) -> tuple[Numbers, Numbers]:
-        """Parents and children of both."""
         levels = [level for tree in self.levels for level in tree]
         return np.concatenate([each.parents for each in levels]), np.concatenate([each.children for each in levels])
 
     @classmethod
-    def of(cls, hosts: Numbers, fabric: Fabric) -> Trees:
+    def of(cls, hosts: Numbers, fabric: Fabric) -> "Trees":
         """`hosts` are those of the ranks."""
         return cls(tuple(_levels(tree, hosts, fabric) for tree in edges(len(hosts))), len(hosts))
 
     def time_s(self, num_bytes: float, *, one_way_s: float, message_s: float) -> float:
-        """If all ranks begin at once.
-
-        Args:
-            one_way_s: the busiest link's time for what goes up in both trees.
-            message_s: a rank needs for posting a message.
-        """
+        """If all ranks begin at once. `one_way_s`: the busiest link's time for what goes up in both trees."""
         half_bytes = num_bytes / 2
         piece_bytes = min(PIECE_BYTES, half_bytes)
         ways_s = [

@@ -1,7 +1,5 @@
 """What a plan comes to, in sentences."""
 
-from __future__ import annotations
-
 import math
 
 from paceline.lab import words
@@ -20,7 +18,6 @@ _EVEN = (
 
 
 def answer(plan: Plan) -> list[str]:
-    """The most important first."""
     lines = [_best(plan), *_knees(plan), *_ratio(plan)]
     if plan.noise is not None:
         lines.append(_noise(plan))

@@ -1,7 +1,5 @@
 """What answers on a host that is probed: plain TCP, and ZeroMQ as parameter servers have it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import suppress
@@ -20,12 +18,8 @@ _POLL_S = 0.05
 
 @final
 class Echo:
-    """Two threads: one sends every 8 bytes back, one takes pieces of parameters as a server does and says OK.
-
-    Args:
-        keys: of the probe.
-        host: the address to listen on.
-    """
+    """Two threads on `host`: one sends every 8 bytes back, one takes pieces of parameters as a server does and says
+    OK."""
 
     def __init__(self, keys: Keys, *, host: str) -> None:
         self._is_stopping = False

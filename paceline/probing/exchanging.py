@@ -1,7 +1,5 @@
 """What exchanges between a worker and a real parameter server on another host take, of time and of processors."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,10 +75,7 @@ class Exchanges:
     num_sharing: int
 
     def measure(self) -> ExchangeCost:
-        """
-        Raises:
-            DeadlineExceeded: the other's server does not answer.
-        """
+        """Raises DeadlineExceeded if the other's server does not answer."""
         request_s, _ = self._measured(_SMALL_BYTES, _NUM_SMALL)
         _, request_core_s = self._measured(_SMALL_BYTES, _NUM_FEW, in_a_row=_FEW, emptier=CacheEmptier())
         piece_s, _ = self._measured(FRAME_BYTES, 1)

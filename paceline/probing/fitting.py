@@ -1,7 +1,5 @@
 """From what was measured to a cluster that the virtual engine simulates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -38,13 +36,8 @@ class HostFacts:
 def fit(
     hosts: Sequence[HostFacts], steps: Sequence[StepReport], network: Sequence[NetworkReport], *, about: str
 ) -> Cluster:
-    """The cluster.
-
-    Args:
-        hosts: in the order in which ranks were given to them.
-        steps: one a host.
-        network: one a host; of a cluster of one host, of two ranks on it.
-    """
+    """The cluster, from a `StepReport` and a `NetworkReport` a host, in rank order; of one host, from two ranks on
+    it."""
     pairs = [pair for report in network for pair in report.pairs]
     is_one = len(hosts) == 1
     kinds = [_one_host(hosts[0], network, pairs)] if is_one else _each_host(hosts, steps, network, pairs)

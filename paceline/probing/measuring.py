@@ -1,7 +1,5 @@
 """A probe from start to end: every host is spoken to, trains a little, and is measured."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,10 +50,7 @@ class ProbeConfig:
 def config_for(
     script: str | Path, arguments: Sequence[str] = (), *, num_steps: int = 50, max_s: float = 10.0
 ) -> ProbeConfig:
-    """
-    Raises:
-        UsageError: the script cannot be read, or too few steps are asked for.
-    """
+    """Raises UsageError if the script cannot be read, or too few steps are asked for."""
     if num_steps < steps.MIN_STEPS:
         raise UsageError(f"--steps must be at least {steps.MIN_STEPS}, not {num_steps}")
     if not max_s > 0:
@@ -90,11 +85,7 @@ def probe(config: ProbeConfig, *, address: str | None, audience: Audience) -> Cl
 
 
 def write(cluster: Cluster, out: Path) -> None:
-    """Write the file as a whole: what is there before stays until the new one is complete.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
+    """Write the file as a whole: what is there before stays until then. Raises RunFailed if it cannot be written."""
     try:
         with durable.whole(out) as partial:
             partial.write_text(as_toml(cluster), encoding="utf-8")
@@ -103,10 +94,7 @@ def write(cluster: Cluster, out: Path) -> None:
 
 
 def require_writable(out: Path, *, force: bool) -> None:
-    """
-    Raises:
-        UsageError: there is such a file and it is not to be replaced, or its directory is not there.
-    """
+    """Raises UsageError if there is such a file and it is not to be replaced, or its directory is not there."""
     if out.is_dir():
         raise UsageError(f"{out} is a directory; give a file as --out")
     if out.exists() and not force:

@@ -1,7 +1,5 @@
 """How unevenly connections share a link: those between two hosts, and those from several hosts to one."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -26,16 +24,8 @@ _LEAST_PIECES = 10  # a connection, for shares to be more than chance: about 40 
 
 
 def measure_unevenness(keys: Keys, endpoint: str, *, name: str) -> float | None:
-    """The standard deviation of the logarithm of what connections get that begin to push to a host at the same time.
-
-    None where too little passes in a second to say.
-
-    Args:
-        name: of the caller; no other may have it.
-
-    Raises:
-        WireError: the other host does not answer.
-    """
+    """As `unevenness_of`, of what connections get that begin to push to a host at the same time. `name` is the caller's
+    own."""
     tries = []
     for attempt in range(NUM_TRIES):
         with connected(keys, endpoint, [f"{name}-{attempt}-{number}" for number in range(NUM_CONNECTIONS)]) as callers:
@@ -44,10 +34,8 @@ def measure_unevenness(keys: Keys, endpoint: str, *, name: str) -> float | None:
 
 
 def unevenness_of(tries: Sequence[Sequence[int]]) -> float | None:
-    """The standard deviation of the logarithm of what each connection got, of several tries.
-
-    None where too little has passed to say.
-    """
+    """The standard deviation of the logarithm of what each connection got, of several tries; none where too little
+    passed."""
     if any(sum(counts) < _LEAST_PIECES * len(counts) for counts in tries):
         return None
     return statistics.pstdev(share for counts in tries for share in logarithms_of_shares(counts))
@@ -61,11 +49,8 @@ def logarithms_of_shares(counts: Sequence[int]) -> list[float]:
 
 @contextmanager
 def connected(keys: Keys, endpoint: str, names: Sequence[str]) -> Iterator[list[Caller]]:
-    """Callers of these names that have all shaken hands, so that none is late when the first piece leaves.
-
-    Raises:
-        WireError: the other host does not answer.
-    """
+    """Callers of these names that have all shaken hands, so that none is late when the first piece leaves. Raises
+    WireError if the other host does not answer."""
     callers = [Caller(keys, endpoint=endpoint, identity=name) for name in names]
     try:
         for caller in callers:
@@ -78,10 +63,7 @@ def connected(keys: Keys, endpoint: str, names: Sequence[str]) -> Iterator[list[
 
 
 def await_answer(caller: Caller) -> None:
-    """
-    Raises:
-        WireError: it does not come.
-    """
+    """Raises WireError if it does not come."""
     if not caller.socket.poll(int(_ANSWER_S * 1000)):
         raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
     caller.socket.recv_multipart()

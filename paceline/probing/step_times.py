@@ -1,7 +1,5 @@
 """How long a script's own steps take on each host, while nothing is exchanged."""
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time
@@ -25,7 +23,6 @@ from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
 
 EVENT = "measured"
-"""Carries a worker's report."""
 MIN_STEPS = 3
 _NUM_WARMUP = 2  # steps left out: the first ones find cold caches, and allocate
 
@@ -98,10 +95,7 @@ class StepWatch(Pacing):
         self._slept_s += duration_s
 
     def report(self, address: str) -> StepReport:
-        """
-        Raises:
-            UsageError: the script trained too little.
-        """
+        """Raises UsageError if the script trained too little."""
         if len(self._steps_s) < MIN_STEPS:
             raise UsageError(
                 f"the script took {len(self._steps_s)} training step(s), and probing needs at least {MIN_STEPS}; "
@@ -180,7 +174,6 @@ class MeasuredScript:
 
 
 def tell(world: World, report: dict[str, Any]) -> None:
-    """Send what a worker has measured to the launcher."""
     world.reporter.emit(EventRecord(EVENT, f"worker-{world.context.rank}", 0, 0.0, report))
 
 

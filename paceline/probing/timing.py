@@ -1,7 +1,5 @@
 """How long something takes that is done again and again, with caches that are warm or hold other things."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

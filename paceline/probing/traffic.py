@@ -1,7 +1,5 @@
 """What passes between the hosts of a cluster, over the sockets that runs use, and what exchanges cost beside that."""
 
-from __future__ import annotations
-
 import socket
 import statistics
 import time
@@ -68,8 +66,6 @@ class PairReport:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """What one rank measured."""
-
     address: str
     rank: int
     pairs: tuple[PairReport, ...]
@@ -90,11 +86,7 @@ class NetworkReport:
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """A program in which ranks, on a host each, measure the ways to one another and tell a `NetworkReport`.
-
-    Args:
-        keys: for the sockets of this probe.
-    """
+    """A program in which ranks, on a host each, measure the ways to one another and tell a `NetworkReport`."""
 
     keys: Keys
 
@@ -107,7 +99,6 @@ class MeasuredNetwork:
 
 
 def read(report: Mapping[str, Any]) -> NetworkReport:
-    """A report as it comes from the records."""
     pairs = tuple(PairReport(**{**pair, "exchange": ExchangeCost(**pair["exchange"])}) for pair in report["pairs"])
     return NetworkReport(**{**report, "pairs": pairs})
 

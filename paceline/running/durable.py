@@ -1,7 +1,5 @@
 """Files that are there as a whole or not at all, even after a power cut."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

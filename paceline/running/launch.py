@@ -1,7 +1,5 @@
 """Starting a run: from Python with `paceline.run`, and for the command line."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How much of this machine other programs use, which no run is to be measured beside."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping
@@ -16,8 +14,6 @@ _QUIET = 0.1
 
 @dataclass(frozen=True)
 class Usage:
-    """Processor time so far."""
-
     at_s: float
     busy_s: float
     """Seconds for which the cores that this process may use have been busy."""
@@ -26,7 +22,7 @@ class Usage:
     num_cores: int
 
     @classmethod
-    def now(cls) -> Usage:
+    def now(cls) -> "Usage":
         allowed = os.sched_getaffinity(0)
         every = psutil.cpu_times(percpu=True)
         cores = [times for core, times in enumerate(every) if core in allowed] or every
@@ -40,7 +36,6 @@ class Usage:
 
 
 def describe() -> dict[str, float]:
-    """For a run's manifest."""
     return {"average_1_min": os.getloadavg()[0], "used_by_others": used_by_others()}
 
 

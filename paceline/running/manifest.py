@@ -1,7 +1,5 @@
 """What a result directory says of its own origin."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -63,11 +61,7 @@ def write(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """The manifest of a result directory.
-
-    Raises:
-        UsageError: the directory holds none.
-    """
+    """The manifest of a result directory. Raises UsageError if the directory holds none."""
     path = directory / FILE_NAME
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

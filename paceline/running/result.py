@@ -1,7 +1,5 @@
 """A finished run, read from its directory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,12 +31,8 @@ class Result:
     directory: Path
 
     @classmethod
-    def open(cls, directory: str | Path) -> Result:
-        """The result in a directory.
-
-        Raises:
-            UsageError: there is none.
-        """
+    def open(cls, directory: str | Path) -> "Result":
+        """The result in a directory. Raises UsageError if there is none."""
         result = cls(Path(directory))
         manifest.read(result.directory)
         return result
@@ -70,7 +64,6 @@ class Result:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether times are of a simulated clock."""
         return self.engine == VIRTUAL
 
     @cached_property
@@ -109,7 +102,6 @@ class Result:
 
     @property
     def samples(self) -> int:
-        """Samples that all workers trained on."""
         return sum(step.samples for step in self.steps)
 
     @property
@@ -140,11 +132,7 @@ class Result:
         return hidden_s / (hidden_s + shown_s) if hidden_s else 0.0
 
     def model_state(self) -> dict[str, Tensor]:
-        """The final global model, as for `model.load_state_dict`.
-
-        Raises:
-            UsageError: the run saved none.
-        """
+        """The final global model, as for `model.load_state_dict`. Raises UsageError if the run saved none."""
         path = self.directory / MODEL_FILE
         if not path.exists():
             raise UsageError(f"{self.directory} holds no {MODEL_FILE}; the run did not come to its end")

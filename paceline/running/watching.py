@@ -1,7 +1,5 @@
 """What a person sees of a run that is under way: a line of progress or two, and the scripts' output above it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
@@ -59,11 +57,8 @@ class ProgressLine(Watcher):
         engine: str = "ray",
         outlook: Callable[[], str] = lambda: "",
     ) -> None:
-        """
-        Args:
-            engine: whose clock the run is on.
-            outlook: asked for what else is to be shown beside the run's own step, such as the time left.
-        """
+        """`outlook` is asked for what else to show, such as the time left; `engine` has the clock that the run is
+        on."""
         self._console, self._label, self._config, self._outlook = console, label, config, outlook
         # Where nobody knows how many steps there will be, a bar says nothing.
         bars = [BarColumn(bar_width=_BAR_WIDTH)] if config.max_steps is not None else []
@@ -86,7 +81,7 @@ class ProgressLine(Watcher):
         self._shown_s = 0.0
         self._silence = contextlib.redirect_stdout(io.StringIO())
 
-    def __enter__(self) -> ProgressLine:
+    def __enter__(self) -> "ProgressLine":
         self._shown_s = time.monotonic()
         self._silence.__enter__()
         if self._console.is_terminal:

@@ -8,8 +8,6 @@ come, in whatever order (BSP), or need not agree (SSP, ASP), each shard decides 
 order of arrival decides, and links differ: one shard decides, and the rules of the others are told (`Following`).
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -61,7 +59,7 @@ class AdmissionRule(ABC):
         raise NotImplementedError(type(self).__name__)
 
     @abstractmethod
-    def for_another_shard(self) -> AdmissionRule:
+    def for_another_shard(self) -> "AdmissionRule":
         """A fresh rule for another shard of the same model."""
 
     def worker_of(self, sender: int) -> int:

@@ -3,8 +3,6 @@
 Sans-IO, like `ServerCore`. One conversation at a time: a request to every server, until all that is due has come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

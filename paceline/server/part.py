@@ -1,7 +1,5 @@
 """A shard as a server holds it: made from its pieces of the model, and sent in frames."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What a server's shards hold, as messages give and take it: parameters at the start, and the optimizers' state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

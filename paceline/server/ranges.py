@@ -1,7 +1,5 @@
 """Contiguous key ranges: who owns which elements of the flat parameter vector."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

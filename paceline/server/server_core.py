@@ -3,8 +3,6 @@
 Sans-IO: whoever carries messages calls it, gives it the time, and does what it says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final

@@ -4,8 +4,6 @@ A server holds one or many: across hosts one for each piece of about 1 MiB, so t
 while the next one still arrives. Each is complete in itself, so nothing but bytes depends on how many there are.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

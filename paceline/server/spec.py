@@ -1,7 +1,5 @@
 """What workers ask of servers, and what servers say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

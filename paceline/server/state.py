@@ -1,7 +1,5 @@
 """Optimizer state in one form, however many servers hold it: full tensors keyed `<parameter index>.<state name>`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How much is under way, from a worker to a server and from a server to all workers."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, final

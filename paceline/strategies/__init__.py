@@ -1,7 +1,5 @@
 """Strategies by the names of the command line."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import types
 import warnings

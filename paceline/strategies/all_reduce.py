@@ -1,7 +1,5 @@
 """All-reduce: every worker updates its own copy with the mean of all gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, final, get_args

@@ -1,7 +1,5 @@
 """The contract: a `Strategy` says what is exchanged, with whom and when; a `Synchronizer` does it for one worker."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The size of gradient buckets, from what an exchange costs here."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How gradients are cut into buckets that leave during backward, and where these lie."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Has a script that changes gradients before its step see the mean of all workers' gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 

@@ -1,7 +1,5 @@
 """Between a bucket of values and the wire: encode, move, decode, join."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 

@@ -1,7 +1,5 @@
 """A model's parameters in flat memory, so that they move as few large tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The global model of workers that differ: the mean of what each has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

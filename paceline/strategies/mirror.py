@@ -1,7 +1,5 @@
 """Memory that parameter servers reach, and its twin on the model's device."""
 
-from __future__ import annotations
-
 from typing import final
 
 import torch

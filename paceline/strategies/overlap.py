@@ -1,7 +1,5 @@
 """How much of an exchange is hidden behind backward."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import final

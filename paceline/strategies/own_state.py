@@ -1,7 +1,5 @@
 """What a checkpoint holds of each worker, and what becomes of it elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 

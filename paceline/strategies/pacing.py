@@ -1,7 +1,5 @@
 """A worker's clock, and who may look at the model that its time goes into."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, final
@@ -18,7 +16,7 @@ class Pacing(ABC):
         """The time on the clock that this worker's run is timed with."""
 
     @abstractmethod
-    def watch(self, replica: Replica) -> None:
+    def watch(self, replica: "Replica") -> None:
         """The script has prepared this model. Called before the strategy is bound to it."""
 
 
@@ -29,5 +27,5 @@ class RealTime(Pacing):
     def now_s(self) -> float:
         return time.perf_counter()
 
-    def watch(self, replica: Replica) -> None:
+    def watch(self, replica: "Replica") -> None:
         pass

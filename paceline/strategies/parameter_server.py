@@ -1,7 +1,5 @@
 """Parameter servers: workers push gradients to and pull parameters from a group of servers that own the model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, final, get_args

@@ -1,7 +1,6 @@
 """A script's model and optimizer, checked and described for a strategy."""
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -29,6 +28,14 @@ class Replica:
     specs: tuple[TensorSpec, ...]
     optimizer_spec: OptimizerSpec
 
+    @functools.cached_property
+    def is_light(self) -> bool:
+        """Whether the parameters are real numbers on the CPU that fit into a core's cache together."""
+        are_real = all(parameter.is_cpu and parameter.is_floating_point() for parameter in self.parameters)
+        return are_real and sum(parameter.nbytes for parameter in self.parameters) <= _CACHE_BYTES
+
+
+_CACHE_BYTES = 2**20
 
 # An update of one element depends on that element alone, so that servers may cut a tensor anywhere.
 _ELEMENT_WISE = frozenset(

@@ -1,7 +1,5 @@
 """A worker's parameters while servers own them: views of memory that the servers write to, and nobody else."""
 
-from __future__ import annotations
-
 from typing import final
 
 from paceline.errors import UsageError

@@ -1,7 +1,5 @@
 """One worker's half of the parameter servers: gradients go to the servers, parameters come back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final

@@ -1,7 +1,5 @@
 """One worker, no exchange: the baseline that every speed-up is measured against."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final

@@ -1,7 +1,5 @@
 """What a strategy declares about itself: planner, probe, lab and engines read this, and ask for no class or name."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, final

@@ -6,8 +6,6 @@
 Everything after that is torch.distributed as ever: DistributedDataParallel, FSDP2, process groups, object collectives.
 """
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from paceline.comm.connecting import connect

@@ -1,7 +1,5 @@
 """The order of a process group's collective operations, and who drives them."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

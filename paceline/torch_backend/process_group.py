@@ -1,7 +1,5 @@
 """torch.distributed's process group, on Paceline's collectives."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,7 +29,7 @@ T = TypeVar("T")
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-def create(options: Any, _: Any) -> PacelineProcessGroup:
+def create(options: Any, _: Any) -> "PacelineProcessGroup":
     """What torch.distributed calls for a new group, on each of its ranks."""
     keep_freed_memory()
     deadline_s = options.timeout.total_seconds()
@@ -295,8 +293,6 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 @final
 class _AllOf(base.Work):
-    """Several operations as one."""
-
     def __init__(self, works: Sequence[base.Work]) -> None:
         self._works = works
 
@@ -332,7 +328,6 @@ def _in_elements(tensor: Tensor, splits: Sequence[int], *, size: int) -> list[in
 
 
 def _split(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Flat parts of so many elements."""
     if sum(lengths) != tensor.numel():
         raise UsageError(f"a tensor of {tensor.numel()} elements cannot be split into parts of {list(lengths)}")
     return list(torch.split_with_sizes(tensor.detach().contiguous().view(-1), list(lengths)))

@@ -1,7 +1,5 @@
 """torch's reduce operations in terms of Paceline's."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -27,12 +25,8 @@ _BITWISE: dict[Any, Any] = {
 
 
 def all_reduce(collective: Collective, tensor: Tensor, op: Any) -> Work:
-    """Reduce over all ranks, in place. Bitwise operations gather all tensors first, and block.
-
-    Raises:
-        UsageError: the operation is none of these.
-        TypeError: the dtype cannot be reduced so.
-    """
+    """Reduce over all ranks, in place; bitwise operations block. Raises UsageError or TypeError if there is no such
+    reduction."""
     kind = _kind(op)
     if kind in _BITWISE:
         tensor.copy_(functools.reduce(_BITWISE[kind], collective.all_gather(tensor)))

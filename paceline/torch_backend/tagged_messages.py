@@ -1,7 +1,5 @@
 """Messages between two ranks of a process group, with torch's tags, over a collective that has none."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -153,7 +151,7 @@ class Messages:
         for inbox in self._inboxes:
             inbox.clear()
 
-    def _pending(self) -> list[_Outgoing | _Wanted]:
+    def _pending(self) -> "list[_Outgoing | _Wanted]":
         """All that somebody may wait for."""
         arriving = [inbox.target for inbox in self._inboxes if inbox.target is not None]
         return [*self._outgoing, *self._wanted, *arriving]
@@ -174,8 +172,6 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Wanted:
-    """A message that somebody has asked for."""
-
     work: GroupWork
     raw: Tensor
     copy_back: Callable[[], None] | None

@@ -1,7 +1,5 @@
 """What torch.distributed gets for an operation under way."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,7 +28,7 @@ class GroupWork(Work):
         label: str,
         start: Callable[[], base.Work],
         outputs: list[Tensor],
-        help: Callable[[GroupWork, float | None], None],
+        help: "Callable[[GroupWork, float | None], None]",
     ) -> None:
         """`label` names the operation in errors; `outputs` is what the future holds in the end."""
         super().__init__()
@@ -62,7 +60,6 @@ class GroupWork(Work):
             trigger.set_result(None)
 
     def wait_until_over(self, timeout_s: float | None) -> None:
-        """Sleep until someone else has ended the operation."""
         self._over.wait(timeout_s)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:

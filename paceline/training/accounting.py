@@ -1,7 +1,5 @@
 """What of a worker's time was computing, moving tensors, and waiting for others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, final

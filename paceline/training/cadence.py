@@ -1,7 +1,5 @@
 """When all workers meet in a pause, and what for: the same decisions on every worker, from the same iterations."""
 
-from __future__ import annotations
-
 import math
 from typing import final
 
@@ -24,21 +22,23 @@ class Cadence:
         """Whether the script has registered an evaluation."""
         self.evaluated_at = -1
         self.checkpointed_at = -1
+        self.next_pause = 0
+        """The iteration at which all workers are to meet next, as `plan` found it."""
         self._agree_at = NEVER
         self._agree_interval = 1
 
     def is_over(self, iteration: int) -> bool:
         return iteration >= (self._config.max_steps or NEVER)
 
-    def next_pause(self) -> int:
-        """The iteration at which all workers are to meet next."""
+    def plan(self) -> None:
+        """Set the next pause, from what has been done. Pauses alone change that, and so it is not asked every step."""
         config = self._config
         due = [config.max_steps or NEVER, self._agree_at]
         if config.eval_every is not None and self.evaluates:
             due.append((max(0, self.evaluated_at) // config.eval_every + 1) * config.eval_every)
         if config.checkpoint_every is not None:
             due.append((max(0, self.checkpointed_at) // config.checkpoint_every + 1) * config.checkpoint_every)
-        return min(due)
+        self.next_pause = min(due)
 
     def agree_after(self, iteration: int, *, time_s: float, iterations_per_s: float) -> None:
         """Name the iteration at which all workers meet next to agree on whether to stop: in a second, or when the time

@@ -1,7 +1,5 @@
 """Checkpoints of a run: taken while all workers pause, and taken up again when the script prepares its model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import final

@@ -1,7 +1,5 @@
 """The training clock: it runs while a worker trains and stands still during evaluation, checkpoints and start-up."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import final

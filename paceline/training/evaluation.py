@@ -1,7 +1,5 @@
 """Calling the script's evaluation, so that training goes on as if it had not been called."""
 
-from __future__ import annotations
-
 import ast
 import time
 from collections.abc import Callable, Mapping

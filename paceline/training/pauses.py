@@ -1,7 +1,5 @@
 """Pauses: all workers meet between two steps, agree on where the run is, and look at the global model."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 from torch import nn
@@ -64,6 +62,7 @@ class Pauses:
         if evaluates or saves or all_done:
             self._look_at_global_model(reports, evaluates=evaluates, saves=saves, is_last=all_done)
         self._agree(reports)
+        cadence.plan()
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
         collective.set_deadline(run.config.deadline_s)

@@ -1,7 +1,5 @@
 """One epoch's batches divided among ranks: every sample once, and as many batches for every rank."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from array import array
@@ -241,7 +239,7 @@ def _plainly_drawn(batch_sampler: BatchSampler, seed: int) -> Sequence[Sequence[
 @functools.lru_cache(maxsize=2)
 def _plain_batches(
     seed: int, *, is_shuffled: bool, num_samples: int, batch_size: int, drop_last: bool
-) -> list[array[int]]:
+) -> "list[array[int]]":
     """What torch's samplers draw from this seed. Arrays, since they are kept, and take a quarter of a list's memory."""
     samples = range(num_samples)
     with preserved_random_state():

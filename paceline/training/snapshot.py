@@ -1,7 +1,5 @@
 """A worker's state at one place of its script: taken for a checkpoint, and taken up again from one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a training script sees: `paceline.init()` and the worker it returns."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -30,7 +28,7 @@ Item = TypeVar("Item", covariant=True)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
-def init(*, seed: int = 0) -> Worker:
+def init(*, seed: int = 0) -> "Worker":
     """This process's worker: of the run that started it, of torchrun's world, or of a world of one.
 
     Every random generator is seeded, so that all workers build the same model.

@@ -1,7 +1,5 @@
 """What one worker's run is made of, and how far it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final

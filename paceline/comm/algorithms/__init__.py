@@ -1,7 +1,5 @@
 """All-reduce algorithms, each written once over send and receive, so that they can be compared and simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from paceline.comm.algorithms.all_to_all import all_to_all

@@ -1,7 +1,5 @@
 """All-reduce by direct exchange: the least that has to be sent, in two rounds, over links between all ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """All-reduce by recursive halving and doubling: the least that has to be sent, in few rounds."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

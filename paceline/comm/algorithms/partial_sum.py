@@ -1,7 +1,5 @@
 """A sum over ranks that grows as their parts arrive."""
 
-from __future__ import annotations
-
 from typing import Literal, final
 
 import torch
@@ -36,12 +34,8 @@ class PartialSum:
 
 
 def as_flat(tensor: Tensor, op: SumOrMean) -> Tensor:
-    """The contiguous `tensor` as one dimension, without its graph.
-
-    Raises:
-        UsageError, TypeError: there is no such operation, or not for this dtype.
-        RuntimeError: the tensor is not contiguous.
-    """
+    """The contiguous `tensor` as one dimension, without its graph. Raises as `require_reducible`, and RuntimeError if
+    it is not contiguous."""
     require_reducible(op, tensor.dtype)
     return tensor.detach().view(-1)
 

@@ -1,7 +1,5 @@
 """Large messages in pieces, so that what has arrived is added while the rest is on its way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

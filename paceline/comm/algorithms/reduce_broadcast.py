@@ -1,7 +1,5 @@
 """All-reduce through one rank: two rounds, and that rank's link carries everything."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """All-reduce around a ring: the least that has to be sent, in many rounds."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

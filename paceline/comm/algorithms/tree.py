@@ -1,7 +1,5 @@
 """All-reduce up and down two binary trees: few rounds, and every link carries about the same."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

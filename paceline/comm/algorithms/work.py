@@ -1,7 +1,5 @@
 """An all-reduce by one of the algorithms, as work that is under way."""
 
-from __future__ import annotations
-
 from typing import Protocol, final
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Collectives among ranks on several hosts, several of them on one host: shared memory inside, gloo between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import final
@@ -112,12 +110,8 @@ class HierarchicalCollective(Collective):
                 raise
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
-        """As `Collective.all_reduce`. The tensor must not be touched until the work is over.
-
-        Raises:
-            TypeError: the tensor is not dense, or its dtype cannot be reduced so.
-            TensorMismatch: from the work: ranks of this host disagree on operation, dtype, size or place.
-        """
+        """As `Collective.all_reduce`. The tensor must not be touched until the work is over, which raises
+        TensorMismatch if ranks of this host disagree on operation, dtype, size or place."""
         self._check()
         require_reducible(op, tensor.dtype)
         flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
@@ -245,7 +239,6 @@ class HierarchicalCollective(Collective):
         return [everywhere[rank] for rank in self._host]
 
     def _sum_up(self) -> None:
-        """Add up the parts' timings into the one that callers hold."""
         self.timing.communication_s = sum(timing.communication_s for timing in self._timings)
         self.timing.waiting_s = sum(timing.waiting_s for timing in self._timings)
         self.timing.moved_bytes = sum(timing.moved_bytes for timing in self._timings)
@@ -268,7 +261,6 @@ class HierarchicalCollective(Collective):
 
 
 def _host_of(rank: int, hosts: Sequence[Sequence[int]], *, size: int) -> tuple[int, ...]:
-    """The ranks of the host that a rank is on."""
     ranks = sorted(each for host in hosts for each in host)
     if ranks != list(range(size)) or not 0 <= rank < size:
         raise UsageError(f"hosts must hold each of ranks 0 to {size - 1} once, not {[list(host) for host in hosts]}")

@@ -1,7 +1,5 @@
 """The two halves of an all-reduce inside one host: the ranks reduce a share each, and later hand the shares round."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import final

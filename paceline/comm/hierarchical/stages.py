@@ -1,7 +1,5 @@
 """Moves all-reduces from stage to stage: reduced on this host, then across hosts, then handed round this host."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +14,10 @@ from paceline.comm.works import GuardedWork
 
 @dataclass(eq=False)
 class Passage:
-    """One all-reduce on its way."""
-
     division: Division
     finish: Callable[[], None] | None
     """What is to be done here once the result is in place."""
     work: Work
-    """The stage that is under way."""
     is_over: bool = False
 
 
@@ -34,14 +29,8 @@ class Stages:
     """
 
     def __init__(self, shares: HostShares, across: Collective | None, *, partners: Sequence[int], size: int) -> None:
-        """How the stages reach other ranks.
-
-        Args:
-            shares: among the ranks of this host.
-            across: among the ranks that hold the same share; None where this one holds none.
-            partners: the world ranks of those in `across`, for errors.
-            size: of the world.
-        """
+        """`across` joins those who hold the same share (None: this rank holds none), `partners` in numbers of the
+        world."""
         self._shares = shares
         self._across = across
         self._guard = partial(naming, partners)
@@ -76,7 +65,6 @@ class Stages:
             self.advance()
 
     def finish(self) -> None:
-        """Block until everything that has started is over."""
         for passage in (*self._handed_round, *self._crossing, *self._reducing):
             self.wait(passage)
 

@@ -1,7 +1,5 @@
 """The order of operations on a torch.distributed backend, and the waits for them: with deadlines that name a rank."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
@@ -56,17 +54,13 @@ class WatchedMessage:
 
 @dataclass(eq=False)
 class _Operation:
-    """An operation on a backend, from when it is issued."""
-
     name: str
     start: Callable[[], Any] | None
     finish: Callable[[], None] | None
     number: int = 0
     """0 of a message."""
     peer: int | None = None
-    """The other rank of a message."""
     started: Any = None
-    """The backend's work, while there is one."""
     is_agreed: bool = True
     is_told: bool = False
     is_over: bool = False
@@ -212,7 +206,6 @@ class TorchCalls:
         work.start = work.finish = work.started = None  # they hold tensors
 
     def _sleep(self, work: _Operation, timeout_s: float) -> None:
-        """Sleep until the work may be over, at most so long."""
         if work.started is None:
             self._watch.wait(timeout_s)
         elif isinstance(work.started, WatchedMessage):
@@ -265,7 +258,6 @@ class TorchCalls:
                     del peer.calls[number]
 
     def _culprits(self, work: _Operation) -> list[str]:
-        """Lists the lost ranks that the work needs, each with the reason."""
         return [
             f"rank {rank} is lost: {peer.departure}"
             for rank, peer in self._watch.peers.items()

@@ -1,7 +1,5 @@
 """Collectives over torch.distributed: gloo between hosts, NCCL between GPUs."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -70,11 +68,8 @@ class TorchCollective(ByteCollective):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
-        """As `Collective.all_reduce`.
-
-        Raises:
-            TypeError: the dtype cannot be reduced, or the tensor is not on the backend's device.
-        """
+        """As `Collective.all_reduce`. Raises TypeError if the tensor is on another device, or of a dtype that cannot be
+        reduced."""
         require_reducible(op, tensor.dtype)
         if tensor.device.type != self.device.type:
             raise TypeError(f"this collective reduces tensors on {self.device.type}, not on {tensor.device}")

@@ -5,8 +5,6 @@ TCP connection, silent while all is well. The kernel closes it when a process en
 waited for a while says over it in which operation.
 """
 
-from __future__ import annotations
-
 import secrets
 import select
 import socket
@@ -33,8 +31,6 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 @final
 @dataclass
 class Peer:
-    """What is known of another rank."""
-
     connection: socket.socket
     last_call: int = 0
     """Number of the last operation that it said it takes part in; 0 before it said so."""
@@ -60,7 +56,7 @@ class PeerWatch:
     @classmethod
     def meet(
         cls, exchange: Callable[[bytes], Sequence[bytes]], *, rank: int, address: str, deadline_s: float | None
-    ) -> PeerWatch:
+    ) -> "PeerWatch":
         """Connect to all other ranks. Collective call.
 
         Args:

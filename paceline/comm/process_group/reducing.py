@@ -1,7 +1,5 @@
 """What travels over torch.distributed for a tensor that is to be reduced, and what becomes of it afterwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -31,11 +29,7 @@ _BOOL_OPERATIONS = {**_OPERATIONS, "sum": dist.ReduceOp.MAX, "product": dist.Red
 
 
 def to_wire(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """The tensor as contiguous memory of a dtype that the backends reduce; the same memory where possible.
-
-    Raises:
-        TypeError: there is no such dtype.
-    """
+    """As contiguous memory of a dtype that backends reduce, if possible the same. Raises TypeError if there is none."""
     if tensor.is_complex() and op in ("sum", "mean"):
         return torch.view_as_real(tensor.resolve_conj().contiguous())
     if tensor.dtype not in _WIRE_DTYPES:

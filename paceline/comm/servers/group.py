@@ -1,7 +1,5 @@
 """A worker's store: one request to each server, answered when the worker may go on."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final

@@ -3,8 +3,6 @@
 Not through ZeroMQ, whose own threads compete with the workers for the cores.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A server's loop: its core behind a socket and lines. Tensors of workers on this host stay in shared memory."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

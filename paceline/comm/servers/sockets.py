@@ -1,7 +1,5 @@
 """Messages to real servers: over lines in shared memory to those on this host, over sockets to others."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Memory that the ranks of a host allocated together: where a tensor lies in it, and the same place in every rank's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final

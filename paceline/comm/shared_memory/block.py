@@ -1,7 +1,5 @@
 """A piece of memory without a name that processes of one host share."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable
@@ -24,7 +22,7 @@ class BlockAddress:
     """The descriptor that it has there."""
     num_bytes: int
 
-    def gathered(self, gather: Callable[[Tensor], list[Tensor]]) -> list[BlockAddress]:
+    def gathered(self, gather: Callable[[Tensor], list[Tensor]]) -> "list[BlockAddress]":
         """Every rank's address, in rank order; `gather` gathers a 1-D tensor from all. Collective call."""
         rows = gather(torch.tensor([self.pid, self.fd, self.num_bytes]))
         return [BlockAddress(*row.tolist()) for row in rows]
@@ -49,7 +47,7 @@ class SharedBlock:
         """The memory as a uint8 tensor of shape (address.num_bytes,); it and its views outlive the block."""
 
     @classmethod
-    def create(cls, num_bytes: int) -> SharedBlock:
+    def create(cls, num_bytes: int) -> "SharedBlock":
         """A new zeroed block. Pages take up memory from when they are first touched.
 
         Raises:
@@ -67,7 +65,7 @@ class SharedBlock:
             raise
 
     @classmethod
-    def open(cls, address: BlockAddress) -> SharedBlock:
+    def open(cls, address: BlockAddress) -> "SharedBlock":
         """The block that another process made and announced.
 
         Raises:

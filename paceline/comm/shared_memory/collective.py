@@ -1,7 +1,5 @@
 """Collectives among the processes of one Linux host, through memory that all of them map."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn, final

@@ -5,8 +5,6 @@ are not reordered (Intel SDM 3A, section 9.2), so plain accesses suffice. Elsewh
 which the interpreter releases and acquires its lock, and no access crosses both.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

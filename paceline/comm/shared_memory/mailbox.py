@@ -1,7 +1,5 @@
 """Messages from one rank to another through shared memory: a channel of a few slots for every pair of ranks."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,7 +33,7 @@ class _Message:
 
     signature: Signature
     pieces: deque[Tensor]
-    way: _Way
+    way: "_Way"
     finish: Callable[[], None] | None = None
     """What is to be done once when the last piece has moved."""
 

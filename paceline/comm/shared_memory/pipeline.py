@@ -1,7 +1,5 @@
 """The order of work among ranks that share memory: numbered steps, each loaded, exchanged and stored in turn."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

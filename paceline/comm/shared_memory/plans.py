@@ -1,7 +1,5 @@
 """How an all-reduce over shared memory is done, and what stays the same between all-reduces of one form."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import final
@@ -66,16 +64,16 @@ class ReductionPlans:
         num_bytes = num_elements * dtype.itemsize
         return [[staged[:num_bytes].view(dtype) for staged in parts] for parts in self._staging]
 
-    def _plan_small(self, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> _SmallPlan:
+    def _plan_small(self, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> "_SmallPlan":
         signature = Signature("all_reduce", dtype, num_elements, op)
         return _SmallPlan(self._in_slots(num_elements, dtype), self._rank, signature, self._reduction(op, dtype))
 
-    def _plan_staged(self, num_elements: int, piece_elements: int, dtype: torch.dtype, op: ReduceOp) -> _StagedPlan:
+    def _plan_staged(self, num_elements: int, piece_elements: int, dtype: torch.dtype, op: ReduceOp) -> "_StagedPlan":
         signature = Signature("all_reduce", dtype, num_elements, op)
         slots = self._in_slots(piece_elements, dtype)
         return _StagedPlan(slots, self._rank, signature, self._reduction(op, dtype))
 
-    def _plan_shared(self, address: int, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> _SharePlan:
+    def _plan_shared(self, address: int, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> "_SharePlan":
         found = self._allocations.find(address, num_elements, dtype)
         assert found is not None  # looked up just before
         signature = Signature("all_reduce", dtype, num_elements, op, offset_bytes=found.offset_bytes)

@@ -1,7 +1,5 @@
 """Where the ranks of one host meet: who has come how far, who left and why, and how to wait for the others."""
 
-from __future__ import annotations
-
 import os
 import select
 import threading

@@ -1,7 +1,5 @@
 """How a tensor that lies at the same place in every rank's memory is divided among the ranks of a host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

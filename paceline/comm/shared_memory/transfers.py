@@ -1,7 +1,5 @@
 """Bytes that pass through the staging slots as they are: from one rank to all, to one, or each to each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import final

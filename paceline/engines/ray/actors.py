@@ -1,7 +1,5 @@
 """The processes of a run, as Ray actors: workers that run the script, servers that hold the model."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """A worker's or server's line to the launcher: records and files go out, word to stop comes in."""
 
-from __future__ import annotations
-
 import collections
 import os
 import threading

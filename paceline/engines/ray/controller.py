@@ -1,7 +1,5 @@
 """The launcher's end of every control line: records to disk, files in place, who is at which step."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

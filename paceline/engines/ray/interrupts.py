@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: when they are raised, and what they are raised as."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

@@ -1,7 +1,5 @@
 """Which processes of this host have ended, known at once, and what the dead leave behind."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

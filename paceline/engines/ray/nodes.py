@@ -1,7 +1,5 @@
 """The Ray cluster a run uses: connected to or started for it, and which node gets which process."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os

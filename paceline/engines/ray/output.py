@@ -1,7 +1,5 @@
 """What a process and its children print, line by line."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io

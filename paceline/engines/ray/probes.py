@@ -1,7 +1,5 @@
 """What the hosts of a cluster are, and whether they reach one another."""
 
-from __future__ import annotations
-
 import platform
 import socket
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One run from start to end: place the processes, watch them, and name who failed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -1,7 +1,5 @@
 """A worker's messages to parameter servers on virtual hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -23,14 +21,8 @@ from paceline.server.spec import OptimizerSpec
 
 @final
 class VirtualCarrier(Carrier):
-    """Messages only stand for their tensors: servers read and write the worker's memory, while it waits.
-
-    Args:
-        servers: in the order of their key ranges.
-        process: the worker's.
-        host: the worker's.
-        request_s: what the worker is at asking, besides what passes the network.
-    """
+    """Messages only stand for their tensors: servers read and write the worker's memory, while it waits. A request
+    takes the worker `request_s` besides what passes the network."""
 
     carries_bytes = False
 
@@ -66,7 +58,6 @@ class VirtualCarrier(Carrier):
         return self._process.now_s - began_s
 
     def deliver(self, server: int, message: Message) -> None:
-        """A server's message has come."""
         assert self._client is not None
         self._send(self._client.receive(server, message))
         if self._client.is_done and self._all_here.fired_s is None:

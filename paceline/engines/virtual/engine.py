@@ -1,7 +1,5 @@
 """One run on a virtual cluster, from start to end."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Sequence
@@ -92,11 +90,7 @@ class VirtualRun:
             raise
 
     def _end(self) -> None:
-        """
-        Raises:
-            RunFailed: not every worker has ended well.
-            UsageError: a worker asked for something that cannot be had.
-        """
+        """Raises RunFailed, or UsageError for what cannot be had, unless every worker has ended well."""
         stuck = [process for process in self._scheduler.processes if not process.is_over]
         waiting = "; ".join(f"{_spaced(p.name)} waits for {p.waits_for()}" for p in stuck if p.waits_for is not None)
         now_s = self._timeline.now_s

@@ -1,7 +1,5 @@
 """The core of the simulation: events in order of virtual time."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from typing import Any, final

@@ -1,7 +1,5 @@
 """What a virtual run needs to know."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paceline.cluster.description import Cluster
@@ -12,8 +10,6 @@ from paceline.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class VirtualJob:
-    """One run on a virtual cluster."""
-
     program: Program
     strategy: Strategy
     num_workers: int

@@ -1,7 +1,5 @@
 """Workers as coroutines: one runs at a time, until it waits, and each has a clock of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import final
 
@@ -19,12 +17,9 @@ class Signal:
 
     def __init__(self) -> None:
         self.fired_s: float | None = None
-        """When it happened."""
         self.on_fire: Callable[[], None] | None = None
-        """Called when it happens."""
 
     def fire(self, timeline: EventQueue) -> None:
-        """It happens now."""
         self.fired_s = timeline.now_s
         if self.on_fire is not None:
             self.on_fire()
@@ -41,7 +36,7 @@ class Process:
     go. Whatever another process can notice is posted to the timeline at this clock's time.
     """
 
-    def __init__(self, scheduler: Scheduler, name: str, program: Callable[[], None]) -> None:
+    def __init__(self, scheduler: "Scheduler", name: str, program: Callable[[], None]) -> None:
         self.name = name
         self.waits_for: Callable[[], str] | None = None
         """Says what it waits for; none while it runs."""
@@ -61,11 +56,9 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether the caller is this process."""
         return getcurrent() is self._greenlet
 
     def advance(self, duration_s: float) -> None:
-        """Move this process's clock on."""
         self._clock_s = self.now_s + duration_s
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:
@@ -106,11 +99,8 @@ class Process:
 
 @final
 class Scheduler:
-    """Lets events happen and processes run, one at a time.
-
-    Args:
-        require_waitable: called before a process waits; raises UsageError where the process cannot be left.
-    """
+    """Lets events happen and processes run, one at a time. Before one waits, `require_waitable` may raise
+    UsageError."""
 
     def __init__(self, timeline: EventQueue, *, require_waitable: Callable[[], None]) -> None:
         self.timeline = timeline

@@ -1,7 +1,5 @@
 """Writes a virtual run's records and files to the result directory."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +16,8 @@ FLUSH_INTERVAL_S = 0.05
 
 @final
 class DirectoryReporter(Reporter):
-    """One for all workers and servers.
-
-    Args:
-        directory: of the results.
-        on_records: gets records once they are written, often several together, and the progress after them.
-    """
+    """One for all workers and servers. `on_records` gets what was written, often several records together, and the
+    progress."""
 
     def __init__(self, directory: Path, on_records: Callable[[Sequence[Record], Progress], None]) -> None:
         self._directory, self._on_records = directory, on_records

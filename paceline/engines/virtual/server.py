@@ -1,7 +1,5 @@
 """A parameter server on a virtual host: the core that real servers have, asked over the simulated network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol, final
@@ -81,10 +79,7 @@ class VirtualServer:
                     self._reporter.emit(record)
 
     def _actions(self, message: Message, now_s: float) -> Iterator[Action]:
-        """
-        Raises:
-            RunFailed, UsageError: the server cannot go on; in the words in which a real one's failure is told.
-        """
+        """Raises RunFailed or UsageError, worded as a real server's failure, if the server cannot go on."""
         try:
             yield from self.core.receive(message, now_s)
         except Exception as error:

@@ -1,7 +1,5 @@
 """A simulated cluster's hosts, links and servers, and the world that each worker's script finds there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
@@ -39,14 +37,7 @@ _US = 1e-6
 
 @final
 class Worlds:
-    """Makes each worker's world.
-
-    Args:
-        reporter: gets the records of all workers and servers.
-
-    Raises:
-        UsageError: the cluster has no room for the job, or this machine lacks the device that it asks for.
-    """
+    """Makes each worker's world. Raises UsageError if the cluster has no room, or this machine lacks the device."""
 
     def __init__(self, job: VirtualJob, timeline: EventQueue, reporter: Reporter) -> None:
         cluster = job.cluster
@@ -78,10 +69,8 @@ class Worlds:
         ]
 
     def of(self, rank: int, process: Process, *, before_step: Callable[[], None]) -> World:
-        """
-        Args:
-            before_step: called when a step's computing begins; may raise to end the worker.
-        """
+        """The world of a rank. `before_step` is called when a step's computing begins, and may raise to end the
+        worker."""
         job = self._job
         local_ranks = next(ranks for ranks in self.places.ranks_by_host if rank in ranks)
         collective = self._collective(rank, process)
@@ -141,11 +130,7 @@ class Worlds:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device that all workers compute on.
-
-    Raises:
-        UsageError: this machine has none.
-    """
+    """The device that all workers compute on. Raises UsageError if this machine has none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: this machine has no GPU; use --device cpu")
     uses_cuda = config.device != "cpu" and torch.cuda.is_available()

@@ -1,7 +1,5 @@
 """The figures of a report: which there are, in which order, and how to read each."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where time goes: computing, computing while gradients move behind it (overlapped), communicating, waiting."""
 
-from __future__ import annotations
-
 import pandas as pd
 import plotly.graph_objects as go
 

@@ -1,7 +1,5 @@
 """What a figure consists of: charts, each with a text alternative and the numbers that it draws."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +23,6 @@ _ROOM = 0.05  # of the span, left free beyond the data
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """One plot."""
-
     key: str
     """Says which charts of two studies belong side by side: a strategy, or empty."""
     title: str
@@ -68,7 +64,6 @@ class Subject:
 
     @cached_property
     def finished(self) -> pd.DataFrame:
-        """The trials that came to their end."""
         trials = self.frames.trials
         return trials[trials["status"] == "finished"]
 
@@ -105,11 +100,9 @@ class Subject:
 
     @property
     def unit(self) -> str:
-        """The unit of all times: `s` or `virtual s`."""
         return clock.unit(self.engine)
 
     def seconds(self, what: str) -> str:
-        """An axis title for a time."""
         return f"{what} ({self.unit})"
 
     @property
@@ -117,7 +110,6 @@ class Subject:
         return self.seconds("Training time")
 
     def unit_of(self, strategy: str) -> str:
-        """What an iteration is."""
         trials = self.frames.trials
         return str(trials.loc[trials["strategy"] == strategy, "unit"].iloc[0])
 
@@ -176,11 +168,8 @@ def canvas(*, x_title: str, y_title: str, height_px: int = HEIGHT_PX) -> go.Figu
 
 
 def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **settings: Any) -> go.Scatter:
-    """A line with marks in the style of what it is of.
-
-    Args:
-        settings: of the trace besides; `line` and `marker` add to what they are by default.
-    """
+    """A line with marks. `settings` are of the trace; `line` and `marker` among them add to what they are by
+    default."""
     line = {"color": style.colour, "dash": style.dash, "width": width, **settings.pop("line", {})}
     marker = {"symbol": style.marker, "size": size, "color": style.colour, **settings.pop("marker", {})}
     given = {"mode": "lines+markers", "name": plain(name), "legendgroup": plain(name), **settings}
@@ -188,7 +177,6 @@ def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **setting
 
 
 def pattern(shape: str) -> dict[str, Any]:
-    """Settings of a bar's fill pattern."""
     return {"shape": shape, "fillmode": "overlay", "fgcolor": "var(--page)", "size": 6}
 
 
@@ -257,7 +245,6 @@ def say_cluster(plot: go.Figure, cluster: str) -> None:
 
 
 def draw_target(plot: go.Figure, target: Target) -> None:
-    """A line across the plot at the target's value."""
     plot.add_hline(
         y=target.value,
         line={"color": INK, "width": 1, "dash": "2px 2px"},

@@ -1,7 +1,5 @@
 """The experiment's curves: convergence rate, training rate, iteration rate; and strategies against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,11 +192,7 @@ def _arrivals(pace: pd.DataFrame) -> pd.DataFrame:
 def _draw(
     plot: go.Figure, bands: Mapping[str, Band], styles: Mapping[str, Style], *, mean_along_x: bool = False
 ) -> None:
-    """Spreads below, then lines, with a few markers each so that they can be told apart without colour.
-
-    Args:
-        mean_along_x: draw the means, and their spread, along the horizontal axis.
-    """
+    """Spreads below, then lines, with a few markers each so that they can be told apart without colour."""
     across, up = ("y", "x") if mean_along_x else ("x", "y")
     for name, found in bands.items():
         outline = {

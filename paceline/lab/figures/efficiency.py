@@ -1,7 +1,5 @@
 """Hardware against statistical efficiency: samples a second, and samples that the target takes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What reaching the target takes, best first: time, and cost in worker-seconds."""
 
-from __future__ import annotations
-
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -17,7 +15,6 @@ def time_to_target(subject: Subject) -> list[Chart]:
 
 
 def cost_to_target(subject: Subject) -> list[Chart]:
-    """Worker-seconds: what a cluster bills."""
     unit = f"{'virtual ' if subject.is_virtual else ''}worker-seconds"
     return _ranking(subject, "worker_s_to_target", f"Cost to target ({unit})")
 

@@ -1,7 +1,5 @@
 """Speed-up: the time of one worker to the target over the time of n, with the ideal and Amdahl's fit."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -116,5 +114,4 @@ def _table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _bases(rows: pd.DataFrame) -> list[str]:
-    """In words, row by row."""
     return [words.combination(row.base_strategy, row.base_workers) for row in rows.itertuples()]

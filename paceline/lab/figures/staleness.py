@@ -1,7 +1,5 @@
 """How old gradients are when they are applied."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +33,7 @@ class _Bins:
     num: int
 
     @classmethod
-    def of(cls, rows: pd.DataFrame) -> _Bins:
+    def of(cls, rows: pd.DataFrame) -> "_Bins":
         """One number a bin if that is possible; a few gradients that are far staler than all others are left out."""
         ordered = rows.sort_values("staleness")
         shown = ordered["count"].cumsum() >= _SHOWN_SHARE * ordered["count"].sum()
@@ -52,7 +50,6 @@ class _Bins:
         return [index * self.width + (self.width - 1) / 2 for index in range(self.num)]
 
     def fill(self, rows: pd.DataFrame) -> Floats:
-        """Gradients in each bin."""
         within = rows[rows["staleness"] <= self.last]
         counts = np.bincount(within["staleness"] // self.width, weights=within["count"], minlength=self.num)
         return counts.astype(np.float64)

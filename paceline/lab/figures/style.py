@@ -3,8 +3,6 @@
 Colours are names of CSS variables, which the page resolves when it draws: one figure serves light, dark and print.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +26,6 @@ _PATTERNS = ("", "/", "x", "-", "\\", ".", "|", "+")
 
 @dataclass(frozen=True)
 class Style:
-    """The look of everything that belongs to one strategy, or to one number of workers."""
-
     colour: str
     dash: str
     marker: str

@@ -1,7 +1,5 @@
 """Calls the callbacks of a backward pass after torch's engine has returned, where a worker can wait."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -34,10 +32,7 @@ class BackwardEnds:
             torch.autograd.Variable._execution_engine = self._engine
 
     def require_outside(self) -> None:
-        """
-        Raises:
-            UsageError: a backward pass is under way.
-        """
+        """Raises UsageError if a backward pass is under way."""
         if self._queued:
             raise UsageError(
                 "on the virtual engine nothing can be waited for in the middle of a backward pass; wait for what a "

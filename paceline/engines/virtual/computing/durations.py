@@ -1,7 +1,5 @@
 """How long a worker computes a step: the mean, and what chance makes of it."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import final

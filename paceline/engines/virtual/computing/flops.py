@@ -1,7 +1,5 @@
 """Counts a model's floating-point operations, layer by layer, during one forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -37,11 +35,8 @@ class FlopCount(TorchDispatchMode):
 
 @final
 class ForwardCount:
-    """Counts one forward pass of `model`, from its construction to `end`.
-
-    Args:
-        parameters: whose layers' parts are to be told apart.
-    """
+    """Counts one forward pass, from its construction to `end`, and tells the parts of these parameters' layers
+    apart."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._model, self._mode = model, FlopCount()
@@ -56,7 +51,6 @@ class ForwardCount:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, output: object) -> None:
-        """The model has returned `output`."""
         self._after(self._model, (), output)
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
@@ -64,7 +58,6 @@ class ForwardCount:
 
     @property
     def flop(self) -> float:
-        """Operations of the whole pass."""
         return self._mode.flop
 
     def shares(self) -> list[float]:

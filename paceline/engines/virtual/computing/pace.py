@@ -1,7 +1,5 @@
 """A worker's clock moves on as its model computes: forward when it is called, backward gradient by gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -57,11 +55,8 @@ class Pace(Pacing):
         return self._process.now_s
 
     def watch(self, replica: Replica) -> None:
-        """Hook this model before anyone else does, so that the clock is right when other hooks are called.
-
-        Raises:
-            UsageError: the cluster was measured with another model.
-        """
+        """Hook this model before anyone else does, so that the clock is right when other hooks are called. Raises
+        UsageError if the cluster was measured with another model."""
         self._given_shares = list(self._settings.shares_of(len(replica.parameters)))
         self._replica = replica
         replica.model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
@@ -115,10 +110,7 @@ class Pace(Pacing):
         self._left_s = 0.0
 
     def _backward_time_s(self) -> float:
-        """
-        Raises:
-            UsageError: the prepared model was never called itself.
-        """
+        """Raises UsageError if the prepared model was never called itself."""
         if self._backward_s is None:
             raise UsageError(
                 "the virtual engine takes time when the prepared model is called, and the script computes gradients "

@@ -1,7 +1,5 @@
 """State of the interpreter and of torch that each script takes for its own, though all share one thread."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -22,7 +20,6 @@ Modes = tuple[Any, ...]
 
 
 def modes() -> Modes:
-    """As they are now."""
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES]
     return torch.is_grad_enabled(), *autocast
 
@@ -50,11 +47,7 @@ def kept() -> Iterator[None]:
 
 @contextmanager
 def sleeping(sleep: Callable[[float], bool]) -> Iterator[None]:
-    """`time.sleep` takes virtual time where the caller lives in it.
-
-    Args:
-        sleep: takes so many seconds; returns false where the caller lives in real time.
-    """
+    """`time.sleep` asks `sleep`, which takes virtual time, and sleeps itself where that returns false."""
     real = time.sleep
 
     def either(duration_s: float, /) -> None:

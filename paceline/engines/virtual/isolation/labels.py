@@ -1,7 +1,5 @@
 """Torch's labels for profilers, made only while a profiler runs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

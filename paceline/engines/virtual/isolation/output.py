@@ -1,7 +1,5 @@
 """What scripts print, by who printed it."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import TextIO, final

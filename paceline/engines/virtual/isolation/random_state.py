@@ -1,7 +1,5 @@
 """A worker's random generators, and its `__main__`, while another one runs in the same process."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random
@@ -31,7 +29,6 @@ class _NumpyState:
     """
 
     def __init__(self) -> None:
-        """As it is now."""
         self._content: tuple[bytes, bytes] | None = None
         self.save()
 
@@ -44,11 +41,8 @@ class _NumpyState:
             # The generator's memory where that is the whole state, else none.
             self._numbers = None if content is None or self._whole["has_gauss"] else content[0]
 
-    def restore(self, present: _NumpyState | None) -> None:
-        """
-        Args:
-            present: the state in place, just saved; none where that is not known.
-        """
+    def restore(self, present: "_NumpyState | None") -> None:
+        """`present`: the state in place, just saved; none where that is not known."""
         if self._numbers is not None and present is not None and present._numbers is not None:
             memory = _numpy_memory(get_bit_generator())
             assert memory is not None, "present was saved from it"
@@ -87,7 +81,6 @@ class _PythonState:
     """
 
     def __init__(self) -> None:
-        """As it is now."""
         self.save()
 
     def save(self) -> None:
@@ -120,7 +113,6 @@ class RandomState:
     """One worker's random generators and `__main__` module, while another worker runs."""
 
     def __init__(self) -> None:
-        """As they are now."""
         self._numpy, self._python = _NumpyState(), _PythonState()
         self.save()
 
@@ -132,11 +124,8 @@ class RandomState:
         self._python.save()
         self._main: ModuleType | None = sys.modules.get("__main__")
 
-    def restore(self, present: RandomState | None = None) -> None:
-        """
-        Args:
-            present: the state in place, just saved; none where that is not known.
-        """
+    def restore(self, present: "RandomState | None" = None) -> None:
+        """`present`: the state in place, just saved; none where that is not known."""
         torch.default_generator.set_state(self._torch)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)

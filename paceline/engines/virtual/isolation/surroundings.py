@@ -1,7 +1,5 @@
 """What scripts find around them while they are simulated: output, time and random state of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -16,11 +14,7 @@ from paceline.engines.virtual.process import Scheduler
 
 @final
 class Surroundings:
-    """The surroundings of all scripts of a run.
-
-    Args:
-        say: gets a worker's name and a line that it has printed.
-    """
+    """The surroundings of all scripts of a run; `say` gets a worker's name and a line that it has printed."""
 
     def __init__(self, scheduler: Scheduler, backward: BackwardEnds, say: Callable[[str, str], None]) -> None:
         self._scheduler, self._backward, self._say_line = scheduler, backward, say

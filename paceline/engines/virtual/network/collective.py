@@ -1,7 +1,5 @@
 """The collective of a virtual world: it computes real results, and takes the time of its simulated messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -210,8 +208,6 @@ class VirtualCollective(Collective):
 
 @final
 class _OperationWork(Work):
-    """A collective operation under way, on one rank."""
-
     def __init__(
         self, collective: VirtualCollective, number: int, call: Call, copy_back: Callable[[], None] | None = None
     ) -> None:
@@ -228,10 +224,7 @@ class _OperationWork(Work):
             self.finished()
 
     def finished(self) -> Operation:
-        """
-        Raises:
-            TensorMismatch: ranks do not ask for the same.
-        """
+        """Raises TensorMismatch if ranks do not ask for the same."""
         collective, number = self._collective, self._number
         meeting, rank = collective._meeting, collective.rank
         collective._wait(self._call.done, self._what, lambda: self._operation().last_s)
@@ -261,8 +254,6 @@ class _OperationWork(Work):
 
 @final
 class _MessageWork(Work):
-    """A message under way, on one of its ends."""
-
     def __init__(
         self,
         collective: VirtualCollective,

@@ -1,7 +1,5 @@
 """The messages of one collective operation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
@@ -11,26 +9,19 @@ from paceline.engines.virtual.network.patterns import Pattern, Round
 
 @final
 class Exchange:
-    """Sends a pattern's messages over the network; each rank sends its own once it takes part.
-
-    Args:
-        host_of: each rank's host.
-        pattern: who sends how much to whom.
-        on_done: called with each rank when its last round is over.
-    """
+    """Sends a pattern's messages; each rank sends its own once it takes part. `on_done` is told when its last round is
+    over."""
 
     def __init__(
         self, network: Network, host_of: Sequence[int], pattern: Pattern, on_done: Callable[[int], None]
     ) -> None:
         self._network, self._host_of, self._pattern, self._on_done = network, host_of, pattern, on_done
         self.sent_bytes: dict[int, float] = {}
-        """What each rank has sent so far."""
         self._rounds: dict[int, Iterator[Round]] = {}
         self._arrived: dict[tuple[int, int], int] = {}  # by sender and receiver: what no round took yet
         self._missing: dict[int, Sequence[int]] = {}  # those that a rank's present round has yet to hear from
 
     def join(self, rank: int) -> None:
-        """The rank takes part from now on."""
         self._rounds[rank] = self._pattern(rank)
         self.sent_bytes[rank] = 0.0
         self._go_on(rank)

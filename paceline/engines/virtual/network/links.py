@@ -1,7 +1,5 @@
 """Messages pass full-duplex links that have bandwidth, latency and queues. Nothing here knows tensors."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import deque
@@ -44,7 +42,7 @@ class Link:
     """When the link will be done with all that it has taken."""
     moved_bytes: float = 0.0
     """Bytes of all chunks that the link has taken so far."""
-    _flows: dict[_Flow, deque[_Message]] = field(default_factory=dict)
+    _flows: "dict[_Flow, deque[_Message]]" = field(default_factory=dict)
     """Messages that wait at their sender."""
     _turns: deque[_Flow] = field(default_factory=deque)
 
@@ -85,7 +83,7 @@ class _Message:
     left_bytes: float
     action: Callable[..., object]
     arguments: tuple[Any, ...]
-    connection: _Connection | None = None
+    connection: "_Connection | None" = None
     """None where the sender serves hosts in turns."""
 
 
@@ -109,7 +107,6 @@ class _Connection:
     waiting: deque[_Message] = field(default_factory=deque)
 
     def restart(self) -> None:
-        """Draw a window."""
         factor = math.exp(self.random.gauss(0.0, self.unevenness))
         self.window_bytes = max(2.0 * _UNEVEN_CHUNK_BYTES, WINDOW_BYTES * factor) + self.free_bytes
 

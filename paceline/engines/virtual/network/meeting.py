@@ -1,7 +1,5 @@
 """Where the ranks of a virtual world meet for collective operations and messages."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,15 +18,12 @@ from paceline.errors import PacelineError, TensorMismatch
 
 @dataclass(eq=False)
 class Call:
-    """One rank's part in a collective operation."""
-
     signature: Signature
-    pattern: Callable[[Operation], Pattern]
-    """Who sends how much to whom."""
+    pattern: "Callable[[Operation], Pattern]"
     payload: Any = None
     num_bytes: Any = 0.0
     """What it sends: one number, or one for each rank."""
-    complete: Callable[[Operation], None] | None = None
+    complete: "Callable[[Operation], None] | None" = None
     """Called on the last rank's call, when every rank has come."""
     done: Signal = field(default_factory=Signal)
 
@@ -40,10 +35,8 @@ class Operation:
     def __init__(self, first: Call) -> None:
         self.calls: dict[int, Call] = {}
         self.num_bytes: dict[int, Any] = {}
-        """What each rank that has come sends."""
         self.error: PacelineError | None = None
         self.last_s: float | None = None
-        """When the last rank came."""
         self.exchange: Exchange | None = None
         self.signature = first.signature
         self.num_left = 0
@@ -56,8 +49,6 @@ class Operation:
 
 @dataclass(eq=False)
 class Parcel:
-    """A message from one rank to another."""
-
     flat: Tensor
     sent_s: float = 0.0
     done: Signal = field(default_factory=Signal)
@@ -108,7 +99,6 @@ class Meeting:
         return self._operations.get(number)
 
     def join(self, number: int, rank: int, call: Call) -> None:
-        """A rank comes to the operation of this number."""
         operation = self._operations.get(number)
         if operation is None:
             operation = self._operations[number] = Operation(call)
@@ -145,7 +135,6 @@ class Meeting:
         self._operations.pop(number, None)
 
     def missing(self, number: int) -> list[int]:
-        """The ranks that have not come to an operation."""
         operation = self._operations.get(number)
         came = operation.calls if operation is not None else ()
         return [rank for rank in range(self.size) if rank not in came]

@@ -1,7 +1,5 @@
 """Who sends how much to whom in a collective operation, round by round."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,11 +21,7 @@ class Pattern(Protocol):
 
 
 def all_reduce(hosts: Sequence[Sequence[int]], num_bytes: float) -> Pattern:
-    """A ring among the first ranks of the hosts, which get the others' tensors and hand them the result.
-
-    Args:
-        hosts: the ranks of each host.
-    """
+    """A ring among the first ranks of the hosts, which get the others' tensors and hand them the result."""
     leaders = [ranks[0] for ranks in hosts]
     ring = ring_all_reduce(leaders, num_bytes)
     host_of = {rank: ranks for ranks in hosts for rank in ranks}

@@ -1,7 +1,5 @@
 """The links of a cluster."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import final
@@ -100,7 +98,6 @@ class Wiring:
 
     @property
     def links(self) -> list[Link]:
-        """All of them."""
         shared = [link for pair in (*self._rack_links, *self._site_links.values()) for link in pair]
         return [
             *self._ups,
@@ -124,6 +121,5 @@ def _card(host: Hosts, name: str, direction: str) -> Link:
 
 
 def _both_ways(name: str, gbit_per_s: float, latency_s: float) -> tuple[Link, Link]:
-    """Up and down."""
     bytes_per_s = gbit_per_s * BYTES_PER_GBIT
     return Link(f"{name} up", bytes_per_s, latency_s), Link(f"{name} down", bytes_per_s, latency_s)

@@ -1,0 +1,208 @@
+"""What a strategy costs each step: windows of the same loop with and without Paceline, in the same processes.
+
+Every worker process holds one model for each contender and trains windows of them in turn, many times, so that a change
+of the machine's mood meets all of them. `plain` is PyTorch alone; `lockstep` adds a meeting of all workers after each
+step and nothing else. Ratios are of windows within a round: their median, and the quartiles.
+
+    python benchmarks/hot_path.py --model convnet --batch-size 100
+    python benchmarks/hot_path.py --model resnet18 --batch-size 4 --steps 6
+    python benchmarks/hot_path.py --only plain single --workers 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from peers.workload import make_model, make_optimizer, share_cores, train_step
+from rich.console import Console
+from rich.table import Table
+from throughput import FixedBatches, whole
+from torch.utils.data import DataLoader
+
+from paceline.comm.alone import AloneCollective
+from paceline.comm.base import Collective
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
+from paceline.config import RunConfig
+from paceline.membership import Membership
+from paceline.records import Record, Reporter
+from paceline.running.manifest import describe_machine
+from paceline.strategies import build
+from paceline.strategies.base import Context
+from paceline.training.session import Session
+
+PLAIN = ("plain", "lockstep")
+STRATEGIES = ("single", "all-reduce")
+COMPARISONS = (("lockstep", "plain"), ("single", "plain"), ("all-reduce", "lockstep"), ("all-reduce", "plain"))
+Step = Callable[[], None]
+
+
+class Kept(Reporter):
+    """Takes records as a run's control line does, which packs and sends them in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def emit(self, record: Record) -> None:
+        self.records.append(record)
+
+    def save(self, name: str, content: bytes | memoryview) -> None:
+        pass
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+class Worker:
+    """One process's contenders: what makes one step of each."""
+
+    def __init__(self, rank: int, size: int, line: Connection, done: Any, model: str, batch_size: int) -> None:
+        self.rank, self.size, self.line, self.done = rank, size, line, done
+        self.model_name, self.batch_size = model, batch_size
+        self.meetings = 0
+
+    def step_of(self, name: str) -> Step:
+        model = make_model(self.model_name)
+        optimizer = make_optimizer(model)
+        data = FixedBatches(self.batch_size, seed=self.rank)
+        loader: Any = DataLoader(data, batch_size=self.batch_size, collate_fn=whole)
+        if name not in PLAIN:
+            session = self._session(name)
+            loader = session.prepare(model, optimizer, loader, {})
+        batches = _repeated(loader)
+
+        def step() -> None:
+            train_step(model, optimizer, next(batches))
+
+        return self._meeting_after(step) if name == "lockstep" else step
+
+    def meet(self) -> None:
+        """All workers have come here."""
+        self.meetings += 1
+        self.done[self.rank] = self.meetings
+        while min(self.done) < self.meetings:
+            os.sched_yield()
+
+    def _meeting_after(self, step: Step) -> Step:
+        def both() -> None:
+            step()
+            self.meet()
+
+        return both
+
+    def _session(self, name: str) -> Session:
+        alone = name == "single"
+        size, rank = (1, 0) if alone else (self.size, self.rank)
+        collective: Collective = AloneCollective() if alone else self._shared_memory()
+        context = Context(rank, Membership.first(size), rank, size, torch.device("cpu"), collective)
+        return Session(context, build(name, {}), RunConfig(seed=0), Kept())
+
+    def _shared_memory(self) -> Collective:
+        control = SharedMemoryCollective.prepare()
+        self.line.send(control.address)
+        return SharedMemoryCollective(rank=self.rank, addresses=self.line.recv(), control=control)
+
+
+def _repeated(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def work(
+    rank: int, size: int, line: Connection, done: Any, model: str, batch_size: int, names: Sequence[str],
+    rounds: int, steps: int,
+) -> None:
+    """A worker process: windows of `steps` steps of each contender, in turn; sends the seconds of each round."""
+    share_cores(size)
+    worker = Worker(rank, size, line, done, model, batch_size)
+    contenders = {name: worker.step_of(name) for name in names}
+    line.send("ready")
+    for number in range(rounds + 1):  # the first is for warming up
+        order = [*names[number % len(names) :], *names[: number % len(names)]]
+        took_s: dict[str, float] = {}
+        for name in order:
+            step = contenders[name]
+            step()  # brings the contender's memory into caches
+            worker.meet()
+            start_s = time.perf_counter()
+            for _ in range(steps):
+                step()
+            took_s[name] = (time.perf_counter() - start_s) / steps
+            worker.meet()
+        line.send(took_s)
+
+
+def measure(*, model: str, batch_size: int, workers: int, names: Sequence[str], rounds: int, steps: int) -> list[dict[str, float]]:
+    """Seconds a step of each contender, one dictionary a round: the mean over workers."""
+    context = multiprocessing.get_context("spawn")
+    done = context.RawArray("q", workers)
+    lines, processes = [], []
+    for rank in range(workers):
+        mine, theirs = context.Pipe()
+        arguments = (rank, workers, theirs, done, model, batch_size, names, rounds, steps)
+        processes.append(context.Process(target=work, args=arguments, daemon=True))
+        lines.append(mine)
+    for process in processes:
+        process.start()
+    for _ in range(sum(name not in (*PLAIN, "single") for name in names)):
+        addresses = [line.recv() for line in lines]
+        for line in lines:
+            line.send(addresses)
+    for line in lines:
+        assert line.recv() == "ready"
+    found = [[line.recv() for line in lines] for _ in range(rounds + 1)][1:]
+    for process in processes:
+        process.join()
+    return [{name: statistics.mean(took[name] for took in everyone) for name in names} for everyone in found]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    lower, middle, upper = statistics.quantiles(values, n=4)
+    return lower, middle, upper
+
+
+def table_of(found: Sequence[dict[str, float]], title: str) -> Table:
+    table = Table("contender", "us a step", "beside", "of its rate", "quartiles", "us more", title=title)
+    names = list(found[0])
+    for name in names:
+        took = statistics.median(one[name] for one in found)
+        beside = [other for mine, other in COMPARISONS if mine == name and other in names] or ["-"]
+        for other in beside:
+            if other == "-":
+                table.add_row(name, f"{took * 1e6:,.0f}", "-", "-", "-", "-")
+                continue
+            lower, middle, upper = quartiles([one[other] / one[name] for one in found])
+            more = statistics.median(one[name] - one[other] for one in found)
+            table.add_row(
+                name, f"{took * 1e6:,.0f}", other, f"{middle:.3f}", f"{lower:.3f} to {upper:.3f}", f"{more * 1e6:,.0f}"
+            )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="convnet")
+    parser.add_argument("--batch-size", type=int, default=100, help="samples a worker and step")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60, help="steps of a window")
+    parser.add_argument("--only", nargs="*", choices=(*PLAIN, *STRATEGIES), default=(*PLAIN, *STRATEGIES))
+    args = parser.parse_args()
+    names = [name for name in (*PLAIN, *STRATEGIES) if name in args.only]
+    workload = {"model": args.model, "batch_size": args.batch_size, "workers": args.workers}
+    found = measure(**workload, names=names, rounds=args.rounds, steps=args.steps)
+    title = f"{args.model}, batch {args.batch_size}, {args.workers} workers, {args.rounds} rounds of {args.steps} steps"
+    Console(width=120).print(table_of(found, title))
+    print(json.dumps({"workload": workload, "machine": describe_machine(), "seconds_a_step": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,5 @@
 """A server's end of a loan: when it lends its shards to the workers, and how it gets them back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
@@ -20,7 +18,7 @@ from paceline.comm.servers.loan import (
     Version,
     loan_bytes,
 )
-from paceline.comm.shared_memory import futex, mutex
+from paceline.comm.shared_memory import mutex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.messages import FRAME_BYTES
 from paceline.server.admission import StaleSynchronous
@@ -106,10 +104,8 @@ class Lending:
             return []
         with loan.lock:
             loan.number = 0
-            index = loan.in_force
-            loan.put_in_force(index)
-        futex.wake(loan.events_address)
-        version = loan.versions[index]
+            loan.wake()
+        version = loan.versions[loan.in_force]
         for own, lent in self._pairs(parts, states_of(parts), version, json.loads(loan.read_terms())["states"]):
             own.copy_(lent)
         words = version.words

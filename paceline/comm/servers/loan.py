@@ -8,10 +8,8 @@ The shard is there twice. An update reads the version in force and writes the ot
 in force: a process that is killed at any moment leaves the shard as it was before, or as it is after.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -23,7 +21,7 @@ from paceline.layout import ALIGNMENT_BYTES, Layout
 from paceline.messages import as_bytes
 from paceline.server.shard import Applied
 
-_LENT, _VERSION, _NUM_TOLD, _TERMS_BYTES, _EVENTS = range(5)  # 64-bit words of the head
+_LENT, _VERSION, _NUM_TOLD, _TERMS_BYTES, _EVENTS, _SLEEPS = range(6)  # 64-bit words of the head
 _HEAD_BYTES = 64
 _TERMS_STOP = _HEAD_BYTES + 16 * 1024
 _NUM_LOGGED = 4096  # gradients applied that the server has yet to hear of
@@ -89,8 +87,7 @@ class Loan:
         self.starts = range(WORKERS, WORKERS + 3 * num_workers, 3)
         """Of each worker's words in a version."""
         memory = memory[MUTEX_BYTES:]
-        self.events_address = memory.data_ptr() + 8 * _EVENTS
-        """A 32-bit word that changes whenever one who waits should look."""
+        self._events_address = memory.data_ptr() + 8 * _EVENTS
         raw = as_bytes(memory)
         self._head, self._terms = raw[:_HEAD_BYTES].cast("q"), raw[_HEAD_BYTES:_TERMS_STOP]
         self._log = raw[_TERMS_STOP:_LOG_STOP].cast("q")
@@ -121,14 +118,24 @@ class Loan:
     def iteration(self) -> int:
         return self.versions[self.in_force].words[ITERATION]
 
-    @property
-    def events(self) -> int:
-        return self._head[_EVENTS]
-
     def put_in_force(self, index: int) -> None:
         futex.fence()
         self._head[_VERSION] = index
-        self._head[_EVENTS] = (self._head[_EVENTS] + 1) % 2**31
+
+    def sleep(self, timeout_s: float, *, unless: Callable[[], bool]) -> None:
+        """Until `wake`, or for no reason; the lock must be free."""
+        with self.lock:
+            self._head[_SLEEPS] = 1
+            events = self._head[_EVENTS]
+        if not unless():
+            futex.wait(self._events_address, events, timeout_s)
+
+    def wake(self) -> None:
+        """Those that sleep; the lock must be held, since a word that nobody sleeps on is left alone."""
+        if self._head[_SLEEPS]:
+            self._head[_SLEEPS] = 0
+            self._head[_EVENTS] = (self._head[_EVENTS] + 1) % 2**31
+            futex.wake(self._events_address)
 
     def has_room(self) -> bool:
         """Whether another gradient of each worker can be noted."""

@@ -1,7 +1,5 @@
 """A worker that serves itself from a lent shard: it pushes its gradient, and makes the update if that is due."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from paceline.aggregate import MEAN, Contribution
 from paceline.comm.servers.loan import CLOCK, HAS_PUSHED, ITERATION, NUM_APPLIED, PULLED_AT, Loan, Version
+from paceline.comm.shared_memory import futex
 from paceline.server.part import build_pieces
 from paceline.server.ranges import KeyRange
 from paceline.server.shard import step_of
@@ -64,8 +63,7 @@ class SelfService:
         self._starts = list(loan.starts)
         self._own = self._starts[worker]
         self._text = b""
-        self.joins = True
-        """Whether an update needs every worker's gradient."""
+        self._joins = True  # an update needs every worker's gradient
         self._staleness = self._max_updates = math.inf
         self._sides: list[_Side] = []
         self._contributions: list[Contribution] = []  # each worker's
@@ -94,12 +92,13 @@ class SelfService:
             clocks[self._worker] += 1
             if words[ITERATION] >= self._max_updates or clocks[self._worker] - min(clocks) > self._staleness:
                 return False
-            if not self.joins:
+            if not self._joins:
                 self._update(index, (self._worker,))
                 return True
             words[self._own + HAS_PUSHED] = 1
             if all(words[start + HAS_PUSHED] for start in self._starts):
                 self._update(index, range(loan.num_workers))
+                loan.wake()
         return True
 
     @property
@@ -112,11 +111,12 @@ class SelfService:
         """What came of the last push, whose update's parameters are put in place; none if the server took the shard
         back before, and is to have the push."""
         served, self._served = self._served, None
-        if served is not None:
-            return served
-        with self.loan.lock:
+        if served is None:
+            # No lock, which whoever made the update may still hold: the next update needs this worker.
             index = self.loan.in_force
-            return self._receive(index) if self._has_gone_on(index) else None
+            futex.fence()
+            served = self._receive(index) if self._has_gone_on(index) else None
+        return served
 
     def _has_gone_on(self, index: int) -> bool:
         return self._sides[index].words[self._own + CLOCK] != self._clock
@@ -153,8 +153,8 @@ class SelfService:
         if text == self._text:
             return
         terms = json.loads(text)
-        self.joins = terms["staleness"] is None
-        self._staleness = math.inf if self.joins else terms["staleness"]
+        self._joins = terms["staleness"] is None
+        self._staleness = math.inf if self._joins else terms["staleness"]
         self._max_updates = math.inf if terms["max_updates"] is None else terms["max_updates"]
         if not self._contributions:
             gradients = self._open_gradients(terms["gradients"])

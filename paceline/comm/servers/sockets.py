@@ -15,7 +15,6 @@ from paceline.comm.servers.line import BellAddress, WorkerLine
 from paceline.comm.servers.loan import Loan
 from paceline.comm.servers.self_service import SelfService
 from paceline.comm.servers.service import identity_of
-from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.wire import Caller, Keys
 from paceline.errors import Aborted, DeadlineExceeded
@@ -159,11 +158,7 @@ class SocketCarrier(Carrier):
         began_s = time.perf_counter()
         if service is None or self._abort_reason is not None or not service.push():
             return None
-        waited_s = 0.0
-        if not service.is_over:
-            waited_s = self._wait_for_turn(service)
-        elif self._num_workers > 1 and service.joins:
-            futex.wake(service.loan.events_address)
+        waited_s = self._wait_for_turn(service)
         served = service.take()
         if served is None:
             return None
@@ -187,9 +182,7 @@ class SocketCarrier(Carrier):
             if waited_s < self._yield_s:
                 os.sched_yield()
             else:
-                events = service.loan.events
-                if not service.is_over:
-                    futex.wait(service.loan.events_address, events, WAKE_S)
+                service.loan.sleep(WAKE_S, unless=lambda: service.is_over)
         return time.perf_counter() - began_s
 
     def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:

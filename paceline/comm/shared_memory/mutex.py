@@ -1,7 +1,5 @@
 """A lock in shared memory that outlives its owner: a robust mutex of POSIX (pthread_mutexattr_setrobust(3))."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

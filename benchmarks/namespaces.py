@@ -236,7 +236,7 @@ def _end_processes(names: Sequence[str]) -> None:
 @contextmanager
 def _only_one() -> Iterator[None]:
     """Names are the same in every run, so that leftovers are known; two runs at a time would end each other."""
-    with (Path(tempfile.gettempdir()) / f"{PREFIX}lock").open("w") as lock:
+    with Path(f"/run/{PREFIX}lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -1,6 +1,5 @@
 """Flat gradient buckets: every `param.grad` is a view of its bucket, and a full bucket is announced during backward."""
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from paceline.arrays import as_array, is_finite
 from paceline.errors import UsageError
 from paceline.layout import Layout
 
@@ -35,7 +35,8 @@ class GradientBuckets:
         parameters: in the order of the layout.
         layout: their places.
         buffer: uint8 tensor of `layout.num_bytes`, on the parameters' device.
-        on_bucket: called with a bucket's index once its gradients are final on this worker, in the layout's order.
+        on_bucket: called with a bucket's index once its gradients are final on this worker and lie in it, in the
+            layout's order.
         on_backward_end: called when a backward pass ends, after every bucket has been announced.
     """
 
@@ -58,6 +59,8 @@ class GradientBuckets:
         self._on_bucket = on_bucket
         self._on_backward_end = on_backward_end
         self._flags: list[list[float]] = [[] for _ in flats]  # what each bucket's hold
+        self._used: list[list[float]] = [[] for _ in flats]  # one a gradient, above zero where there is one
+        self._readable_flags = [as_array(bucket.flags) for bucket in self.buckets]
         self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
         self._indices = [[slot.index for slot in segment.slots] for segment in layout.segments]
         self._missing = [len(indices) for indices in self._indices]
@@ -72,26 +75,22 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
-    def adopt(self, index: int) -> bool:
-        """Make the parameter's gradient a view of its bucket; false, and zeros, where it has none."""
-        parameter, view = self.parameters[index], self.views[index]
-        gradient = parameter.grad
-        if gradient is view:
-            return True
-        if gradient is None:
-            view.zero_()
-            return False
-        if gradient.layout is not torch.strided:
-            name = self._name(index)
-            raise UsageError(f"parameter {name!r} has a sparse gradient; give its layer sparse=False")
-        # Under create_graph it has a history, which the bucket must not take on.
-        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
-        parameter.grad = view
-        return True
+    def adopt(self, bucket: int) -> None:
+        """Make the bucket's gradients views of it, and zeros of those that are none."""
+        self._used[bucket] = self._adopt(self._indices[bucket])
+
+    def find_unused(self) -> str | None:
+        """Adopt all gradients; the name of a parameter that has none."""
+        for bucket, indices in enumerate(self._indices):
+            self.adopt(bucket)
+            for index, used in zip(indices, self._used[bucket], strict=True):
+                if not used:
+                    return self._name(index)
+        return None
 
     def fill_flags(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
-        """Adopt the bucket's gradients and write its flags."""
-        flags = [float(nonfinite), float(stop), *(float(self.adopt(index)) for index in self._indices[bucket])]
+        """Write the flags of a bucket whose gradients have been adopted."""
+        flags = [float(nonfinite), float(stop), *self._used[bucket]]
         # What the last exchange left is most often what this one is to say: 20 us less a bucket.
         if flags != self._flags[bucket]:
             self.buckets[bucket].flags.copy_(torch.tensor(flags))
@@ -102,19 +101,25 @@ class GradientBuckets:
 
         Also gives every parameter that some rank has a gradient for its view, and the others none.
         """
-        flags = self._flags[bucket] = self.buckets[bucket].flags.tolist()
-        for index, used in zip(self._indices[bucket], flags[_FLAGS:], strict=True):
-            parameter = self.parameters[index]
-            if (parameter.grad is not None) != (used > 0):
-                parameter.grad = self.views[index] if used > 0 else None
+        told, flags = self._flags[bucket], self._readable_flags[bucket].tolist()
+        if flags != told:
+            self._flags[bucket] = flags
+            for index, before, used in zip(self._indices[bucket], told[_FLAGS:], flags[_FLAGS:], strict=True):
+                if (before > 0) != (used > 0):
+                    self.parameters[index].grad = self.views[index] if used > 0 else None
         return flags[NONFINITE] > 0, flags[STOP] > 0
 
     def find_nonfinite(self, bucket: int) -> str | None:
         """The name of a parameter in the bucket whose gradient holds NaN or infinity."""
-        if _is_finite(self.buckets[bucket].values):
+        if is_finite(self.buckets[bucket].values):
             return None
-        culprits = (self._name(index) for index in self._indices[bucket] if not _is_finite(self.views[index]))
+        culprits = (self._name(index) for index in self._indices[bucket] if not is_finite(self.views[index]))
         return next(culprits, None)
+
+    def name_at(self, bucket: int, element: int) -> str:
+        """The parameter that an element of the bucket belongs to."""
+        slots = self.layout.segments[bucket].slots
+        return next(slot.spec.name for slot in slots if slot.offset <= element < slot.stop)
 
     def find_any_nonfinite(self) -> str | None:
         """The name of a parameter whose gradient holds NaN or infinity."""
@@ -130,8 +135,8 @@ class GradientBuckets:
         self._in_backward = False
 
     def _on_gradient(self, index: int) -> None:
-        self.adopt(index)
         if not self.is_synchronizing or (self._on_bucket is None and self._on_backward_end is None):
+            self._adopt([index])
             return
         if not self._in_backward:
             self._in_backward = True
@@ -147,7 +152,29 @@ class GradientBuckets:
         while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
             self._announce()
 
+    def _adopt(self, indices: Sequence[int]) -> list[float]:
+        # All at once: on a conv net this takes 40 us, and gradient by gradient 100.
+        used, new, views = [], [], []
+        for index in indices:
+            parameter, view = self.parameters[index], self.views[index]
+            gradient = parameter.grad
+            used.append(0.0 if gradient is None else 1.0)
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                if gradient.layout is not torch.strided:
+                    name = self._name(index)
+                    raise UsageError(f"parameter {name!r} has a sparse gradient; give its layer sparse=False")
+                # Under create_graph it has a history, which the bucket must not take on.
+                new.append(gradient.detach() if gradient.requires_grad else gradient)
+                views.append(view)
+                parameter.grad = view
+        if new:
+            torch._foreach_copy_(views, new)
+        return used
+
     def _announce(self) -> None:
+        self.adopt(self._next_bucket)
         if self._on_bucket is not None:
             self._on_bucket(self._next_bucket)
         self._next_bucket += 1
@@ -176,11 +203,3 @@ def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int]
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     return handle
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
-    # One pass: a sum is finite only if every term is, or it overflows, which the second look settles.
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    total = tensor.sum(dtype=torch.float32) if is_half else tensor.sum()
-    return math.isfinite(abs(total.item())) or bool(tensor.isfinite().all())

@@ -25,6 +25,8 @@ class WorkerState:
     epoch: int
     num_batches_done: int
     random_state: dict[str, Any]
+    stream: Any = None
+    """The iterable data set's own state there, if it has one."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """The model's, as this worker has them; the checkpoint's model holds their mean."""
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -51,6 +53,8 @@ class Checkpoint:
     """The kind of strategy that it was taken under."""
     extra: dict[str, Any] = field(default_factory=dict)
     """State of what else was given to `prepare`, by name."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """What tells the data and its batches from others, by name."""
 
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file. Raises UsageError if `decode` would refuse something in it."""

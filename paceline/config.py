@@ -31,13 +31,10 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> "Target":
-        """Read `accuracy=0.95`, `accuracy>=0.95` or `loss<=0.3`.
+        """Read `accuracy=0.95`, `accuracy>=0.95` or `loss<=0.3`. Raises UsageError if the text has another form.
 
         With `=`, metrics whose name says loss, error or perplexity, or has mae, mse, rmse, nll, wer or cer as a word,
         are to fall, all others to rise.
-
-        Raises:
-            UsageError: the text has another form.
         """
         match = re.fullmatch(r"\s*([A-Za-z_][\w./-]*?)\s*(>=|<=|=)\s*([^\s=<>]+)\s*", text)
         try:

@@ -56,10 +56,12 @@ class Kind(IntEnum):
     OUTPUT = 35
     LOAD = 36
     GOODBYE = 37
+    STORE = 38
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50
     CONTENT = 51
+    STORED = 52
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds

@@ -16,6 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, ClassVar, TypeVar, final, get_type_hints
 
+from paceline import durable
 from paceline.errors import UsageError
 
 
@@ -263,7 +264,7 @@ def truncate(directory: Path, *, iteration: int) -> None:
         for record_type in RECORD_TYPES:
             kept, path = record_path(Path(scratch), record_type), record_path(directory, record_type)
             if kept.exists():
-                os.replace(kept, path)
+                durable.replace(kept, path)
             else:
                 path.unlink(missing_ok=True)
 

@@ -10,15 +10,15 @@ from paceline.cli import exit_codes
 def main() -> None:
     """Run the command line, or say which package keeps it from running."""
     try:
-        load("app").main()
+        load("paceline.cli.app").main()
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)
 
 
 def load(name: str) -> ModuleType:
-    """A module of the command line; where a package is missing that it needs, the program ends and says which."""
+    """A module by its full name; where a package is missing that it needs, the program ends and says which."""
     try:
-        return importlib.import_module(f"paceline.cli.{name}")
+        return importlib.import_module(name)
     except ImportError as error:
         print(f"bad  {error.name or 'a package'}: {error}", file=sys.stderr)
         print("     remedy: pip install -c constraints.txt . in Paceline's checkout", file=sys.stderr)

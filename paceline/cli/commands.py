@@ -41,7 +41,7 @@ def add_to(app: typer.Typer) -> None:
 def load(name: str) -> TyperCommand:
     """The command itself: the function of its name in the module of its name."""
     alone = typer.Typer(add_completion=False)
-    alone.command(name, cls=_Command)(getattr(cli.load(name), name))
+    alone.command(name, cls=_Command)(getattr(cli.load(f"paceline.cli.{name}"), name))
     command = typer.main.get_command(alone)
     assert isinstance(command, _Command)
     return command

@@ -14,6 +14,9 @@ SimulatedCluster = Annotated[
     str | None,
     typer.Option(help="What --engine virtual simulates: a TOML file or a shipped name.", metavar="FILE|NAME"),
 ]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Use a Ray cluster that takes work from anybody, without a token.")
+]
 EvalEvery = Annotated[int | None, typer.Option(help="Iterations between evaluations.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that any wait for a peer may take.")]

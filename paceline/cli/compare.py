@@ -37,6 +37,7 @@ def compare(
     address: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here).")
     ] = None,
+    insecure: common_options.Insecure = False,
     out: Annotated[
         Path | None, typer.Option(help="The study's directory; an interrupted one is gone on with.", show_default=False)
     ] = None,
@@ -73,6 +74,7 @@ def compare(
         engine=engine,
         cluster=cluster,
         address=address,
+        insecure=insecure,
     )
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
     out = out or Path("studies") / script.stem

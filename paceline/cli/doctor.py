@@ -18,6 +18,7 @@ import zmq
 from packaging.requirements import Requirement
 from rich.console import Console
 
+from paceline.cli import common_options
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.engines.ray import probes
 from paceline.engines.ray.nodes import chosen_address
@@ -41,11 +42,12 @@ def doctor(
     address: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster to look at (default: RAY_ADDRESS).")
     ] = None,
+    insecure: common_options.Insecure = False,
 ) -> None:
     """Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is wrong."""
     console = Console(soft_wrap=True)
     num_bad = 0
-    for finding in itertools.chain(_local(), _cluster(address)):
+    for finding in itertools.chain(_local(), _cluster(address, insecure=insecure)):
         _show(console, finding)
         num_bad += not finding.is_good
     console.print("Everything is in order." if num_bad == 0 else f"{num_bad} thing(s) need attention.")
@@ -113,12 +115,12 @@ def _loopback() -> Finding:
     return Finding("loopback", True, "TCP on 127.0.0.1 works")
 
 
-def _cluster(address: str | None) -> Iterator[Finding]:
+def _cluster(address: str | None, *, insecure: bool) -> Iterator[Finding]:
     """Start or reach Ray, and have every pair of its hosts exchange a message over the interfaces that runs use."""
     address = chosen_address(address)
     where = "local Ray" if address is None else f"Ray at {address}"
     try:
-        hosts = probes.probe(address)
+        hosts = probes.probe(address, insecure=insecure)
     except PacelineError as error:
         remedy = "see the message; `ray status` and the logs under /tmp/ray say more"
         yield Finding(where, False, str(error), remedy)

@@ -12,13 +12,13 @@ from rich.table import Table
 
 from paceline.cli import common_options
 from paceline.cluster import reading as cluster_file
+from paceline.engines.scripting import read_script
 from paceline.errors import UsageError
 from paceline.lab import words
 from paceline.planner import observing, wording
 from paceline.planner.noise import NoiseScale
 from paceline.planner.search import Plan, require_in_range
 from paceline.planner.search import plan as search
-from paceline.running import launch
 
 _MEASURE = "measure"
 PAGE_NAME, TABLE_NAME = "plan.html", "plan.csv"
@@ -68,7 +68,7 @@ def plan(
     )
     if out is not None and out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file, not a directory for {PAGE_NAME} and {TABLE_NAME}; give another --out")
-    program = launch.read_script(script, arguments or ())
+    program = read_script(script, arguments or ())
     Console(stderr=True).print(f"Running the first steps of {script} ...", markup=False, highlight=False)
     seen = observing.observe(program, measures_noise=noise_scale == _MEASURE)
     began_s = time.perf_counter()

@@ -23,6 +23,7 @@ def probe(
     address: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else this machine alone).")
     ] = None,
+    insecure: common_options.Insecure = False,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("cluster.toml"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     steps: Annotated[int, typer.Option(help="Training steps that each host takes.")] = 50,
@@ -42,7 +43,7 @@ def probe(
     measuring.require_writable(out, force=force)
     try:
         with _shown(console) as stages:
-            cluster = measuring.probe(config, address=address, audience=stages)
+            cluster = measuring.probe(config, address=address, audience=stages, insecure=insecure)
         measuring.write(cluster, out)
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written", markup=False, highlight=False)

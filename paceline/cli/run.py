@@ -7,15 +7,12 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from paceline.cli import common_options, crowding, exit_codes, tables
-from paceline.cli.timeline import in_words
+from paceline.cli import beginning, common_options, crowding, exit_codes
 from paceline.config import DeviceChoice, RunConfig
+from paceline.engines.scripting import read_script
 from paceline.errors import RunFailed, UsageError
-from paceline.lab import trace as lab_timeline
 from paceline.lab.tracking import Tracking
-from paceline.running import launch
 from paceline.running.watching import ProgressLine
-from paceline.strategies import build, parse_options
 
 _NOTHING_TRAINED = (
     "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "
@@ -36,6 +33,7 @@ def run(
         str | None,
         typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here for the run)."),
     ] = None,
+    insecure: common_options.Insecure = False,
     max_steps: Annotated[int | None, typer.Option(help="End after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End after so many seconds of training.")] = None,
     eval_every: common_options.EvalEvery = None,
@@ -72,63 +70,77 @@ def run(
     console = Console(stderr=True)
     config = RunConfig(max_steps=max_steps)
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
-    options = parse_options(option or [], where="--option")
-    directory = out or resume or launch.new_directory(build(strategy, options), workers=workers)
-    settings: dict[str, str | int | float] = {
-        "script": str(script),
-        "arguments": shlex.join(arguments or ()),
-        "target": target or "none",
-        "strategy": strategy,
-        "workers": workers,
-        "seed": seed,
-        **{f"option.{key}": value for key, value in options.items()},
-    }
+    program = read_script(script, arguments or ())
     crowding.warn(console, workers, engine=engine, address=address)
-    try:
-        with (
-            ProgressLine(console, f"{strategy} x {workers}", config, engine=engine) as line,
-            tracking.follow(line, run=directory.resolve().name, settings=settings) as watcher,
-        ):
-            result = launch.run(
-                script,
-                strategy=strategy,
-                workers=workers,
-                options=options,
-                arguments=arguments or (),
-                engine=cast(launch.EngineChoice, engine),
-                cluster=cluster,
-                address=address,
-                max_steps=max_steps,
-                max_time_s=max_time,
-                eval_every=eval_every,
-                checkpoint_every=checkpoint_every,
-                target=target,
-                seed=seed,
-                device=cast(DeviceChoice, device),
-                deadline_s=deadline,
-                out=directory,
-                resume=resume,
-                watcher=watcher,
-            )
-    except KeyboardInterrupt as interrupt:
-        console.print(str(interrupt) or "interrupted", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(exit_codes.INTERRUPTED) from None
-    except RunFailed:
-        if timeline:
-            _show_timeline_of_failed(directory, console)
-        raise
+    with beginning.ray_beside_imports(engine=engine, address=address, insecure=insecure, num_workers=workers):
+        from paceline.running import launch
+        from paceline.strategies import build, parse_options
+
+        options = parse_options(option or [], where="--option")
+        directory = out or resume or launch.new_directory(build(strategy, options), workers=workers)
+        settings: dict[str, str | int | float] = {
+            "script": str(script),
+            "arguments": shlex.join(arguments or ()),
+            "target": target or "none",
+            "strategy": strategy,
+            "workers": workers,
+            "seed": seed,
+            **{f"option.{key}": value for key, value in options.items()},
+        }
+        try:
+            with (
+                ProgressLine(console, f"{strategy} x {workers}", config, engine=engine) as line,
+                tracking.follow(line, run=directory.resolve().name, settings=settings) as watcher,
+            ):
+                result = launch.run(
+                    program,
+                    strategy=strategy,
+                    workers=workers,
+                    options=options,
+                    engine=cast(launch.EngineChoice, engine),
+                    cluster=cluster,
+                    address=address,
+                    insecure=insecure,
+                    max_steps=max_steps,
+                    max_time_s=max_time,
+                    eval_every=eval_every,
+                    checkpoint_every=checkpoint_every,
+                    target=target,
+                    seed=seed,
+                    device=cast(DeviceChoice, device),
+                    deadline_s=deadline,
+                    out=directory,
+                    resume=resume,
+                    watcher=watcher,
+                )
+        except KeyboardInterrupt as interrupt:
+            console.print(str(interrupt) or "interrupted", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(exit_codes.INTERRUPTED) from None
+        except RunFailed:
+            if timeline:
+                _show_timeline_of_failed(directory, console)
+            raise
+    from paceline.cli import tables  # here, because pandas takes a while to load
+
     Console().print(tables.summary(result))
     if result.iteration == 0 and resume is None:
         console.print(_NOTHING_TRAINED, markup=False, highlight=False, soft_wrap=True)
     if timeline:
-        written = in_words(*lab_timeline.write(result.directory))
-        Console(soft_wrap=True).print(f"Timeline: {written}", markup=False, highlight=False)
+        Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)
+
+
+def _timeline_of(directory: Path) -> str:
+    """Write it; returns where it lies."""
+    from paceline.cli.timeline import in_words
+    from paceline.lab import trace
+
+    return in_words(*trace.write(directory))
 
 
 def _show_timeline_of_failed(directory: Path, console: Console) -> None:
     """Whatever becomes of it, the failure is to be heard of."""
     try:
-        said = f"Timeline: {in_words(*lab_timeline.write(directory))}"
+        said = f"Timeline: {_timeline_of(directory)}"
     except UsageError as error:
         said = str(error)
     console.print(said, markup=False, highlight=False, soft_wrap=True)

@@ -42,11 +42,8 @@ def require_from_root(tensors: Sequence[Tensor] | None, *, root: int, rank: int,
 def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tuple[Tensor, Callable[[], None] | None]:
     """The tensor as contiguous 1-D memory on `device_type` and, where that is a copy, what copies it back.
 
-    A tensor on another device, such as those of workers that share a GPU, is staged through a copy.
-
-    Raises:
-        TypeError: the tensor is not dense, or has no memory.
-        ValueError: it is to be written to, but several of its elements lie at the same place.
+    A tensor on another device, such as those of workers that share a GPU, is staged through a copy. Raises TypeError if
+    the tensor is not dense or has no memory, ValueError if elements of a target share their place.
     """
     here = tensor.device.type
     if here == "meta" or tensor.layout != torch.strided:

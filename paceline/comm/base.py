@@ -7,7 +7,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -34,8 +34,21 @@ class Timing:
     """Time in which data moved behind this worker's own computing: in neither of the above."""
 
 
+class NonFinite(NamedTuple):
+    """Where a mean is NaN or infinite, and through whom."""
+
+    element: int
+    """The first of the flat tensor."""
+    rank: int
+
+
 class Work(ABC):
     """A collective operation under way."""
+
+    @property
+    def nonfinite(self) -> NonFinite | None:
+        """What the work of a `watched_mean` has found, once it is over; the same on every rank."""
+        return None
 
     @abstractmethod
     def poll(self) -> bool:
@@ -91,6 +104,10 @@ class Collective(ABC):
         Implementations may prepare here what every start needs. One must be over before the next is started.
         """
         return functools.partial(self.all_reduce, tensor, op=op)
+
+    def watched_mean(self, tensor: Tensor) -> Callable[[], Work] | None:
+        """As `persistent_all_reduce`, of works that tell whether the mean is finite; None where that is not seen."""
+        return None
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
@@ -188,10 +205,8 @@ _ZIP_MAGIC = b"PK"  # of torch's format; a pickle begins with another byte
 def encode_object(value: Any) -> Tensor:
     """Plain data as a uint8 tensor: as a pickle that names no class, or with tensors in torch's weights-only format.
 
-    The first takes 10 microseconds there and back, the second 400.
-
-    Raises:
-        TypeError: the value would need free unpickling at the other end.
+    The first takes 10 microseconds there and back, the second 400. Raises TypeError if the value would need free
+    unpickling.
     """
     with contextlib.suppress(pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError):
         plain = pickle.dumps(value, protocol=4)

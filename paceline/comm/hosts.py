@@ -25,10 +25,7 @@ def own_ip_address() -> str:
     """The address at which ranks on other hosts reach this one.
 
     It belongs to the interface that GLOO_SOCKET_IFNAME names; else packets to MASTER_ADDR, or to other networks, leave
-    from it.
-
-    Raises:
-        UsageError: there is no such interface, or it has no IPv4 address.
+    from it. Raises UsageError if there is no such interface, or it has no IPv4 address.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:

@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,12 +15,12 @@ from paceline.errors import unknown
 _ACCUMULATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What a dtype is accumulated in, where that is not the dtype itself."""
 
-_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
+_COMBINE: dict[ReduceOp, str] = {  # torch's names and numpy's
+    "sum": "add",
+    "mean": "add",
+    "min": "minimum",
+    "max": "maximum",
+    "product": "multiply",
 }
 
 
@@ -32,7 +33,7 @@ class Reduction:
     """
 
     def __init__(self, op: ReduceOp, dtype: torch.dtype) -> None:
-        self._combine = _COMBINE[op]
+        self._combine: Callable[..., Any] = getattr(torch, _COMBINE[op])
         self._is_mean = op == "mean"
         self._accumulation_dtype = _ACCUMULATION_DTYPES.get(dtype)
         self._scratch = (torch.empty(0), torch.empty(0))
@@ -66,6 +67,25 @@ class Reduction:
         if self._is_mean:
             divide(total, len(parts))
         out.copy_(total)
+
+
+@final
+class ArrayReduction:
+    """As `Reduction`, over small numpy arrays of real numbers that need no widening."""
+
+    def __init__(self, op: ReduceOp) -> None:
+        self._combine = getattr(np, _COMBINE[op])
+        self._is_mean = op == "mean"
+
+    def __call__(self, parts: Sequence[Any], out: Any) -> None:
+        if len(parts) == 1:
+            out[:] = parts[0]
+            return
+        self._combine(parts[0], parts[1], out)
+        for part in parts[2:]:
+            self._combine(out, part, out)
+        if self._is_mean:
+            np.divide(out, len(parts), out)
 
 
 @functools.cache

@@ -21,10 +21,8 @@ def read_idx(path: Path, *, num_dimensions: int) -> Tensor:
     """An idx file of bytes, as uint8 of `num_dimensions` dimensions; a raw file is mapped, not read.
 
     Layout: two zero bytes, the type (8 is a byte), the number of dimensions, each dimension as a big-endian 32-bit
-    integer, then the values, last dimension fastest (LeCun et al., the MNIST database's page, "File formats").
-
-    Raises:
-        DatasetError: another magic number, or another length than the header tells; names the file and both.
+    integer, then the values, last dimension fastest (LeCun et al., the MNIST database's page, "File formats"). Raises
+    DatasetError, which names the file, if its magic number or its length is another.
     """
     content = _read_bytes(path)
     header_bytes = 4 + 4 * num_dimensions
@@ -47,11 +45,8 @@ def read_idx(path: Path, *, num_dimensions: int) -> Tensor:
 def read_cifar10(paths: list[Path]) -> tuple[Tensor, Tensor]:
     """Files of CIFAR-10's binary version, one after another: images uint8 [N, 3, 32, 32] and labels int64 [N].
 
-    Layout: rows of one label byte and 3,072 bytes of red, green and blue planes, each by rows (Krizhevsky, the
-    CIFAR-10 page, "Binary version").
-
-    Raises:
-        DatasetError: a file that is not a whole number of rows; names it.
+    Layout: rows of one label byte and 3,072 bytes of red, green and blue planes, each by rows (Krizhevsky, the CIFAR-10
+    page, "Binary version"). Raises DatasetError, which names the file, if one is no whole number of rows.
     """
     rows = [_read_cifar10_rows(path) for path in paths]
     images = torch.empty(sum(map(len, rows)), *CIFAR10_SHAPE, dtype=torch.uint8)

@@ -35,12 +35,8 @@ class Statement:
 
 
 def judge(members: Sequence[Statement], *, is_training: bool, is_synchronous: bool) -> PacelineError:
-    """The run's error: deaths before failures, causes before their consequences.
-
-    Args:
-        is_training: the first step had begun.
-        is_synchronous: no worker ends a step without all members, so that the survivors' step is that of the dead.
-    """
+    """The run's error: deaths before failures, causes before their consequences. `is_synchronous`: no worker ends a
+    step without all members, so that the survivors' step is that of the dead."""
     dead = [member for member in members if member.is_dead]
     if dead:
         return RunFailed("\n".join(_death(member, members, is_training, is_synchronous) for member in dead))

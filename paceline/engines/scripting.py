@@ -5,12 +5,12 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import Aborted, BudgetReached, DeadlineExceeded, PacelineError, PeerLost, UsageError
+from paceline.errors import Aborted, BudgetReached, DeadlineExceeded, PacelineError, PeerLost, UsageError, suggest
 
 _OWN_DIRECTORY = os.fspath(Path(__file__).resolve().parents[1]) + os.sep
 
@@ -26,6 +26,24 @@ class Script:
 
 
 Program = Script | Callable[[], Any]
+
+
+def read_script(script: str | Path, arguments: Sequence[str]) -> Script:
+    """A script as it lies there now.
+
+    Raises:
+        UsageError: it cannot be read, or is not Python.
+    """
+    path = Path(script)
+    try:
+        source = path.read_text(encoding="utf-8-sig")
+        compile(source, str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        near = suggest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
+        raise UsageError(f"cannot read the script {path}: {error.strerror}{near}") from None
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"the script {path} is not valid Python: {error}") from None
+    return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,8 @@ def speedup(workers: float, *, serial_fraction: float) -> float:
 def fit(workers: Sequence[int], speedups: Sequence[float]) -> Fit:
     """Least squares on relative times, 1 / S(n) = f + (1 - f) / n, in which f is linear and so has a closed form.
 
-    Times rather than speed-ups, because a time is what was measured, with an error that does not grow with n.
-
-    Raises:
-        ValueError: there is no number of workers above 1, or not as many speed-ups as numbers of workers.
+    Times rather than speed-ups, because a time is what was measured, with an error that does not grow with n. Raises
+    ValueError if no number of workers is above 1, or there are not as many speed-ups.
     """
     points = list(zip(workers, speedups, strict=True))
     shareable = [1 - 1 / n for n, _ in points]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
+from paceline import durable
 from paceline.errors import UsageError
-from paceline.running import durable
 
 _EMPTY = {"int64": 0, "str": "", "bool": False}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from paceline import durable
 from paceline.errors import UsageError
 from paceline.lab import html_page, words
 from paceline.lab.figures import Chart, Figure, Subject, figures
@@ -19,7 +20,6 @@ from paceline.lab.spec import StudySpec
 from paceline.lab.study import Study
 from paceline.lab.summary_table import summary_table
 from paceline.lab.virtual_cluster import VirtualCluster
-from paceline.running import durable
 from paceline.training import clock
 
 FILE_NAME = "report.html"

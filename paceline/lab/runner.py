@@ -18,6 +18,7 @@ from typing import Protocol, cast
 import filelock
 import psutil
 
+from paceline import durable
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.config import DeviceChoice
 from paceline.engines.ray.nodes import connected
@@ -27,7 +28,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.lab.frames import FAILED, FINISHED
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
-from paceline.running import durable, launch
+from paceline.running import launch
 
 TRIALS = "trials"
 OUTCOME_FILE = "trial.json"
@@ -142,7 +143,7 @@ def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_fai
     try:
         _clear_left_behind(study)
         while left:
-            with connected(spec.address) if spec.engine == "ray" else nullcontext():
+            with connected(spec.address, insecure=spec.insecure) if spec.engine == "ray" else nullcontext():
                 _run_until_failure(spec, script, study, watcher, left, done)
     except KeyboardInterrupt:
         raise StudyInterrupted(
@@ -217,6 +218,7 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         engine=cast(launch.EngineChoice, spec.engine),
         cluster=spec.cluster.content if spec.cluster is not None else None,
         address=spec.address,
+        insecure=spec.insecure,
         max_steps=spec.max_steps,
         max_time_s=spec.max_time_s,
         eval_every=spec.eval_every,

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.cluster.placement import place
 from paceline.config import RunConfig, Target
 from paceline.engines.ray.nodes import chosen_address
-from paceline.engines.scripting import Script
+from paceline.engines.scripting import Script, read_script
 from paceline.errors import UsageError
 from paceline.lab.variant import Variant
 from paceline.lab.virtual_cluster import VirtualCluster
@@ -19,7 +19,7 @@ from paceline.running import launch
 from paceline.strategies.base import Strategy
 
 _EXTENSIBLE = ("strategies", "workers", "seeds")
-_INCIDENTAL = ("script", "address", "deadline_s")
+_INCIDENTAL = ("script", "address", "insecure", "deadline_s")
 """May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
 trial may hang, which no trial that has finished did."""
 
@@ -75,6 +75,8 @@ class StudySpec:
     """How long any wait for a peer may take."""
     address: str | None = None
     """Address of a Ray cluster; none: one is started on this machine. A study may go on at another address."""
+    insecure: bool = False
+    """The cluster may be one that takes work from anybody, without a token."""
 
     def __post_init__(self) -> None:
         for name in _EXTENSIBLE:
@@ -114,7 +116,7 @@ class StudySpec:
         """
         if not isinstance(script, str | Path):
             raise UsageError(f"a study takes the path of a script, not {script!r}; functions are for paceline.run")
-        program = launch.read_script(script, arguments)
+        program = read_script(script, arguments)
         spec = cls(
             script=program.path,
             script_sha256=_digest(program),
@@ -132,7 +134,7 @@ class StudySpec:
 
     def read_script(self) -> Script:
         """The script, for all trials to run. Raises UsageError if it cannot be read or its text has changed."""
-        script = launch.read_script(self.script, self.arguments)
+        script = read_script(self.script, self.arguments)
         if _digest(script) != self.script_sha256:
             raise UsageError(f"the script {self.script} has changed since this study was made; give another --out")
         return script
@@ -213,7 +215,14 @@ class StudySpec:
             "--out": out,
         }
         given = [str(part) for option, value in options.items() if value is not None for part in (option, value)]
-        return ["paceline", "compare", self.script, *given, *(["--", *self.arguments] if self.arguments else [])]
+        return [
+            "paceline",
+            "compare",
+            self.script,
+            *given,
+            *(["--insecure"] if self.insecure else []),
+            *(["--", *self.arguments] if self.arguments else []),
+        ]
 
     def is_part_of(self, other: "StudySpec") -> bool:
         """Whether no strategy, number of workers or seed is asked for that the other does not have."""

@@ -12,6 +12,7 @@ from typing import final
 
 from rich.console import Console
 
+from paceline import durable
 from paceline.engines.standing import Watcher
 from paceline.errors import UsageError
 from paceline.lab import gathering, runner, verdict
@@ -20,7 +21,7 @@ from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import OUTCOME_FILE, Position, StudyWatcher, TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking
-from paceline.running import durable, watching
+from paceline.running import watching
 from paceline.running.launch import Quiet
 from paceline.strategies.base import Strategy
 
@@ -74,6 +75,7 @@ class Study:
         engine: str = "ray",
         cluster: str | Path | None = None,
         address: str | None = None,
+        insecure: bool = False,
         arguments: Sequence[str] = (),
         retry_failed: bool = False,
         watcher: StudyWatcher | None = None,
@@ -88,7 +90,8 @@ class Study:
             strategies: names, with options as in `ps-bsp:servers=2`, or objects such as `ParameterServer(servers=2)`.
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
-            target, max_steps, max_time_s, eval_every, device, deadline_s, address, arguments: as for `paceline.run`.
+            target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments: as for
+                `paceline.run`.
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
             retry_failed: run those trials again that failed.
@@ -116,6 +119,7 @@ class Study:
             engine=engine,
             cluster=cluster,
             address=address,
+            insecure=insecure,
         )
         return cls.conduct(spec, Path(out), watcher=watcher, retry_failed=retry_failed)
 
@@ -197,7 +201,6 @@ def _taken(directory: Path, spec: StudySpec) -> StudySpec:
     elif any(not entry.name.startswith(".") for entry in directory.iterdir()):
         raise UsageError(f"{directory} is not empty and holds no study; give another --out")
     content = {"spec": spec.to_json(), "command": spec.command(out=directory), "paceline": version("paceline")}
-    partial = directory / f".{SPEC_FILE}.partial"
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    durable.replace(partial, directory / SPEC_FILE)
+    with durable.whole(directory / SPEC_FILE) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return spec

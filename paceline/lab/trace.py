@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline import durable
 from paceline.errors import UsageError
 from paceline.records import EvaluationRecord, EventRecord, StepRecord, UpdateRecord, iterate_records
-from paceline.running import durable, manifest
+from paceline.running import manifest
 
 FILE_NAME = "timeline.json.gz"
 MAX_STEPS = 100_000  # more is more than a browser shows

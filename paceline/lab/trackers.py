@@ -111,10 +111,6 @@ class Delivery(Tracker):
     The tracker is opened, told and closed by one thread. If it raises, or has not taken everything some time after the
     run's end, it is given up with a word on standard error. What comes while `MAX_WAITING` messages wait is left out,
     and so said at the end.
-
-    Args:
-        name: the tracker's, for messages.
-        opened: makes the tracker.
     """
 
     def __init__(self, name: str, opened: Callable[[], Tracker]) -> None:

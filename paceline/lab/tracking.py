@@ -65,9 +65,7 @@ class Feed:
     """Adds records up by seconds of the training clock, and tells trackers of each second.
 
     A second is told of once the one after the next has begun: by then all workers have sent their records of it.
-
-    Args:
-        trackers: are closed with the feed. Whoever feeds waits for them, and gets what they raise (see `Delivery`).
+    Whoever feeds waits for the trackers, and gets what they raise (see `Delivery`). They are closed with the feed.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:

@@ -10,10 +10,7 @@ def digitsnet(*, num_classes: int = 10, shape: ImageShape = (1, 8, 8)) -> nn.Mod
 
     From no paper. Trained by SGD with batches of 32, a learning rate of 0.03 and momentum 0.5, each of five seeds
     passes 95 % of the test digits within 200 steps and 97 % within ten epochs; where every gradient is seven updates
-    old, 95 % within 420 steps.
-
-    Raises:
-        UsageError: images smaller than 2x2 pixels.
+    old, 95 % within 420 steps. Raises UsageError for images smaller than 2x2 pixels.
     """
     require_pixels(shape, at_least=2, model="digitsnet")
     num_channels, height, width = shape

@@ -9,10 +9,8 @@ def fedavg_cnn(*, num_classes: int = 10, shape: ImageShape = (1, 28, 28)) -> nn.
     """Two 5x5 convolutions of 32 and 64 filters, 2x2 max pooling after each, 512 units: 1,663,370 parameters on MNIST.
 
     McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017, section 3. Its
-    parameter count tells that the convolutions keep the image's size. The softmax is left to the loss.
-
-    Raises:
-        UsageError: images smaller than 4x4 pixels.
+    parameter count tells that the convolutions keep the image's size. The softmax is left to the loss. Raises
+    UsageError for images smaller than 4x4 pixels.
     """
     require_pixels(shape, at_least=4, model="fedavg-cnn")
     num_channels, height, width = shape

@@ -13,10 +13,8 @@ def resnet18(*, num_classes: int = 10, shape: ImageShape = (3, 32, 32), width: i
 
     He et al., "Deep Residual Learning for Image Recognition", 2016, table 1, column "18-layer", with projection
     shortcuts where the size changes (option B). As in its section 4.2, on CIFAR-10, the first layer is a 3x3
-    convolution of stride 1, without max pooling. Any image size does.
-
-    Args:
-        width: channels of the first stage, 64 in the paper; each further stage doubles them.
+    convolution of stride 1, without max pooling. Any image size does. The first stage has `width` channels; each
+    further stage doubles them.
     """
     num_channels, _, _ = shape
     return nn.Sequential(

@@ -76,11 +76,7 @@ def all_to_all_s(
 
 def pipeline_s(stages_s: Sequence[float], num_pieces: float) -> float:
     """When the last of alike pieces has passed all stages: the first passes all, then one follows every slowest stage
-    (the makespan of a permutation flow shop with equal jobs). A smaller last piece counts in proportion.
-
-    Args:
-        stages_s: for one piece.
-    """
+    (the makespan of a permutation flow shop with equal jobs). A smaller last piece counts in proportion."""
     return sum(stages_s) + (max(num_pieces, 1.0) - 1) * max(stages_s)
 
 

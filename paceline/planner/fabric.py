@@ -1,6 +1,5 @@
 """A cluster's links as arrays: what each carries of an exchange, and how long that keeps it busy."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, final
@@ -164,9 +163,9 @@ class Fabric:
         found = np.minimum(found, np.where(own != other, afar, np.inf))
         return np.where(sources == destinations, rates["memory"][sources], found)
 
-    def busiest(self, loads: Loads, *, kinds: Sequence[str] = _KINDS) -> Busiest:
+    def busiest(self, loads: Loads) -> Busiest:
         best = Busiest("none", 0.0, 0.0)
-        for kind in kinds:
+        for kind in _KINDS:
             amounts: Floats = getattr(loads, kind)
             times = amounts / getattr(self.rates, kind)
             number = int(np.argmax(times))

@@ -59,13 +59,8 @@ class ExchangeCost:
 class Exchanges:
     """With another rank; each has a worker and a server, as where servers are on workers' hosts.
 
-    So this process does as much for an exchange of the other's as the other does for one of its own.
-
-    Args:
-        swap: with the other rank.
-        address: of this host.
-        reporter: gets the server's records, as in a run.
-        num_sharing: ranks of the probe on this machine, whose interrupts are counted together.
+    So this process does as much for an exchange of the other's as the other does for one of its own. `num_sharing`
+    ranks of the probe are on this machine: their interrupts are counted together.
     """
 
     swap: Swap

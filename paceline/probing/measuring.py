@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from paceline import durable
 from paceline.cluster.description import Cluster
 from paceline.cluster.writing import as_toml
 from paceline.comm.wire import Keys
@@ -14,15 +15,14 @@ from paceline.config import DeviceChoice, RunConfig
 from paceline.engines.ray import probes
 from paceline.engines.ray.nodes import Node, chosen_address, connected, nodes
 from paceline.engines.ray.supervisor import Job, Supervisor
-from paceline.engines.scripting import Program, Script
+from paceline.engines.scripting import Program, Script, read_script
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.probing import fitting
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
 from paceline.records import EventRecord, read_records
-from paceline.running import durable
-from paceline.running.launch import own_environment, read_script
+from paceline.running.launch import own_environment
 
 _DEADLINE_S = 60.0
 
@@ -58,16 +58,19 @@ def config_for(
     return ProbeConfig(read_script(script, arguments), num_steps, max_s)
 
 
-def probe(config: ProbeConfig, *, address: str | None, audience: Audience) -> Cluster:
+def probe(config: ProbeConfig, *, address: str | None, audience: Audience, insecure: bool = False) -> Cluster:
     """Measure a cluster of Ray, or this machine with a Ray of its own.
 
     Raises:
         RunFailed: a host does not answer, or the script fails; the message says which, and what to do.
-        UsageError: the script does not train.
+        UsageError: the script does not train; or as `connected`.
     """
-    with connected(address), tempfile.TemporaryDirectory(prefix="paceline-probe-") as directory:
+    with (
+        connected(address, insecure=insecure),
+        tempfile.TemporaryDirectory(prefix="paceline-probe-") as directory,
+    ):
         audience.on_stage(1, 3, "speaking to every host")
-        hosts = _answering_hosts(address)
+        hosts = _answering_hosts(address, insecure=insecure)
         many = f"{len(hosts)} host(s)"
         environment = own_environment() if chosen_address(address) is not None else {}
         run = _Runs(Path(directory), config, environment, audience)
@@ -103,8 +106,8 @@ def require_writable(out: Path, *, force: bool) -> None:
         raise UsageError(f"{out} is in no directory that exists; make it, or give another --out")
 
 
-def _answering_hosts(address: str | None) -> list[Node]:
-    for host in probes.probe(address):
+def _answering_hosts(address: str | None, *, insecure: bool) -> list[Node]:
+    for host in probes.probe(address, insecure=insecure):
         if host.problems:
             raise RunFailed(
                 f"host {host.address}: {'; '.join(host.problems)}; `paceline doctor` looks again once this is mended"

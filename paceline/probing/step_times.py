@@ -59,12 +59,7 @@ class _Enough(BudgetReached):
 @final
 class StepWatch(Pacing):
     """Times the steps of a model, told apart by the optimizer's. The time that a script asks to sleep is not counted:
-    the virtual engine takes it anew.
-
-    Args:
-        num_steps: ends the script after so many, or
-        max_s: when this is over and there are enough of them.
-    """
+    the virtual engine takes it anew. Ends the script after `num_steps`, or after `max_s` with enough of them."""
 
     def __init__(self, *, num_steps: int, max_s: float, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._num_steps, self._max_s, self._now_s = num_steps, max_s, now_s

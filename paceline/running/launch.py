@@ -19,11 +19,11 @@ from paceline.config import DeviceChoice, RunConfig, Target
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Job, Supervisor
-from paceline.engines.scripting import Program, Script
+from paceline.engines.scripting import Program, Script, read_script
 from paceline.engines.standing import Watcher
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
-from paceline.errors import UsageError, suggest, unknown
+from paceline.errors import UsageError, unknown
 from paceline.records import truncate
 from paceline.running import machine_load, manifest, watching
 from paceline.running.result import Result
@@ -51,6 +51,7 @@ def run(
     engine: EngineChoice = "ray",
     cluster: str | Path | Cluster | None = None,
     address: str | None = None,
+    insecure: bool = False,
     max_steps: int | None = None,
     max_time_s: float | None = None,
     eval_every: int | None = None,
@@ -75,6 +76,7 @@ def run(
             simulated too.
         cluster: of the virtual engine: a TOML file, the name of one that comes with Paceline, or what either holds.
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
+        insecure: the cluster may be one that takes work from anybody, without a token.
         max_steps, max_time_s, target: what ends the run before the script does.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
@@ -131,7 +133,7 @@ def run(
                 gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)
         _write_manifest(directory, described)
-        with watched as watcher, connected(address):
+        with watched as watcher, connected(address, insecure=insecure, num_workers=workers):
             if kept is not None:
                 truncate(directory, iteration=kept)
             environment = own_environment() if chosen_address(address) is not None else {}
@@ -162,10 +164,7 @@ def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManag
 
 
 def check_engine(engine: str, *, cluster: object | None, address: str | None) -> None:
-    """
-    Raises:
-        UsageError: there is no such engine, it lacks something, or something asked for has no effect with it.
-    """
+    """Raises UsageError if there is no such engine, it lacks something, or something has no effect with it."""
     if engine not in get_args(EngineChoice):
         raise unknown("engine", engine, get_args(EngineChoice))
     if engine == "ray":
@@ -193,24 +192,6 @@ def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program
     if arguments:
         raise UsageError("arguments go with a script's path; for a function, use functools.partial")
     return program
-
-
-def read_script(script: str | Path, arguments: Sequence[str]) -> Script:
-    """A script as it lies there now.
-
-    Raises:
-        UsageError: it cannot be read, or is not Python.
-    """
-    path = Path(script)
-    try:
-        source = path.read_text(encoding="utf-8-sig")
-        compile(source, str(path), "exec", dont_inherit=True)
-    except OSError as error:
-        near = suggest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
-        raise UsageError(f"cannot read the script {path}: {error.strerror}{near}") from None
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"the script {path} is not valid Python: {error}") from None
-    return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
 
 
 def check_metric(program: Program, target: Target | None) -> None:

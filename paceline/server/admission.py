@@ -103,10 +103,7 @@ class AdmissionRule(ABC):
     @abstractmethod
     def join(self, worker: int) -> None:
         """The worker takes part from the present clock on. Called where every shard has heard the same so far.
-
-        Raises:
-            ProtocolError: it takes part already.
-        """
+        Raises ProtocolError if it takes part already."""
 
     @abstractmethod
     def leave(self, worker: int) -> tuple[int, ...]:
@@ -114,20 +111,13 @@ class AdmissionRule(ABC):
 
     @final
     def require_active(self, worker: int) -> None:
-        """
-        Raises:
-            ProtocolError: the worker has left or never was.
-        """
+        """Raises ProtocolError if the worker has left or never was."""
         if worker not in self.active:
             raise ProtocolError(f"worker {worker} is none of the active workers {sorted(self.active)}")
 
     @final
     def add(self, worker: int) -> None:
-        """It is active from here on.
-
-        Raises:
-            ProtocolError: it takes part already.
-        """
+        """It is active from here on. Raises ProtocolError if it takes part already."""
         if worker in self.active:
             raise ProtocolError(f"worker {worker} takes part already")
         self.active.add(worker)

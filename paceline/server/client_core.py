@@ -215,10 +215,7 @@ class ClientCore:
         return any(server.follows for server in self._servers)
 
     def require_done(self) -> None:
-        """
-        Raises:
-            WireError: a server refused; the message says which, and why.
-        """
+        """Raises WireError if a server refused; the message says which, and why."""
         if self._error is not None:
             raise self._error
 

@@ -31,10 +31,7 @@ class Part:
 
     def own_groups(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Of all groups' hyperparameters, those of this shard. JSON has lists where optimizers have tuples (betas).
-
-        Raises:
-            WireError: they are not of the form in which a worker sends them.
-        """
+        Raises WireError if they are not of the form in which a worker sends them."""
         are_mappings = isinstance(given, list) and all(
             isinstance(each, dict) and "params" not in each for each in given
         )
@@ -96,10 +93,7 @@ def build_pieces(
 
 
 def require_fitting(spec: ServerSpec, *, num_shards: int) -> None:
-    """
-    Raises:
-        UsageError: naming the aggregator.
-    """
+    """Raises UsageError, which names the aggregator, if it does not fit."""
     name = type(spec.aggregator).__name__
     if not spec.aggregator.streams and not spec.rule.joins:
         raise UsageError(f"{name} needs several contributions an update, and {type(spec.rule).__name__} gives it one")

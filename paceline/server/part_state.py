@@ -13,10 +13,7 @@ from paceline.server.state import export_state, import_state, pack, unpack
 
 def initialise(part: Part, message: Message, parameters: Sequence[Tensor] | None) -> None:
     """Begin at the message's iteration with a worker's `parameters`; if they are out of reach, the message has them.
-
-    Raises:
-        WireError: the message's do not fit.
-    """
+    Raises WireError if the message's do not fit."""
     if parameters is None:
         from_frames(message.payload, part.shard.parameters)
     else:
@@ -39,11 +36,7 @@ def states_of(parts: Sequence[Part]) -> dict[str, Tensor]:
 
 
 def state_fields(parts: Sequence[Part]) -> dict[str, Any]:
-    """Of a message with the state of all shards' optimizers.
-
-    Raises:
-        WireError: a state cannot be sent.
-    """
+    """Of a message with the state of all shards' optimizers. Raises WireError if a state cannot be sent."""
     try:
         body, frames = pack(states_of(parts))
     except UsageError as error:
@@ -53,11 +46,8 @@ def state_fields(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def set_state(parts: Sequence[Part], message: Message) -> None:
-    """The inverse of `state_fields`.
-
-    Raises:
-        WireError: the message cannot be read, or the optimizer takes no state.
-    """
+    """The inverse of `state_fields`. Raises WireError if the message cannot be read, or the optimizer takes no
+    state."""
     state = unpack(message.body, message.payload)
     try:
         for first, part in _numbered(parts):

@@ -373,11 +373,7 @@ class ServerCore:
         return message
 
     def _parts_of(self, message: Message) -> list[tuple[int, Part]]:
-        """The shards that a message is about, with their indices.
-
-        Raises:
-            WireError: there is no such shard.
-        """
+        """The shards that a message is about, with their indices. Raises WireError if there is no such shard."""
         if message.shard == ALL_SHARDS:
             return self._all_parts
         if not 0 <= message.shard < len(self.parts):

@@ -171,11 +171,8 @@ class Shard:
         return list(self._answers())
 
     def wait(self, worker: int, *, pause_at: int) -> list[Answer]:
-        """The worker asks for admission (again) without a gradient.
-
-        Raises:
-            ProtocolError: the worker has left, or its last gradient is still waiting for others.
-        """
+        """The worker asks for admission (again) without a gradient. Raises ProtocolError if the worker has left, or
+        its last gradient is still waiting for others."""
         self.rule.require_active(worker)
         _, given = self._waiting.get(worker, (0, None))
         if given is not None and self.rule.is_held(given.sender):
@@ -197,11 +194,7 @@ class Shard:
         return list(self._answers())
 
     def join(self, worker: int) -> int:
-        """The worker takes part from here on; returns the clock at which it does.
-
-        Raises:
-            ProtocolError: it does already.
-        """
+        """The worker takes part from here on; returns its clock. Raises ProtocolError if it does already."""
         self.rule.join(worker)
         self.pulled(worker)
         return self.rule.clock_of(worker)

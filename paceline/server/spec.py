@@ -75,7 +75,3 @@ class Reply(NamedTuple):
     """Some worker asked all to stop after this iteration."""
     admitted: bool
     """False: answered for a pause only; call `wait_for_admission` before the next gradient."""
-
-    def goes_on(self, *, pause_at: int) -> bool:
-        """Whether the worker may go on with its next step, where it pauses at this iteration."""
-        return self.admitted and not self.stop and self.iteration < pause_at

@@ -25,10 +25,7 @@ def pack(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[memoryview]]
 
 
 def unpack(body: Mapping[str, Any], payload: Sequence[Raw]) -> dict[str, Tensor]:
-    """
-    Raises:
-        WireError: this is nothing that `pack` gives.
-    """
+    """Raises WireError if this is nothing that `pack` gives."""
     try:
         described = body["tensors"]
         if not all(_NAME.fullmatch(name) for name, _, _ in described):
@@ -75,10 +72,7 @@ def import_state(
     first_piece: int = 0,
 ) -> None:
     """Replace one shard's state by what `export_state` gave; what `exported` has of other shards is passed over.
-
-    Raises:
-        UsageError: the optimizer's state is not kept in checkpoints.
-    """
+    Raises UsageError if the optimizer's state is not kept in checkpoints."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("LBFGS's history is not kept in checkpoints, so a run with it cannot be resumed")
     optimizer.state.clear()

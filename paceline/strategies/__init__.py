@@ -122,11 +122,7 @@ for _point in importlib.metadata.entry_points(group="paceline.strategies"):
 
 
 def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:
-    """`option=value` texts, as `build` takes them.
-
-    Raises:
-        UsageError: a text has another form, or an option comes twice; the message begins with `where`.
-    """
+    """`option=value` texts, as `build` takes them. Raises UsageError if one has another form, or comes twice."""
     options: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -139,11 +135,7 @@ def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
-    """The strategy of that name; option values may be text, as on the command line.
-
-    Raises:
-        UsageError: the name, an option or a value is unknown; the near miss is suggested.
-    """
+    """The strategy of that name; option values may be text. Raises UsageError, with near misses, for unknown ones."""
     if name not in STRATEGIES:
         raise unknown("strategy", name, STRATEGIES)
     entry = STRATEGIES[name]

@@ -82,7 +82,8 @@ class _AllReduceSynchronizer(Synchronizer):
         self._exchange = Exchange(context.collective, self._buckets.buckets, algorithm=strategy.algorithm)
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._works: list[Work] = []
-        self._culprit: str | None = None
+        self._looks_first = self._nonfinite != "allow" and not self._exchange.is_watched
+        self._culprit: tuple[int, str] | None = None  # a rank, and a parameter whose gradient was not finite there
         self._is_nonfinite = False
         self._stop = False
         self._is_exchanged = False  # whether what has been accumulated for the next step is averaged
@@ -111,12 +112,10 @@ class _AllReduceSynchronizer(Synchronizer):
         if bucket == 0:
             self._culprit = None
         is_last = bucket == len(self._buckets.buckets) - 1
-        stop = is_last and self.stop_vote()
-        self._buckets.fill_flags(bucket, stop=stop, nonfinite=False)
-        culprit = None if self._nonfinite == "allow" else self._buckets.find_nonfinite(bucket)
+        culprit = self._buckets.find_nonfinite(bucket) if self._looks_first else None
         if culprit is not None:
-            self._culprit = culprit
-            self._buckets.fill_flags(bucket, stop=stop, nonfinite=True)
+            self._culprit = (self.context.rank, culprit)
+        self._buckets.fill_flags(bucket, stop=is_last and self.stop_vote(), nonfinite=culprit is not None)
         if self._weight != 1.0:
             self._buckets.buckets[bucket].values.mul_(self._weight)
         self._works.append(self._exchange.start(bucket))
@@ -124,19 +123,22 @@ class _AllReduceSynchronizer(Synchronizer):
             return
         if self._behind_backward:
             self._overlap.begin()
-        self._works = [work for work in self._works if not work.poll()]
-        if not self._works:
+        under_way = [work for work in self._works if not work.poll()]
+        if not under_way:
             self._overlap.end()
 
     def _finish_backward(self) -> None:
         """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
         self._overlap.end()
-        for work in self._works:
+        self._is_nonfinite = False
+        for bucket, work in enumerate(self._works):
             work.wait()
+            is_nonfinite, stop = self._buckets.read_flags(bucket)
+            if self._nonfinite != "allow" and work.nonfinite is not None and self._culprit is None:
+                self._culprit = (work.nonfinite.rank, self._buckets.name_at(bucket, work.nonfinite.element))
+            self._is_nonfinite = self._is_nonfinite or is_nonfinite or self._culprit is not None
+            self._stop = self._stop or stop
         self._works.clear()
-        flags = [self._buckets.read_flags(bucket) for bucket in range(len(self._buckets.buckets))]
-        self._is_nonfinite = any(nonfinite for nonfinite, _ in flags)
-        self._stop = self._stop or any(stop for _, stop in flags)
         self._is_exchanged = True
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
@@ -150,7 +152,8 @@ class _AllReduceSynchronizer(Synchronizer):
         if is_skipped_by_scaler(self.replica.optimizer):
             update()
         elif self._is_nonfinite and self._nonfinite == "raise":
-            raise non_finite(rank=self.context.rank, step=self.iteration + 1, parameter=self._culprit)
+            rank, parameter = self._culprit or (self.context.rank, None)
+            raise non_finite(rank=rank, step=self.iteration + 1, parameter=parameter)
         elif not self._is_nonfinite:
             update()
             self.iteration += 1

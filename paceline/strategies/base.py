@@ -166,11 +166,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        """This worker's live half. Collective call.
-
-        Raises:
-            UsageError: the strategy cannot honour something the optimizer or the model asks for.
-        """
+        """This worker's live half. Collective call. Raises UsageError if the strategy cannot honour something the
+        optimizer or the model asks for."""
 
     def validate(self) -> None:
         """Raise UsageError for a value that is out of range or has no effect."""
@@ -193,7 +190,7 @@ def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:
 
 
 def non_finite(*, rank: int, step: int, parameter: str | None) -> NonFiniteGradient:
-    """The error for a gradient that is not finite, here or (without a name) on another rank."""
+    """The error for a gradient that is not finite, on this rank or (without a name) on another."""
     where = f"of parameter {parameter!r} on rank {rank}" if parameter else f"on another rank than {rank}"
     return NonFiniteGradient(
         f"step {step}: the gradient {where} is not finite; nothing of it was applied "

@@ -30,7 +30,12 @@ class Exchange:
     ) -> None:
         self._coded: list[_Coded] = []
         average = averaging(collective, algorithm)
-        if codec is None:
+        watched = [collective.watched_mean(bucket.flat) for bucket in buckets] if algorithm == "auto" else []
+        self.is_watched = codec is None and bool(watched) and None not in watched
+        """Whether works tell where a mean is not finite."""
+        if self.is_watched:
+            self._starts = [start for start in watched if start is not None]
+        elif codec is None:
             self._starts = [average(bucket.flat) for bucket in buckets]
         else:
             self._coded = [_Coded(collective, bucket, codec, average) for bucket in buckets]

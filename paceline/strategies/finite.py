@@ -13,11 +13,8 @@ _one, _found = torch.ones(()), torch.zeros(())
 
 
 def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int) -> bool:
-    """Whether the optimizer is to step with the gradients that it has.
-
-    Raises:
-        NonFiniteGradient: one is not finite and the policy says `raise`.
-    """
+    """Whether the optimizer is to step with the gradients that it has. Raises NonFiniteGradient if one is not finite
+    and the policy says `raise`."""
     if policy == "allow" or is_skipped_by_scaler(replica.optimizer):
         return True  # a scaler skips by itself
     if _seem_finite([p.grad for p in replica.parameters if p.grad is not None], is_light=replica.is_light):

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 class Pacing(ABC):
     """What engines that simulate time, and probes that measure steps, replace."""
 
+    is_simulated = False
+    """Time is simulated, and many workers share a process."""
+
     @abstractmethod
     def now_s(self) -> float:
         """The time on the clock that this worker's run is timed with."""

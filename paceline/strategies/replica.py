@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective
 from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import TensorSpec
@@ -44,11 +45,8 @@ _ELEMENT_WISE = frozenset(
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
-    """Name the parameters that the optimizer updates.
-
-    Raises:
-        UsageError: the optimizer holds a parameter that is not the model's, or none that can be trained.
-    """
+    """Name the parameters that the optimizer updates. Raises UsageError if the optimizer holds a parameter that is
+    not the model's, or none that can be trained."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"prepare takes a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -74,11 +72,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
 
 
 def require_same_tensors(replica: Replica, collective: Collective) -> None:
-    """Compare the parameters of all ranks' models. Collective call.
-
-    Raises:
-        TensorMismatch: on every rank, naming the first rank and parameter that differ from rank 0's.
-    """
+    """Raises TensorMismatch on every rank, naming the first rank and parameter unlike rank 0's. Collective call."""
     mine = [f"{spec.name} of shape {list(spec.shape)} and {spec.dtype}" for spec in replica.specs]
     everyone = collective.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
@@ -87,12 +81,26 @@ def require_same_tensors(replica: Replica, collective: Collective) -> None:
                 raise TensorMismatch(f"parameter {index} differs: rank 0 has {first}, rank {rank} has {other}")
 
 
-def require_same_parameters(replica: Replica) -> None:
-    """Look whether the optimizer still updates the parameters that it was prepared with.
+def copy_from_first(model: nn.Module, collective: Collective) -> None:
+    """Give every rank rank 0's parameters and buffers, as one tensor. Collective call.
 
     Raises:
-        UsageError: some were added or unfrozen since; their gradients would not be exchanged.
+        TensorMismatch: on every rank: the models take different numbers of bytes.
     """
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    flats = [flatten(tensor, device_type=tensor.device.type, is_target=True) for tensor in tensors]
+    own = [flat.view(torch.uint8) for flat, _ in flats]
+    whole = torch.cat(own)
+    collective.broadcast(whole)
+    for mine, first, (_, copy_back) in zip(own, whole.split([mine.numel() for mine in own]), flats, strict=True):
+        mine.copy_(first)
+        if copy_back is not None:
+            copy_back()
+
+
+def require_same_parameters(replica: Replica) -> None:
+    """Look whether the optimizer still updates the parameters that it was prepared with. Raises UsageError if some
+    were added or unfrozen since; their gradients would not be exchanged."""
     trained = [p for group in replica.optimizer.param_groups for p in group["params"] if p.requires_grad]
     if len(trained) != len(replica.parameters):
         raise UsageError(
@@ -116,11 +124,7 @@ def is_skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def require_plain_steps(replica: Replica) -> None:
-    """Refuse optimizers whose step needs more than the gradients, for strategies that update elsewhere.
-
-    Raises:
-        UsageError: naming what the servers cannot do.
-    """
+    """Raises UsageError for optimizers whose step needs more than the gradients, which servers cannot give."""
     optimizer = replica.optimizer
     kind = type(optimizer).__name__
     require_no_hooks(optimizer)
@@ -137,21 +141,14 @@ def require_plain_steps(replica: Replica) -> None:
 
 
 def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """
-    Raises:
-        UsageError: the optimizer has step hooks.
-    """
+    """Raises UsageError if the optimizer has step hooks."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         kind = type(optimizer).__name__
         raise UsageError(f"{kind} has step hooks, which servers cannot call; remove them or use all-reduce")
 
 
 def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that evaluate the model several times a step.
-
-    Raises:
-        UsageError: naming the optimizer.
-    """
+    """Raises UsageError for optimizers that evaluate the model several times a step."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("LBFGS evaluates the model several times a step; only the strategy single can run it")
 

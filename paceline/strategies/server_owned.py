@@ -19,10 +19,7 @@ class ServerOwned:
         self._num_changes = self._count_changes()
 
     def require_untouched(self, *, rank: int, step: int) -> None:
-        """
-        Raises:
-            UsageError: the script changed parameters itself, which servers would not know of, or moved them.
-        """
+        """Raises UsageError if the script changed parameters itself, which servers would not know of, or moved them."""
         for parameter, place, spec in zip(self._replica.parameters, self._places, self._replica.specs, strict=True):
             if parameter.data_ptr() != place:
                 raise UsageError(

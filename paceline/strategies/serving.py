@@ -152,19 +152,16 @@ class ServerSynchronizer(Synchronizer):
         return None if self._groups == before else self._groups
 
     def _require_gradients(self) -> None:
-        for index, spec in enumerate(self.replica.specs):
-            if not self._buckets.adopt(index):
-                raise UsageError(
-                    f"step {self._steps}: parameter {spec.name!r} has no gradient on rank {self.context.rank}, and "
-                    "servers update every parameter at every step; freeze it with requires_grad_(False) or use "
-                    "all-reduce"
-                )
+        name = self._buckets.find_unused()
+        if name is not None:
+            raise UsageError(
+                f"step {self._steps}: parameter {name!r} has no gradient on rank {self.context.rank}, and "
+                "servers update every parameter at every step; freeze it with requires_grad_(False) or use "
+                "all-reduce"
+            )
 
     def _is_nonfinite(self) -> bool:
-        """
-        Raises:
-            NonFiniteGradient: a gradient is not finite and the option says so.
-        """
+        """Raises NonFiniteGradient if a gradient is not finite and the option says so."""
         if self._nonfinite == "allow":
             return False
         own, self._combining.culprit = self._combining.culprit, None

@@ -10,6 +10,7 @@ from paceline.checkpoint import FILE_NAME, Checkpoint, WorkerState
 from paceline.strategies.base import Strategy
 from paceline.strategies.own_state import OwnState, carried_over
 from paceline.training import snapshot
+from paceline.training.sharding import Place
 from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
 
@@ -62,6 +63,7 @@ class Checkpoints:
                 seed=run.config.seed,
                 strategy=_kind(run.strategy),
                 extra=own.extra,
+                data=run.prepared.loader.identity,
             )
             run.reporter.save(FILE_NAME, checkpoint.encode())
             run.tell("checkpoint", {"file": FILE_NAME}, at_s=time_s)
@@ -83,13 +85,13 @@ class Checkpoints:
             own, fates = carried_over(_own_states(workers), wanted=wanted, size=run.context.size)
             run.tell("carried_over", fates)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
-        prepared.loader.resume_at(mine.epoch, mine.num_batches_done)
+        prepared.loader.resume_at(Place(mine.epoch, mine.num_batches_done, mine.stream), checkpoint.data)
 
     def _taken(self) -> Snapshot:
         prepared = self._run.prepared
         return snapshot.take(
             prepared.replica,
-            prepared.loader,
+            prepared.handouts.place(prepared.loader.place),
             prepared.extra,
             steps=self._run.steps,
             samples=self._run.samples,

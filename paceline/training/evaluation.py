@@ -27,11 +27,8 @@ class Findings:
 def evaluate(
     function: Evaluation, model: nn.Module, *, target: Target | None, now_s: Callable[[], float] = time.perf_counter
 ) -> Findings:
-    """Call `function(model)` in evaluation mode and without gradients; modes and random state are as before afterwards.
-
-    Raises:
-        UsageError: it returns something else than numbers by name, or not the target's metric.
-    """
+    """Call `function(model)` in evaluation mode and without gradients; modes and random state are as before
+    afterwards. Raises UsageError if it returns something else than numbers by name, or not the target's metric."""
     began_s = now_s()
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -1,5 +1,6 @@
 """One worker's run as its script sees it: what it asks for, its steps, and its end."""
 
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,7 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
@@ -15,14 +16,16 @@ from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy
-from paceline.strategies.replica import describe, require_same_tensors
+from paceline.strategies.replica import copy_from_first, describe, require_same_tensors
 from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.evaluation import Evaluation
+from paceline.training.handouts import Handouts
+from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
-from paceline.training.sharding import RankBatch, ShardedLoader
+from paceline.training.sharding import Part, Place, ShardedLoader
 from paceline.training.worker_run import Prepared, WorkerRun
 
 
@@ -56,7 +59,8 @@ class Session:
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
         self._has_finished = False
-        self._batch_samples = 0
+        self._thread = threading.get_ident()
+        self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
 
@@ -79,8 +83,7 @@ class Session:
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
         if context.size > 1:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                context.collective.broadcast(tensor.data)
+            copy_from_first(model, context.collective)
         sharded = self._sharded(loader)
         context.pacing.watch(replica)
         synchronizer = self.run.strategy.bind(context, replica)
@@ -88,7 +91,9 @@ class Session:
         if synchronizer.facts:
             self.run.tell("tuned", synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
-        self.run.prepare(Prepared(replica, synchronizer, sharded, account, extra))
+        handouts = Handouts(model, replica.parameters, rank=context.rank, set_weight=synchronizer.set_weight)
+        self.run.prepare(Prepared(replica, synchronizer, sharded, handouts, account, extra))
+        self._lone_samples = LoneSamples(model, rank=context.rank)
         self._take_over(optimizer)
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
@@ -133,6 +138,7 @@ class Session:
         """The script is done: wait for the others, evaluate and save. Collective call."""
         if self._has_finished or not self.run.is_prepared:
             return
+        self._require_readable()
         self._has_finished = True
         if not self._has_started:
             self._start()
@@ -144,6 +150,7 @@ class Session:
         while not self.pauses.meet(is_done=True):
             pass
         synchronizer.close()
+        self.run.prepared.handouts.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -176,8 +183,9 @@ class Session:
         """
         run, prepared = self.run, self.run.prepared
         self._begin_step()
+        prepared.handouts.look_back()
         outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
-        samples, self._batch_samples = self._batch_samples, 0
+        samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
         time_s, compute_s, communication_s, waiting_s, moved_bytes, hidden_s = prepared.account.close_step()
@@ -200,6 +208,7 @@ class Session:
         self._unsettled = outcome
 
     def _begin_step(self) -> None:
+        self._require_readable()
         if not self._has_started:
             self._start()
         if self._unsettled is not None:
@@ -248,17 +257,45 @@ class Session:
             rank=context.rank,
             size=context.size,
             seed=self.run.config.seed,
-            on_return=self._settle,
-            on_batch=self._on_batch,
+            on_return=self._on_return,
+            on_part=self._on_part,
             on_position=self._on_position,
-            should_stop=lambda: self.run.has_ended,
+            should_stop=lambda: self.run.has_ended or self._refusal is not None,
+            gather=context.collective.all_gather_object,
+            lock_step=self.run.strategy.traits.lock_step,
         )
 
-    def _on_batch(self, batch: RankBatch) -> None:
-        if not self._has_started:
+    def _on_return(self) -> None:
+        if not self._is_elsewhere:
+            self.run.prepared.handouts.look_back()
+            self._settle()
+            return
+        is_stream = isinstance(self.run.prepared.loader.dataset, IterableDataset)
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.lock_step):
+            # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
+            self._refusal = UsageError(
+                f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
+                "itself, and ranks could not agree on a stream's end; loop over the loader itself, and give the "
+                "DataLoader num_workers to read ahead"
+            )
+
+    def _on_part(self, part: Part, place: Place) -> None:
+        if not self._is_elsewhere and not self._has_started:
             self._start()
-        self._batch_samples += len(batch.indices)
-        self.run.prepared.synchronizer.set_weight(batch.weight)
+        if not self.run.strategy.traits.is_synchronous:
+            part = part._replace(weight=1.0)  # every gradient is an update of its own
+        if part.num_samples == 1:
+            self._lone_samples.expect(place)
+        self.run.prepared.handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the caller is a thread that reads the loader for the script, while the script itself may train."""
+        return threading.get_ident() != self._thread
+
+    def _require_readable(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
 
     def _on_position(self) -> None:
         """The script has come to where the checkpoint was taken."""

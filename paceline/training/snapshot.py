@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.seeding import random_state, set_random_state
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica, hyperparameters
-from paceline.training.sharding import ShardedLoader
+from paceline.training.sharding import Place
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Snapshot:
 
 def take(
     replica: Replica,
-    loader: ShardedLoader,
+    place: Place,
     extra: Mapping[str, Any],
     *,
     steps: int,
@@ -38,8 +38,9 @@ def take(
     worker = WorkerState(
         steps=steps,
         samples=samples,
-        epoch=loader.epoch,
-        num_batches_done=loader.num_batches_done,
+        epoch=place.epoch,
+        num_batches_done=place.num_batches_done,
+        stream=place.state,
         random_state=random_state(),
         buffers={name: buffer.detach().cpu().clone() for name, buffer in replica.model.named_buffers()},
     )
@@ -66,8 +67,13 @@ def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerSta
 def beside_the_first(workers: Sequence[WorkerState]) -> list[WorkerState]:
     """All as far in their data as the first, as synchronous strategies need it: their workers take the same global
     batches, and end together. Under ssp and asp, and with backup workers, some are behind."""
-    epoch, num_batches_done = max((worker.epoch, worker.num_batches_done) for worker in workers)
-    return [replace(worker, epoch=epoch, num_batches_done=num_batches_done) for worker in workers]
+    first = max((worker.epoch, worker.num_batches_done) for worker in workers)
+    return [
+        worker
+        if (worker.epoch, worker.num_batches_done) == first
+        else replace(worker, epoch=first[0], num_batches_done=first[1], stream=None)
+        for worker in workers
+    ]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -82,11 +88,8 @@ def as_model_file(weights: Mapping[str, Tensor]) -> bytes:
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int, seed: int) -> None:
-    """Set the model to the checkpoint's.
-
-    Raises:
-        UsageError: the checkpoint is of another model, or of a run that this one cannot go on with.
-    """
+    """Set the model to the checkpoint's. Raises UsageError if the checkpoint is of another model, or of a run that
+    this one cannot go on with."""
     if len(checkpoint.workers) != num_workers:
         raise UsageError(
             f"the checkpoint was taken with {len(checkpoint.workers)} workers, this run has {num_workers}; "

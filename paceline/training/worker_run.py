@@ -11,6 +11,7 @@ from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
+from paceline.training.handouts import Handouts
 from paceline.training.sharding import ShardedLoader
 
 
@@ -22,6 +23,7 @@ class Prepared:
     replica: Replica
     synchronizer: Synchronizer
     loader: ShardedLoader
+    handouts: Handouts
     account: Account
     extra: dict[str, Any]
     """What else a checkpoint holds, by name."""
@@ -50,10 +52,7 @@ class WorkerRun:
 
     @property
     def prepared(self) -> Prepared:
-        """
-        Raises:
-            UsageError: the script has not called `prepare`.
-        """
+        """Raises UsageError if the script has not called `prepare`."""
         if self._prepared is None:
             raise UsageError("call worker.prepare(model, optimizer, loader) first")
         return self._prepared

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.training.sharding import ShardedLoader
 
@@ -33,7 +33,12 @@ class Reference:
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], **stateful: Any
-    ) -> tuple[nn.Module, torch.optim.Optimizer, _CombinedBatches]:
+    ) -> tuple[nn.Module, torch.optim.Optimizer, _CombinedBatches | DataLoader[Any]]:
+        if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.sampler, Sized):
+            assert loader.batch_size is not None
+            sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+            combined = self.num_workers * loader.batch_size
+            return model, optimizer, DataLoader(loader.dataset, batch_size=combined, sampler=sampler)
         return model, optimizer, _CombinedBatches(loader, self.num_workers, self._seed)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -54,7 +59,7 @@ class _CombinedBatches:
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         for parts in zip(*(part.batches(epoch) for part in self._parts), strict=True):
-            indices = [index for part in parts for index in part.indices]
+            indices = [index for part in parts for index in part.samples]
             yield self._loader.collate_fn([self._loader.dataset[index] for index in indices])
 
     def __len__(self) -> int:
@@ -63,15 +68,7 @@ class _CombinedBatches:
 
 def part_of(loader: DataLoader[Any], rank: int, num_workers: int, seed: int) -> ShardedLoader:
     """One worker's part of the data."""
-    return ShardedLoader(
-        loader,
-        rank=rank,
-        size=num_workers,
-        seed=seed,
-        on_batch=lambda batch: None,
-        on_position=lambda: None,
-        should_stop=lambda: False,
-    )
+    return ShardedLoader(loader, rank=rank, size=num_workers, seed=seed)
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def train_resnet_replicas(num_steps: int, dtype: torch.dtype) -> dict[str, Tenso
     for batches in zip(*parts, strict=True):
         for model, batch in zip(models, batches, strict=True):
             model.zero_grad()
-            x, y = loader.dataset[list(batch.indices)]
+            x, y = loader.dataset[list(batch.samples)]
             F.cross_entropy(model(x), y).backward()
         for shared in zip(*(model.parameters() for model in models), strict=True):
             mean = torch.stack([parameter.grad for parameter in shared]).mean(dim=0)

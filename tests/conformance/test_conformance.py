@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.training.worker import Worker
 from tests.conformance.rows import (
     BATCH_SIZE,
     NUM_SAMPLES,
+    ROWS,
     Row,
     every_row,
     flat,
@@ -126,6 +128,22 @@ def test_accumulation_makes_one_step_of_several_batches(row: Row, tmp_path: Path
     assert {record.samples for record in result.steps} == {4 * BATCH_SIZE}
 
 
+def accumulate_in_nested_blocks(worker: Worker, out: Path) -> None:
+    model, _, loader = prepared(worker)
+    x, y, _ = next(iter(loader))
+    own = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    with worker.no_sync():
+        with worker.no_sync():
+            F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [2 * gradient for gradient in own])
+
+
+@every_row
+def test_nothing_is_exchanged_until_the_outermost_no_sync_ends(row: Row, tmp_path: Path) -> None:
+    row.run(accumulate_in_nested_blocks, tmp_path)
+
+
 def schedule(worker: Worker, out: Path) -> None:
     """The learning rate becomes 0 after each worker's third step."""
     model = network()
@@ -166,14 +184,14 @@ def test_groups_keep_their_settings(row: Row, tmp_path: Path) -> None:
 # --- gradients that are not finite ---------------------------------------------------------------------------------
 
 
-def overflow(worker: Worker, out: Path) -> None:
+def overflow(worker: Worker, out: Path, *, name: str = "2.bias") -> None:
     """The last worker's third gradient is NaN in one parameter; the others do not end the run before that."""
     model, optimizer, loader = prepared(worker)
     is_last = worker.rank == worker.size - 1
     for number, (x, y, _) in enumerate(loader, 1):
         loss = F.cross_entropy(model(x), y)
         if number == 3 and is_last:
-            loss = loss + model.get_parameter("2.bias").sum() * torch.nan
+            loss = loss + model.get_parameter(name).sum() * torch.nan
         last_has_begun = out / f"last-has-begun-{number}"
         if is_last:
             last_has_begun.touch()
@@ -204,6 +222,16 @@ def test_non_finite_gradient_is_skipped(row: Row, tmp_path: Path) -> None:
         assert result.iteration == num_steps - 1
     if not row.updates_are_joint:
         assert result.iteration == num_steps * row.workers - 1
+
+
+@pytest.mark.parametrize("name", ["2.bias", "0.weight"])
+def test_one_bucket_that_is_not_finite_voids_all(name: str, tmp_path: Path) -> None:
+    """Each parameter has a bucket of its own: this one's is the first, or the last, of the step."""
+    row = next(row for row in ROWS if row.name == "all-reduce")
+    options = {"nonfinite": "skip", "bucket_mb": 1e-5}
+    result = row.run(partial(overflow, name=name), tmp_path, options=options)
+    assert all(tensor.isfinite().all() for tensor in result.model_state().values())
+    assert result.iteration == NUM_SAMPLES // BATCH_SIZE // row.workers - 1
 
 
 @every_row

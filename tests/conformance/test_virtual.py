@@ -17,12 +17,15 @@ from torch.optim import SGD
 
 import paceline
 from paceline.engines.standing import Progress
+from paceline.engines.virtual.network.collective import VirtualCollective
 from paceline.errors import RunFailed, UsageError
 from paceline.running.launch import Quiet
 from paceline.running.result import Result
 from paceline.training.worker import Worker
 from tests.conformance.rows import keep, kept, loader_of, network, prepared, problem, step, train
 from tests.conformance.virtual_cluster import SCRIPT, STEP_S, cluster_of, run, tiny
+
+SAVING_S = 1.0
 
 # --- determinism -----------------------------------------------------------------------------------------------------
 
@@ -91,6 +94,46 @@ def test_gradients_stay_on_while_others_have_them_off(tmp_path: Path) -> None:
 
     run(script, tmp_path, "all-reduce", 2, cluster=cluster_of())
     assert torch.is_grad_enabled()
+
+
+# --- pauses ----------------------------------------------------------------------------------------------------------
+
+
+class SlowToSave(nn.Linear):
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(SAVING_S)
+        return super().state_dict(*arguments, **options)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+def test_no_step_waits_while_rank_0_saves(strategy: str, tmp_path: Path) -> None:
+    def script(worker: Worker, out: Path) -> None:
+        model = SlowToSave(10, 4)
+        model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+
+    result = run(script, tmp_path, strategy, 3, cluster=cluster_of(), checkpoint_every=3)
+    assert len([event for event in result.events if event.name == "checkpoint"]) > 1
+    assert max(record.waiting_s for record in result.steps) < SAVING_S
+
+
+def test_waits_have_a_deadline_but_for_those_in_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_force: dict[int, float | None] = {}
+
+    def set_deadline(collective: VirtualCollective, deadline_s: float | None) -> None:
+        in_force[collective.rank] = deadline_s
+
+    def script(worker: Worker, out: Path) -> None:
+        model, optimizer, loader = prepared(worker)
+        worker.evaluation(lambda model: {"deadline_s": in_force[0] or 0.0})
+        for x, y, _ in loader:
+            assert in_force[worker.rank] == 7.0
+            step(worker, model, optimizer, x, y)
+
+    monkeypatch.setattr(VirtualCollective, "set_deadline", set_deadline)
+    result = run(script, tmp_path, "all-reduce", 2, cluster=cluster_of(), eval_every=3, deadline_s=7.0)
+    assert {evaluation.metrics["deadline_s"] for evaluation in result.evaluations} == {0.0}
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.namespaces import Network, network
 from tests.distributed.harness import PACELINE, Command
+
+
+@pytest.fixture
+def hosts() -> Iterator[Network]:
+    """Three on a switch of their own, which only root can make."""
+    try:
+        with network(3) as net:
+            yield net
+    except SystemExit as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from urllib.parse import unquote
 import pytest
 from ray.cluster_utils import Cluster
 
+from paceline.engines.ray.tokens import own_token
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 RUN_HERE = ("paceline ", "python ", "torchrun ")
@@ -68,9 +70,10 @@ def test_no_placeholder_is_left() -> None:
 def cluster() -> Iterator[str]:
     """A Ray cluster that outlives the commands; most of a short command is else the start of one."""
     node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    yield cluster.address
-    cluster.shutdown()
+    with own_token():
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        yield cluster.address
+        cluster.shutdown()
 
 
 @pytest.mark.slow

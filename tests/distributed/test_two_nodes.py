@@ -21,6 +21,7 @@ from ray.cluster_utils import Cluster
 
 import paceline
 from paceline import RunFailed
+from paceline.engines.ray.tokens import own_token
 from tests.distributed.harness import SCRIPTS, TRAIN, is_training, pids, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.scripts import full_batch
@@ -34,13 +35,18 @@ MARK = "PACELINE_TEST_CLUSTER"
 def cluster() -> Iterator[Cluster]:
     ray.shutdown()  # the Ray of earlier modules: a process has one at a time
     os.environ[MARK] = uuid.uuid4().hex  # known to all processes of this cluster
+    with own_token():
+        yield from started()
+    del os.environ[MARK]
+
+
+def started() -> Iterator[Cluster]:
     settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
     cluster = Cluster(initialize_head=True, head_node_args=settings)
     cluster.add_node(num_cpus=2, object_store_memory=80_000_000)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
-    del os.environ[MARK]
 
 
 def train_alone(optimizer: str) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ class Machine:
         self.fault: Callable[[str], None] = lambda name: None
 
     @contextlib.contextmanager
-    def connected(self, address: str | None) -> Iterator[None]:
+    def connected(self, address: str | None, *, insecure: bool) -> Iterator[None]:
         self.num_connections += 1
         self.addresses.append(address)
         yield

@@ -192,6 +192,7 @@ def test_flags_tell_which_parameters_have_gradients() -> None:
     for view in buckets.views:
         assert view.untyped_storage().data_ptr() == buckets.buckets[0].flat.untyped_storage().data_ptr()
     buckets.views[0].fill_(99.0)  # stale: the parameter has no gradient
+    buckets.adopt(0)
     buckets.fill_flags(0, stop=True, nonfinite=False)
     assert buckets.views[0].eq(0).all(), "a parameter without a gradient gives zeros"
     assert buckets.read_flags(0) == (False, True)
@@ -216,6 +217,7 @@ def test_tails_round_trip_in_every_dtype(dtype: torch.dtype, stop: bool, nonfini
     script = Script(nn.Linear(3, 3).to(dtype))
     for index, parameter in enumerate(script.parameters):
         parameter.grad = torch.full_like(parameter, index + 1)
+    script.buckets.adopt(0)
     script.buckets.fill_flags(0, stop=stop, nonfinite=nonfinite)
     assert script.buckets.read_flags(0) == (nonfinite, stop)
     assert [view.unique().tolist() for view in script.buckets.views] == [[1.0], [2.0]], "flags lie apart"
@@ -334,6 +336,7 @@ def test_the_parameter_with_a_non_finite_gradient_is_named(bad: float, dtype: to
             other.grad = torch.ones_like(other)
         assert parameter.grad is not None
         parameter.grad.view(-1)[-1] = bad
+        script.buckets.adopt(0)
         script.buckets.fill_flags(0, stop=True, nonfinite=True)
         assert script.buckets.find_nonfinite(0) == script.names[index]
     assert script.parameters[-1].grad is script.buckets.views[-1]
@@ -346,6 +349,7 @@ def test_a_sum_that_overflows_is_not_taken_for_a_non_finite_gradient(dtype: torc
     script = Script(mlp().to(dtype), bucket_bytes=10**6)
     for parameter in script.parameters:
         parameter.grad = torch.full_like(parameter, large)
+    script.buckets.adopt(0)
     script.buckets.fill_flags(0, stop=False, nonfinite=False)
     assert script.buckets.find_nonfinite(0) is None
 
@@ -355,6 +359,7 @@ def test_infinities_of_both_signs_do_not_cancel() -> None:
     for parameter in script.parameters:
         parameter.grad = torch.zeros_like(parameter)
     script.parameters[2].grad.view(-1)[:2] = torch.tensor([math.inf, -math.inf])
+    script.buckets.adopt(0)
     script.buckets.fill_flags(0, stop=False, nonfinite=False)
     assert script.buckets.find_nonfinite(0) == "2.weight"
 

@@ -29,7 +29,7 @@ USAGE = 2
 def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No test here may come so far as to start Ray; everything happens in an empty directory."""
 
-    def started(address: str | None) -> None:
+    def started(address: str | None, *, num_workers: int = 0) -> None:
         raise AssertionError("Ray was about to be started")
 
     monkeypatch.setattr(launch, "connected", started)

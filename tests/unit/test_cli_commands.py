@@ -42,3 +42,31 @@ def test_the_list_of_commands_says_what_each_ones_help_does(name: str) -> None:
     assert loaded.name == name
     summary, _, _ = (loaded.help or "").partition("\n\n")
     assert " ".join(summary.split()) == commands.SUMMARIES[name]
+
+
+def test_run_is_understood_before_torch_is_loaded() -> None:
+    code = (
+        "import sys; from paceline.cli import commands; commands.load('run'); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'pandas')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("engine", "starts"), [("ray", True), ("virtual", False)])
+def test_ray_starts_before_torch_is_loaded_and_a_run_begins_after_both(engine: str, starts: bool) -> None:
+    code = f"""
+import contextlib, sys
+from paceline.cli import beginning
+seen = []
+@contextlib.contextmanager
+def connected(address, *, num_workers):
+    seen.append((address, num_workers, "paceline.running.result" in sys.modules))
+    yield
+    seen.append("ended")
+beginning.connected = connected
+with beginning.ray_beside_imports(engine={engine!r}, address="there", num_workers=3):
+    assert "paceline.running.launch" in sys.modules
+    assert "ended" not in seen
+assert seen == ([("there", 3, False), "ended"] if {starts} else []), seen
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

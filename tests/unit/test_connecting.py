@@ -26,7 +26,7 @@ SOON_S = MEETING_S / 4  # of a busy machine
 
 
 def members(hosts: str, gpus: Sequence[str | None]) -> list[Member]:
-    return [Member(host, gpu, BlockAddress(1, 2, 3)) for host, gpu in zip(hosts, gpus, strict=True)]
+    return [Member(host, gpu, BlockAddress(1, 2, 3, 4)) for host, gpu in zip(hosts, gpus, strict=True)]
 
 
 @pytest.mark.parametrize(

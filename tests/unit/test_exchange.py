@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.buckets import NONFINITE, Bucket
 from paceline.codec import Codec, Encoded, Half, Payload
 from paceline.comm.base import Collective
+from paceline.strategies.combining import Combining
 from paceline.strategies.exchange import Exchange
 from paceline.strategies.own_state import OwnState, carried_over
 from tests.unit.collective_harness import World
@@ -98,6 +99,22 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(world: World) -> None:
     for rounds, memory in world.run(averaged_through, Half(), True):
         assert bool(memory[0].isfinite().all())
         assert bool(torch.stack(rounds[2:]).isfinite().all())
+
+
+def combined(collective: Collective) -> tuple[str | None, bool]:
+    """Whom Combining blames on this rank, and whether the average is finite, where rank 1's gradient is not."""
+    flat = torch.full((NUM_VALUES,), torch.nan if collective.rank == 1 else 1.0)
+
+    def find_nonfinite() -> str | None:
+        return None if bool(flat.isfinite().all()) else "weight"
+
+    combining = Combining(collective, [flat], mode="always", is_partial=False, find_nonfinite=find_nonfinite)
+    combining.after_backward(1.0)
+    return combining.culprit, bool(flat.isfinite().all())
+
+
+def test_an_average_that_is_not_finite_is_blamed_on_the_rank_it_is_of(world: World) -> None:
+    assert world.run(combined) == [(None, False), ("weight", False), (None, False)]
 
 
 @given(before=st.integers(1, 5), after=st.integers(1, 5), fate=st.sampled_from(["average", "sum", "reset"]))

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from paceline.comm.base import REDUCE_OPS, Collective, ReduceOp
 from paceline.comm.hierarchical.collective import HierarchicalCollective
-from paceline.comm.rank_errors import in_world
 from paceline.errors import UsageError
 from tests.unit.collective_harness import MEETING_S, World, caught, later, wait_for
 from tests.unit.many_works import run_many, sums_of_many
@@ -305,12 +304,6 @@ def test_hosts_that_do_not_hold_every_rank_once() -> None:
             HierarchicalCollective(dist.HashStore(), rank=0, hosts=hosts, address="127.0.0.1")
 
 
-def test_errors_speak_of_world_ranks() -> None:
-    assert in_world("rank 1 is lost (rank 0 left)", [4, 7]) == "world rank 7 is lost (world rank 4 left)"
-    assert in_world("ranks 0, 1 have not; world rank 1 has", [4, 7]) == "world ranks 4, 7 have not; world rank 1 has"
-    assert in_world("rank 5 of another numbering", [4, 7]) == "rank 5 of another numbering"
-
-
 # ---- failures ----------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +325,7 @@ def test_survivors_of_a_killed_rank_raise(pairs: Hierarchy, victim: int, num_ele
     for rank in {0, 1, 2, 3} - {victim}:
         name, message, at = pairs.world.result(rank)
         assert name == "PeerLost", message
-        assert f"world rank {victim} is lost" in message
+        assert f"rank {victim} is lost" in message
         assert at - killed_at < 20.0  # half of the deadline
 
 
@@ -342,10 +335,10 @@ def test_a_deadline_names_who_is_missing(tmp_path: Path) -> None:
         results = hasty.run(run_late)
     kind, message, _ = results[2]
     assert kind == "DeadlineExceeded"
-    assert "world rank 3 has not taken part in all_reduce(sum)" in message
+    assert "rank 3 has not taken part in all_reduce(sum)" in message
     for kind, message, _ in results[:2]:
         assert kind in ("DeadlineExceeded", "PeerLost")
-        assert "world rank" in message
+        assert "rank" in message
 
 
 def run_late(collective: Collective) -> tuple[str, str, float]:
@@ -362,7 +355,7 @@ def test_abort_from_another_thread(pairs: Hierarchy, tmp_path: Path) -> None:
         assert "the run is over" in message
     kind, message, _ = results[1][0]
     assert kind == "PeerLost", message
-    assert "world rank 0" in message
+    assert "rank 0" in message
     assert "the run is over" in message
 
 
@@ -383,8 +376,8 @@ def test_ranks_of_a_host_that_disagree_find_out(pairs: Hierarchy) -> None:
     results = pairs.run(run_disagreement)
     for kind, message, _ in results[2:]:
         assert kind == "TensorMismatch", message
-        assert "world rank 2 asks for all_reduce(sum) of 3 elements" in message
-        assert "world rank 3 for all_reduce(sum) of 4 elements" in message
+        assert "rank 2 asks for all_reduce(sum) of 3 elements" in message
+        assert "rank 3 for all_reduce(sum) of 4 elements" in message
 
 
 def run_disagreement(collective: Collective) -> tuple[str, str, float]:

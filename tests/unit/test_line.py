@@ -91,7 +91,7 @@ def test_rings_that_nobody_hears_do_not_block(bell: Bell) -> None:
 
 def test_a_server_that_is_gone_is_named(bell: Bell) -> None:
     with pytest.raises(PeerLost, match="process 4194305"):
-        WorkerLine(BellAddress(4194305, 3))
+        WorkerLine(BellAddress(4194305, 3, 5))
     gone = Bell()
     worker = WorkerLine(gone.address)
     gone.close()

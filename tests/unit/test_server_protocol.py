@@ -303,6 +303,24 @@ def test_who_comes_back_takes_part_from_the_present_clock() -> None:
         net.clients[1].require_done()
 
 
+def test_a_worker_goes_on_when_every_server_has_admitted_it() -> None:
+    """The second one answers it for its pause alone: the slower worker's push is still on its way there."""
+    rule = StaleSynchronous(Membership.first(2), staleness=0)
+    rules = [rule, rule.for_another_shard()]
+    net = Net(rules, [[True, True]] * 2, randomness=random.Random(0), piece_bytes=4096)
+    net.ask(1, net.clients[1].exchange(Push(pause_at=1)))
+    late = net.under_way.pop((True, 1, 1))
+    net.run()
+    net.ask(0, net.clients[0].exchange(Push(pause_at=1)))
+    net.run()
+    assert net.clients[0].is_done
+    assert not net.clients[0].reply().admitted
+    net.under_way[True, 1, 1] = late
+    net.ask(0, net.clients[0].wait(pause_at=FOREVER))
+    net.run()
+    assert net.clients[0].reply().admitted
+
+
 def test_state_that_cannot_be_read_is_refused() -> None:
     net = Net([BulkSynchronous(Membership.first(1))], [[False]], randomness=random.Random(0), piece_bytes=64)
     for tensors in (3, [["0.x", "torch.float31", [2]]], [["0.x", "torch.float32", [-2]]], [["0.x"]], [[[], "y", "z"]]):

@@ -19,7 +19,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -29,7 +28,7 @@ from torch.utils.data import (
 
 from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import preserved_random_state, random_state
-from paceline.training.sharding import RankBatch, ShardedLoader, share_out
+from paceline.training.sharding import Part, Place, RankBatch, ShardedLoader, share_out
 
 
 class Numbers(Dataset[Tensor]):
@@ -49,7 +48,8 @@ class Watched:
     """A rank's loader, and what it told the session."""
 
     def __init__(self, loader: DataLoader[Any], *, rank: int = 0, size: int = 1, seed: int = 0) -> None:
-        self.placed: list[RankBatch] = []
+        self.placed: list[tuple[int, float]] = []
+        """Samples and weight of each batch."""
         self.positions = 0
         self.stop = False
         self.loader = ShardedLoader(
@@ -57,10 +57,14 @@ class Watched:
             rank=rank,
             size=size,
             seed=seed,
-            on_batch=self.placed.append,
+            on_part=self._on_part,
             on_position=self._on_position,
             should_stop=lambda: self.stop,
         )
+
+    def _on_part(self, part: Part, place: Place) -> None:
+        self.placed.append((part.num_samples, part.weight))
+        assert place == self.loader.place
 
     def _on_position(self) -> None:
         self.positions += 1
@@ -107,18 +111,18 @@ def test_every_sample_once_and_as_many_batches_for_every_rank(case: dict[str, An
         return
     of_ranks = [watched.loader.batches(case["epoch"]) for watched in ranks(make, size, seed=case["seed"])]
     assert len({len(batches) for batches in of_ranks}) == 1
-    assert all(batch.indices for batches in of_ranks for batch in batches)
+    assert all(batch.samples for batches in of_ranks for batch in batches)
     for group in zip(*of_ranks, strict=True):
         assert sum(batch.weight for batch in group) == pytest.approx(size)
-        total = sum(len(batch.indices) for batch in group)
-        assert [batch.weight for batch in group] == pytest.approx([len(b.indices) * size / total for b in group])
-    merged = global_batches([[list(batch.indices) for batch in batches] for batches in of_ranks])
+        total = sum(len(batch.samples) for batch in group)
+        assert [batch.weight for batch in group] == pytest.approx([len(b.samples) * size / total for b in group])
+    merged = global_batches([[list(batch.samples) for batch in batches] for batches in of_ranks])
     seen = [sample for batch in merged for sample in batch]
     num_full = n // (size * b)
     assert len(seen) == len(set(seen)) == (num_full * size * b if drop_last else n)
     # One process with the combined batch sees the same samples in the same global batches.
     alone = Watched(make(size * b), seed=case["seed"]).loader.batches(case["epoch"])
-    expected = [list(batch.indices) for batch in alone]
+    expected = [list(batch.samples) for batch in alone]
     # Except where the last samples are fewer than the ranks: they join the global batch before them.
     is_joined = 0 < n % (size * b) < size and not drop_last
     if is_joined:
@@ -136,7 +140,7 @@ def test_the_order_is_that_of_seed_and_epoch_alone(case: dict[str, Any]) -> None
     def orders(seed: int, epoch: int) -> list[tuple[int, ...]]:
         loader = DataLoader(Numbers(n), batch_size=case["batch_size"], shuffle=True)
         torch.manual_seed(random.randrange(2**32))
-        return [batch.indices for batch in Watched(loader, seed=seed).loader.batches(epoch)]
+        return [batch.samples for batch in Watched(loader, seed=seed).loader.batches(epoch)]
 
     first = orders(case["seed"], case["epoch"])
     assert orders(case["seed"], case["epoch"]) == first
@@ -165,22 +169,22 @@ def test_torchs_own_samplers_are_read_as_any_others_are(case: dict[str, Any]) ->
 
 def test_divide_deals_batches_out_in_turn() -> None:
     batches = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-    assert [b.indices for b in share_out(batches, rank=0, size=2)] == [(0, 1), (4, 5), (8,)]
-    assert [b.indices for b in share_out(batches, rank=1, size=2)] == [(2, 3), (6, 7), (9, 10)]
-    assert [b.weight for b in share_out(batches, rank=1, size=2)] == [1.0, 1.0, pytest.approx(4 / 3)]
-    assert [b.indices for b in share_out(batches, rank=1, size=2, drop_last=True)] == [(2, 3), (6, 7)]
+    assert [b.samples for b in list(share_out(batches, rank=0, size=2))] == [(0, 1), (4, 5), (8,)]
+    assert [b.samples for b in list(share_out(batches, rank=1, size=2))] == [(2, 3), (6, 7), (9, 10)]
+    assert [b.weight for b in list(share_out(batches, rank=1, size=2))] == [1.0, 1.0, pytest.approx(4 / 3)]
+    assert [b.samples for b in list(share_out(batches, rank=1, size=2, drop_last=True))] == [(2, 3), (6, 7)]
 
 
 def test_divide_joins_a_last_group_that_is_too_small_to_the_one_before() -> None:
     batches = [[0, 1], [2, 3], [4, 5], [6]]
-    assert [share_out(batches, rank=r, size=3)[0].indices for r in range(3)] == [(0, 1), (2, 3), (4, 5, 6)]
-    assert len(share_out(batches, rank=0, size=3)) == 1
+    assert [next(share_out(batches, rank=r, size=3)).samples for r in range(3)] == [(0, 1), (2, 3), (4, 5, 6)]
+    assert len(list(share_out(batches, rank=0, size=3))) == 1
 
 
 def test_fewer_samples_than_ranks() -> None:
     with pytest.raises(UsageError, match="2 samples cannot be divided among 3 workers"):
-        share_out([[0, 1]], rank=0, size=3)
-    assert share_out([], rank=0, size=3) == []
+        list(share_out([[0, 1]], rank=0, size=3))
+    assert list(share_out([], rank=0, size=3)) == []
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20), size=st.integers(1, 5))
@@ -189,13 +193,13 @@ def test_batches_of_any_lengths_are_divided_without_loss(lengths: list[int], siz
     batches = [[next(samples) for _ in range(length)] for length in lengths]
     if sum(lengths) < size:
         with pytest.raises(UsageError):
-            share_out(batches, rank=0, size=size)
+            list(share_out(batches, rank=0, size=size))
         return
-    of_ranks = [share_out(batches, rank=rank, size=size) for rank in range(size)]
-    merged = global_batches([[list(batch.indices) for batch in mine] for mine in of_ranks])
+    of_ranks = [list(share_out(batches, rank=rank, size=size)) for rank in range(size)]
+    merged = global_batches([[list(batch.samples) for batch in mine] for mine in of_ranks])
     assert [sample for batch in merged for sample in batch] == list(range(sum(lengths)))
     for group in zip(*of_ranks, strict=True):
-        assert all(batch.indices for batch in group)
+        assert all(batch.samples for batch in group)
         assert sum(batch.weight for batch in group) == pytest.approx(size)
 
 
@@ -291,7 +295,7 @@ def test_unbatched_samples_must_come_out_even() -> None:
 def test_batches_fetched_at_once_count_all_their_samples() -> None:
     watched = Watched(LOADERS["fetched as batches"](10))
     assert [len(batch) for batch in watched.epoch()] == [4, 4, 2]
-    assert [len(batch.indices) for batch in watched.placed] == [4, 4, 2]
+    assert [num_samples for num_samples, _ in watched.placed] == [4, 4, 2]
 
 
 # --- iterating ------------------------------------------------------------------------------------------------------
@@ -302,9 +306,9 @@ def test_each_batch_is_announced_before_it_is_handed_out() -> None:
     assert len(watched.loader) == 2
     for number, data in enumerate(watched.loader, 1):
         assert len(watched.placed) == number
-        assert tuple(data.tolist()) == watched.placed[-1].indices
-        assert (watched.loader.epoch, watched.loader.num_batches_done) == (0, number)
-    assert (watched.loader.epoch, watched.loader.num_batches_done) == (1, 0)
+        assert len(data) == watched.placed[-1][0]
+        assert watched.loader.place == Place(0, number)
+    assert watched.loader.place == Place(1, 0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -316,7 +320,7 @@ def test_resuming_yields_exactly_the_rest(done: int, num_workers: int) -> None:
     straight = Watched(make(), rank=1, size=2)
     all_epochs = [straight.epoch() for _ in range(4)]
     resumed = Watched(make(), rank=1, size=2)
-    resumed.loader.resume_at(2, done)
+    resumed.loader.resume_at(Place(2, done), resumed.loader.identity)
     assert resumed.epoch() == []
     assert resumed.epoch() == []
     assert resumed.positions == 0
@@ -334,9 +338,9 @@ def test_stopping_keeps_the_place() -> None:
         seen += 1
         watched.stop = seen == 2
     assert seen == 2
-    assert (watched.loader.epoch, watched.loader.num_batches_done) == (0, 2)
+    assert watched.loader.place == Place(0, 2)
     assert watched.epoch() == []
-    assert (watched.loader.epoch, watched.loader.num_batches_done) == (0, 2)
+    assert watched.loader.place == Place(0, 2)
 
 
 def test_leaving_the_loop_with_the_run_keeps_the_place() -> None:
@@ -344,7 +348,7 @@ def test_leaving_the_loop_with_the_run_keeps_the_place() -> None:
     for _ in watched.loader:
         watched.stop = True
         break
-    assert (watched.loader.epoch, watched.loader.num_batches_done) == (0, 1)
+    assert watched.loader.place == Place(0, 1)
 
 
 def test_a_script_that_leaves_its_loop_early_goes_on_with_the_next_epoch() -> None:
@@ -360,7 +364,7 @@ def test_a_script_that_leaves_its_loop_early_goes_on_with_the_next_epoch() -> No
             found.append(data.tolist())
             break
     assert found == expected
-    assert (early.loader.epoch, early.loader.num_batches_done) == (3, 0)
+    assert early.loader.place == Place(3, 0)
 
 
 def test_a_script_that_asks_for_epochs_for_ever_is_ended() -> None:
@@ -395,18 +399,12 @@ def test_what_else_a_dataloader_has_is_reached() -> None:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 class Special(DataLoader[Any]):
     def __iter__(self) -> Any:
         return iter([])
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "iterable": (lambda: DataLoader(Stream()), "IterableDataset has no indices"),
     "sharded": (
         lambda: DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), num_replicas=2, rank=0)),
         "already has a DistributedSampler",

@@ -1,4 +1,4 @@
-"""All-reduce algorithms, each written once over send and receive, so that they can be compared and simulated."""
+"""Algorithms over send and receive, each written once: all-reduces, to be compared and simulated, and a broadcast."""
 
 from collections.abc import Mapping
 

@@ -17,9 +17,9 @@ def chunks_of(flat: Tensor, count: int) -> list[Tensor]:
     return [flat[start:stop] for start, stop in pairwise(bounds)]
 
 
-def pieces_of(flat: Tensor) -> list[Tensor]:
-    """Consecutive views of at most `PIECE_BYTES`; none of an empty tensor."""
-    length = max(1, PIECE_BYTES // flat.itemsize)
+def pieces_of(flat: Tensor, piece_bytes: int | None = None) -> list[Tensor]:
+    """Consecutive views of at most `piece_bytes` (none: `PIECE_BYTES`); no view of an empty tensor."""
+    length = max(1, (piece_bytes or PIECE_BYTES) // flat.itemsize)
     return [flat[start : start + length] for start in range(0, flat.numel(), length)]
 
 

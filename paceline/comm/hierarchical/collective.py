@@ -15,7 +15,7 @@ from paceline.comm.hierarchical.host_shares import Division, HostShares
 from paceline.comm.hierarchical.stages import Passage, Stages
 from paceline.comm.process_group.collective import TorchCollective, connect_gloo
 from paceline.comm.process_group.reducing import to_wire
-from paceline.comm.rank_errors import FAILURES, in_world
+from paceline.comm.rank_errors import FAILURES
 from paceline.comm.reduction import require_reducible
 from paceline.comm.shared_memory.plans import SMALL_BYTES
 from paceline.comm.works import GuardedWork, OwnedWork
@@ -38,8 +38,8 @@ class HierarchicalCollective(Collective):
     Tensors in memory from `allocate` are reduced where they lie, small ones from anywhere through staging slots. Large
     tensors that lie elsewhere, and all other operations, go through a flat gloo group of the whole world.
 
-    Errors name world ranks. The ranks of a host compare what they all-reduce; hosts do not. One thread at a time may
-    use a collective, except for `abort`.
+    Errors name the world's ranks. The ranks of a host compare what they all-reduce; hosts do not. One thread at a time
+    may use a collective, except for `abort`.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class HierarchicalCollective(Collective):
                 size=len(ranks),
                 address=address,
                 deadline_s=deadline_s,
+                names=ranks,
             )
 
         with ExitStack() as opened:  # closes again what is open if the rest cannot be had
@@ -90,7 +91,7 @@ class HierarchicalCollective(Collective):
                     )
                 )
             )
-            self._stages = Stages(self._shares, self._across, partners=partners, size=self.size)
+            self._stages = Stages(self._shares, self._across, size=self.size)
             self._slots = self._shares.allocate(_NUM_SLOTS * SMALL_BYTES).view(_NUM_SLOTS, SMALL_BYTES)
             opened.pop_all()
         self._timings = [self._shares.timing, *(group.timing for group in self._groups())]
@@ -169,7 +170,7 @@ class HierarchicalCollective(Collective):
             group.set_deadline(deadline_s)
 
     def abort(self, reason: str) -> None:
-        self._end(Aborted(in_world(reason, range(self.size))))
+        self._end(Aborted(reason))
 
     def close(self) -> None:
         """Leave. Peers that still wait for this rank raise; allocated tensors stay readable here."""
@@ -206,9 +207,8 @@ class HierarchicalCollective(Collective):
             yield
         except FAILURES as error:
             self._check()  # an abort shows as the failure of whatever it broke
-            named = type(error)(in_world(str(error), range(self.size)))
-            self._end(named)
-            raise named from None
+            self._end(error)
+            raise
         finally:
             self._sum_up()
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import ReduceOp, Timing, Work
-from paceline.comm.rank_errors import naming
 from paceline.comm.reduction import Reduction
 from paceline.comm.shared_memory.allocations import Allocations
 from paceline.comm.shared_memory.block import SharedBlock, exchange_blocks
@@ -16,7 +15,6 @@ from paceline.comm.shared_memory.pipeline import Pipeline, Step
 from paceline.comm.shared_memory.rendezvous import PAGE_BYTES, Rendezvous
 from paceline.comm.shared_memory.shares import blocks_of, shares_of
 from paceline.comm.signature import Signature
-from paceline.comm.works import GuardedWork
 from paceline.division import divide
 
 _NUM_CACHED = 4096
@@ -68,7 +66,7 @@ class HostShares:
     """The ranks of one host, meeting twice for each tensor: once to reduce shares of it, once to hand them round.
 
     The two kinds of meeting are counted apart, so that ranks may be done in different orders with what happens between
-    them. Within a kind the order must be the same on every rank. Errors speak of world ranks.
+    them. Within a kind the order must be the same on every rank.
     """
 
     def __init__(
@@ -84,13 +82,13 @@ class HostShares:
 
         Args:
             rank: this rank's number on its host.
-            ranks: the world ranks of this host's ranks, for errors.
+            ranks: the world's number of each, for errors.
             gather: returns the 1-D tensors that all ranks of this host call it with, in their order.
             meet: returns once all ranks of this host have called it.
         """
         self.timing = Timing()
         self._rank = rank
-        self._guard = functools.partial(naming, ranks)
+        self._ranks = ranks
         self._gather = gather
         self._meet = meet
         self._allocations = Allocations(rank)
@@ -126,7 +124,7 @@ class HostShares:
         num_others = len(division.blocks[0]) - 2 if division.blocks else 0
         moved_bytes = num_others * sum(block[0].nbytes for block in division.blocks)
         step = Step(division.signature, exchange=exchange, uses_slot=False, moved_bytes=moved_bytes)
-        return self._submit(self._reducing, step)
+        return self._reducing.submit([step])
 
     def hand_round(self, division: Division) -> Work:
         """Start to give every rank every share. Never blocks. This rank's share must be settled.
@@ -140,7 +138,7 @@ class HostShares:
 
         moved_bytes = sum(theirs.nbytes for theirs, _ in division.copies)
         step = Step(division.signature, exchange=exchange, uses_slot=False, awaits_all=True, moved_bytes=moved_bytes)
-        return self._submit(self._handing_round, step)
+        return self._handing_round.submit([step])
 
     def set_deadline(self, deadline_s: float | None) -> None:
         self._to_reduce.deadline_s = self._to_hand_round.deadline_s = deadline_s
@@ -160,17 +158,17 @@ class HostShares:
         page = SharedBlock.create(PAGE_BYTES)
         Rendezvous.prepare(page)
         addresses = page.address.gathered(self._gather)
-        with self._guard():
-            rendezvous = Rendezvous(
-                rank=self._rank, addresses=addresses, control=page, deadline_s=deadline_s, timing=self.timing
-            )
+        rendezvous = Rendezvous(
+            rank=self._rank,
+            addresses=addresses,
+            control=page,
+            deadline_s=deadline_s,
+            timing=self.timing,
+            names=self._ranks,
+        )
         self._meet()
         page.close_descriptor()
         return rendezvous
-
-    def _submit(self, pipeline: Pipeline, step: Step) -> Work:
-        with self._guard():
-            return GuardedWork(pipeline.submit([step]), self._guard)
 
     def _divide(
         self, address: int, num_elements: int, dtype: torch.dtype, op: ReduceOp, is_led: bool

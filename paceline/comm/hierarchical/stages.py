@@ -1,15 +1,12 @@
 """Moves all-reduces from stage to stage: reduced on this host, then across hosts, then handed round this host."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 from paceline.comm.base import Collective, Finished, Work
 from paceline.comm.hierarchical.host_shares import Division, HostShares
-from paceline.comm.rank_errors import naming
-from paceline.comm.works import GuardedWork
 
 
 @dataclass(eq=False)
@@ -28,12 +25,11 @@ class Stages:
     So every rank of a stage takes part in the same order, whoever is ready first.
     """
 
-    def __init__(self, shares: HostShares, across: Collective | None, *, partners: Sequence[int], size: int) -> None:
+    def __init__(self, shares: HostShares, across: Collective | None, *, size: int) -> None:
         """`across` joins those who hold the same share (None: this rank holds none), `partners` in numbers of the
         world."""
         self._shares = shares
         self._across = across
-        self._guard = partial(naming, partners)
         self._size = size
         self._reducing: deque[Passage] = deque()
         self._crossing: deque[Passage] = deque()
@@ -77,9 +73,7 @@ class Stages:
         if self._across is None or division.total.numel() == 0:
             passage.work = Finished()
         else:
-            with self._guard():
-                work = self._across.all_reduce(division.total, op=division.op)
-            passage.work = GuardedWork(work, self._guard)
+            passage.work = self._across.all_reduce(division.total, op=division.op)
         self._crossing.append(passage)
 
     def _hand_round(self, passage: Passage) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Store
 
+from paceline.comm.algorithms.chain import chain, is_worth_a_chain
 from paceline.comm.arguments import timeout_of
 from paceline.comm.base import ReduceOp, Timing, Work
 from paceline.comm.byte_collective import ByteCollective
@@ -45,7 +46,15 @@ class TorchCollective(ByteCollective):
     tensors one must send first and the other receive first.
     """
 
-    def __init__(self, group: Any, *, device: torch.device, address: str, deadline_s: float | None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        *,
+        device: torch.device,
+        address: str,
+        deadline_s: float | None,
+        names: Sequence[int] | None = None,
+    ) -> None:
         """Take over the group of a backend from `connect_gloo` or `connect_nccl`. Collective call."""
         self.rank = group.rank()
         self.size = group.size()
@@ -56,7 +65,10 @@ class TorchCollective(ByteCollective):
         self.can_receive_first = not self._is_nccl
         self.device = device
         self._ways: dict[str, Helper] = {}
-        watch = PeerWatch.meet(self._exchange_addresses, rank=self.rank, address=address, deadline_s=deadline_s)
+        self._names = names or range(self.size)
+        watch = PeerWatch.meet(
+            self._exchange_addresses, rank=self.rank, address=address, deadline_s=deadline_s, names=self._names
+        )
         self._calls = TorchCalls(watch, timing=self.timing, deadline_s=deadline_s, is_nccl=self._is_nccl)
         self.set_deadline(deadline_s)
 
@@ -90,7 +102,11 @@ class TorchCollective(ByteCollective):
         mine = torch.frombuffer(bytearray(signature.raw), dtype=torch.uint8).to(self.device)
         told = [theirs.cpu().numpy().tobytes() for theirs in self._gather_all(signature, mine, [len(mine)] * self.size)]
         if any(theirs != signature.raw for theirs in told):
-            self.fail(disagreement({rank: str(Signature.unpack(theirs)) for rank, theirs in enumerate(told)}))
+            said = [str(Signature.unpack(theirs)) for theirs in told]
+            self.fail(disagreement(dict(zip(self._names, said, strict=True))))
+        if not self._is_nccl and is_worth_a_chain(raw.numel(), size=self.size):  # NCCL's own is a pipeline already
+            chain(self, raw, root=root)
+            return
         options = dist.BroadcastOptions()
         options.rootRank = root
         self._run(signature, lambda: self._group.broadcast([raw], options), raw.numel())
@@ -177,7 +193,7 @@ class TorchCollective(ByteCollective):
         return self._calls.submit_message(
             f"{way} rank {other} of {signature}",
             lambda: self._watched(start(tag), f"{way} {other}"),
-            peer=other,
+            peer=self._names[other],
             num_bytes=raw.numel(),
             finish=finish,
         )
@@ -214,13 +230,20 @@ class TorchCollective(ByteCollective):
 
 
 def connect_gloo(
-    store: Store, *, rank: int, size: int, address: str, deadline_s: float | None = 300.0
+    store: Store,
+    *,
+    rank: int,
+    size: int,
+    address: str,
+    deadline_s: float | None = 300.0,
+    names: Sequence[int] | None = None,
 ) -> TorchCollective:
     """Meet the other ranks over gloo. Collective call.
 
     Args:
         store: where the ranks find one another; no other group may use its keys, so give a `dist.PrefixStore`.
         address: IP address of this host on the network to be used. No host name is looked up.
+        names: what errors call the ranks, where that is not their numbers here.
 
     Raises:
         UsageError: no network interface of this host has the address.
@@ -233,7 +256,7 @@ def connect_gloo(
     options._timeout = timeout_of(deadline_s)
     with _meeting(size, deadline_s):
         group = backend(store, rank, size, options)
-        return TorchCollective(group, device=torch.device("cpu"), address=address, deadline_s=deadline_s)
+        return TorchCollective(group, device=torch.device("cpu"), address=address, deadline_s=deadline_s, names=names)
 
 
 def connect_nccl(

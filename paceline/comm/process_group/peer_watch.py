@@ -55,13 +55,20 @@ class PeerWatch:
 
     @classmethod
     def meet(
-        cls, exchange: Callable[[bytes], Sequence[bytes]], *, rank: int, address: str, deadline_s: float | None
+        cls,
+        exchange: Callable[[bytes], Sequence[bytes]],
+        *,
+        rank: int,
+        address: str,
+        deadline_s: float | None,
+        names: Sequence[int] | None = None,
     ) -> "PeerWatch":
         """Connect to all other ranks. Collective call.
 
         Args:
             exchange: an all-gather of ADDRESS_BYTES bytes a rank. Only who took part in it can connect.
             address: IP address of this host on which the others reach it.
+            names: what the ranks are called from here on, where that is not their numbers.
 
         Raises:
             DeadlineExceeded: not all others have connected in time.
@@ -89,7 +96,8 @@ class PeerWatch:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, seconds in _KEEPALIVE:
                 connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
-        return cls(rank, {other: Peer(connections[other]) for other in sorted(connections)})
+        names = names or range(len(rows))
+        return cls(names[rank], {names[other]: Peer(connections[other]) for other in sorted(connections)})
 
     def tell(self, call: int, text: str) -> None:
         """Say to all others that this rank takes part in operation number `call`, and what it is."""

@@ -53,11 +53,8 @@ class Carrier(ABC):
 
     @abstractmethod
     def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:
-        """Send these and what follows from their answers, until all that is due has come; how many seconds that took.
-
-        Raises:
-            DeadlineExceeded, Aborted: naming the servers and what was asked.
-        """
+        """Send these and what follows from their answers, until all that is due has come; returns how many seconds that
+        took. Raises DeadlineExceeded, which names the servers and what was asked, or Aborted."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

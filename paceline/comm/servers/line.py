@@ -11,6 +11,7 @@ from typing import final
 
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.comm.shared_memory.descriptors import open_descriptor
 from paceline.errors import PeerLost
 
 _REQUESTED, _REQUEST_BYTES, _ANSWERED, _ANSWER_BYTES = 0, 1, 16, 17  # 32-bit words, one cache line for each side
@@ -28,6 +29,8 @@ class BellAddress:
 
     pid: int
     fd: int
+    inode: int
+    """Of the pipe that it is."""
 
 
 @final
@@ -36,7 +39,7 @@ class Bell:
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.address = BellAddress(os.getpid(), self._write_fd)
+        self.address = BellAddress(os.getpid(), self._write_fd, os.fstat(self._write_fd).st_ino)
 
     def silence(self) -> None:
         """Forget the rings so far; to be called before looking for what they announced."""
@@ -70,10 +73,8 @@ class WorkerLine:
         self._words = self._segment.buffer[: 4 * _WORDS].cast("I")
         self._answered_address = self._segment.tensor.data_ptr() + 4 * _ANSWERED
         self._number = 0
-        try:
-            self._bell_fd = os.open(f"/proc/{bell.pid}/fd/{bell.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise PeerLost(f"cannot reach the server of process {bell.pid}: {error.strerror}") from None
+        flags = os.O_WRONLY | os.O_NONBLOCK
+        self._bell_fd = open_descriptor(bell.pid, bell.fd, link=f"pipe:[{bell.inode}]", flags=flags)
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """Make a request; false, and nothing done, if it is too large for a line."""
@@ -132,11 +133,7 @@ class ServerLine:
         return _split(self._segment.buffer[_REQUEST_START : _REQUEST_START + self._words[_REQUEST_BYTES]])
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Answer the last request.
-
-        Raises:
-            ValueError: the answer is too large for a line.
-        """
+        """Answer the last request. Raises ValueError if the answer is too large for a line."""
         raw = _join(frames)
         if len(raw) > _CAPACITY_BYTES:
             raise ValueError(f"an answer of {len(raw)} bytes does not fit the line's {_CAPACITY_BYTES}")

@@ -74,11 +74,7 @@ class ParameterService:
         return max(self._core.iteration, self._lending.iteration if self._lending is not None else 0)
 
     def configure(self, spec: ServerSpec) -> None:
-        """Build the shards; called once, from any thread, before the first worker attaches.
-
-        Raises:
-            UsageError: the aggregator does not fit.
-        """
+        """Build the shards; called once, before any worker attaches. Raises UsageError for an unfit aggregator."""
         num_bytes = spec.layout.num_bytes
         if spec.rule.torn_reads:
             self._shared = SharedBlock.create(num_bytes)
@@ -88,11 +84,7 @@ class ParameterService:
         self._spec = spec
 
     def serve(self) -> None:
-        """Answer requests until `stop` is called.
-
-        Raises:
-            Exception: what an update raised. Nothing is served any more.
-        """
+        """Answer requests until `stop` is called. Raises what an update raised; then nothing is served any more."""
         poller = zmq.Poller()
         poller.register(self._listener.socket, zmq.POLLIN)
         poller.register(self._bell.fd, zmq.POLLIN)
@@ -206,11 +198,8 @@ class ParameterService:
 
 
 def _address(numbers: Any, *, least_bytes: int) -> BlockAddress:
-    """
-    Raises:
-        WireError: these are not the numbers of a segment of at least that size.
-    """
-    is_plain = isinstance(numbers, list) and len(numbers) == 3 and all(type(n) is int and n >= 0 for n in numbers)
+    """Raises WireError if these are not the numbers of a segment of at least that size."""
+    is_plain = isinstance(numbers, list) and len(numbers) == 4 and all(type(n) is int and n >= 0 for n in numbers)
     if not is_plain or numbers[2] < least_bytes:
         raise WireError(f"refused {numbers!r} as the address of {least_bytes} bytes of shared memory")
     return BlockAddress(*numbers)

@@ -2,13 +2,15 @@
 
 import mmap
 import os
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor
 
+from paceline.comm.shared_memory.descriptors import open_descriptor
 from paceline.errors import PeerLost, TensorMismatch
 
 
@@ -21,10 +23,16 @@ class BlockAddress:
     fd: int
     """The descriptor that it has there."""
     num_bytes: int
+    nonce: int
+    """In the block's name, so that nothing else is taken for it."""
+
+    @property
+    def name(self) -> str:
+        return f"paceline-{self.nonce:016x}"
 
     def gathered(self, gather: Callable[[Tensor], list[Tensor]]) -> "list[BlockAddress]":
         """Every rank's address, in rank order; `gather` gathers a 1-D tensor from all. Collective call."""
-        rows = gather(torch.tensor([self.pid, self.fd, self.num_bytes]))
+        rows = gather(torch.tensor([self.pid, self.fd, self.num_bytes, self.nonce]))
         return [BlockAddress(*row.tolist()) for row in rows]
 
 
@@ -56,32 +64,22 @@ class SharedBlock:
         """
         if num_bytes <= 0:
             raise ValueError(f"a block needs at least one byte, not {num_bytes}")
-        fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        address = BlockAddress(os.getpid(), -1, num_bytes, secrets.randbits(63))
+        fd = os.memfd_create(address.name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
-            return cls(fd, BlockAddress(os.getpid(), fd, num_bytes), keep_descriptor=True)
+            return cls(fd, replace(address, fd=fd), keep_descriptor=True)
         except BaseException:
             os.close(fd)
             raise
 
     @classmethod
     def open(cls, address: BlockAddress) -> "SharedBlock":
-        """The block that another process made and announced.
-
-        Raises:
-            PeerLost: that process is gone, closed its descriptor, or runs on another host or in another PID namespace.
-        """
-        path = f"/proc/{address.pid}/fd/{address.fd}"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise PeerLost(
-                f"cannot open shared memory of process {address.pid}: {error.strerror}; "
-                "the process must be alive, on this host, in the same PID namespace and of the same user"
-            ) from None
+        """Another process's block. Raises PeerLost as `open_descriptor`, or if it has another size."""
+        fd = open_descriptor(address.pid, address.fd, link=f"/memfd:{address.name} (deleted)", flags=os.O_RDWR)
         try:
             if os.fstat(fd).st_size != address.num_bytes:
-                raise PeerLost(f"{path} is no longer the shared memory that process {address.pid} announced")
+                raise PeerLost(f"shared memory of process {address.pid} has not the size that was announced")
             return cls(fd, address, keep_descriptor=False)
         finally:
             os.close(fd)

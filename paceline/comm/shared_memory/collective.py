@@ -41,11 +41,8 @@ class SharedMemoryCollective(ByteCollective):
 
     @staticmethod
     def prepare() -> SharedBlock:
-        """This rank's own memory. Its `address` goes to every rank, which then builds the collective with all of them.
-
-        Raises:
-            OSError: there is no descriptor or no address space left.
-        """
+        """This rank's own memory, whose `address` every rank needs to build the collective. Raises OSError if there is
+        no descriptor or no address space left."""
         control = SharedBlock.create(_CONTROL_BYTES)
         Rendezvous.prepare(control)
         return control
@@ -130,6 +127,12 @@ class SharedMemoryCollective(ByteCollective):
             return partial(self.all_reduce, tensor, op=op)
         # Right after a training step, whose code is in no cache, this saves 25 us of looking up.
         return partial(self._pipeline.submit, self._plans.steps(flat, op))
+
+    def watched_mean(self, tensor: Tensor) -> Callable[[], Work] | None:
+        if not tensor.is_floating_point() or not tensor.is_contiguous():
+            return None
+        flat, _ = flatten(tensor, device_type="cpu", is_target=True)
+        return partial(self._pipeline.submit, self._plans.steps(flat, "mean", is_watched=True))
 
     def broadcast_bytes(self, signature: Signature, raw: Tensor, root: int) -> None:
         self._transfers.broadcast(signature, raw, root)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from paceline.comm.base import Timing, Work
+from paceline.comm.base import NonFinite, Timing, Work
 from paceline.comm.shared_memory.rendezvous import FIRST_NUMBER, LOOK_INTERVAL_S, NUM_SIGNATURES, Obstacle, Rendezvous
 from paceline.comm.signature import Signature
-from paceline.comm.works import OwnedWork
 from paceline.errors import Aborted, PacelineError, UsageError
 
 NUM_SLOTS = 4
@@ -24,14 +23,16 @@ class Step:
     signature: Signature
     load: Callable[[int], object] | None = None
     """Makes this rank's input readable for all."""
-    exchange: Callable[[int], object] | None = None
-    """Does this rank's part; every rank has loaded."""
+    exchange: Callable[[int], NonFinite | None] | None = None
+    """Does this rank's part; every rank has loaded. Returns what a watched step has found there."""
     store: Callable[[int], object] | None = None
     """Takes the result; every rank has exchanged, if the step awaits that."""
     uses_slot: bool = True
     """Whether data passes through one of the staging slots, on any rank."""
     awaits_all: bool = False
     """Whether the step is over only when every rank has exchanged."""
+    is_watched: bool = False
+    """Whether the result is looked at for what is not finite."""
     moved_bytes: int = 0
     """What this rank reads from or writes for others."""
     finish: Callable[[], None] | None = None
@@ -41,6 +42,8 @@ class Step:
     slot: int = field(default=0, init=False)
     slot_free_at: int = field(default=FIRST_NUMBER, init=False)
     """The step that has to be over before the slot may be written again."""
+    nonfinite: NonFinite | None = field(default=None, init=False)
+    """What was found when the step was last over."""
 
 
 @final
@@ -84,7 +87,7 @@ class Pipeline:
                 self._slots_used += 1
             self._to_load.append(step)
         self._advance(self._load)
-        return OwnedWork(self, self._issued)
+        return _Submitted(self, self._issued, steps)
 
     def poll(self, number: int) -> bool:
         """Advance without blocking; whether step `number` is over."""
@@ -125,7 +128,7 @@ class Pipeline:
             raise
         except BaseException as error:
             # A step that ended halfway cannot be taken up again: tell the others at once.
-            self._rendezvous.leave(Aborted(f"rank {self._rendezvous.rank} failed with {error!r}"))
+            self._rendezvous.leave(Aborted(f"rank {self._rendezvous.name} failed with {error!r}"))
             raise
         if advanced:
             self._timing.communication_s += time.perf_counter() - started_s
@@ -157,8 +160,9 @@ class Pipeline:
         while self._to_exchange and self._rendezvous.arrived.reached(self._to_exchange[0].number):
             step = self._to_exchange.popleft()
             self._rendezvous.require_agreement(step.number, step.signature)
-            if step.exchange is not None:
-                step.exchange(step.slot)
+            step.nonfinite = step.exchange(step.slot) if step.exchange is not None else None
+            if step.is_watched and step.awaits_all:
+                self._rendezvous.tell(step.number, step.nonfinite)
             self._rendezvous.finish(step.number)
             self._timing.moved_bytes += step.moved_bytes
             self._to_store.append(step)
@@ -169,6 +173,8 @@ class Pipeline:
         advanced = False
         while self._to_store and self._may_store(self._to_store[0]):
             step = self._to_store.popleft()
+            if step.is_watched and step.awaits_all:
+                step.nonfinite = self._rendezvous.found(step.number)
             if step.store is not None:
                 step.store(step.slot)
             if step.finish is not None:
@@ -190,6 +196,24 @@ class Pipeline:
             return Obstacle(self._rendezvous.arrived, step.number, step.signature)
         step = self._to_load[0]
         return Obstacle(self._rendezvous.done, _needs_done(step), step.signature)
+
+
+@final
+class _Submitted(Work):
+    """Steps under way, of which the last has a number."""
+
+    def __init__(self, pipeline: Pipeline, number: int, steps: Sequence[Step]) -> None:
+        self._pipeline, self._number, self._steps = pipeline, number, steps
+
+    def poll(self) -> bool:
+        return self._pipeline.poll(self._number)
+
+    def wait(self) -> None:
+        self._pipeline.wait(self._number)
+
+    @property
+    def nonfinite(self) -> NonFinite | None:
+        return next((step.nonfinite for step in self._steps if step.nonfinite is not None), None)
 
 
 def _needs_done(step: Step) -> int:

@@ -2,12 +2,13 @@
 
 import os
 import select
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, final
 
-from paceline.comm.base import Timing
+from paceline.comm.base import NonFinite, Timing
 from paceline.comm.rank_errors import disagreement, late
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
@@ -24,6 +25,7 @@ _NUM_WORDS = 32
 _REASON = slice(128, 1024)
 _SIGNATURES_START = 1024
 _SIGNATURE_STRIDE = 32
+_FOUND = struct.Struct("<HxxI")  # behind a signature: 1 + the rank of what is not finite, if anything, and the element
 NUM_SIGNATURES = 256
 PAGE_BYTES = 16384
 
@@ -93,11 +95,13 @@ class _Peer:
         self.rank = rank
         self.pid = address.pid
         try:
-            self.block = SharedBlock.open(address)
             self.pidfd = os.pidfd_open(address.pid)
         except ProcessLookupError:
             raise PeerLost(f"rank {rank} is lost: its process {address.pid} ended before all ranks had met") from None
+        try:
+            self.block = SharedBlock.open(address)  # after: another process with the peer's number has not its memory
         except PeerLost as error:
+            os.close(self.pidfd)
             raise PeerLost(f"rank {rank} is lost: {error}") from None
         self._process = select.poll()
         self._process.register(self.pidfd, select.POLLIN)
@@ -137,9 +141,13 @@ class Rendezvous:
         control: SharedBlock,
         deadline_s: float | None,
         timing: Timing,
+        names: Sequence[int] | None = None,
     ) -> None:
+        """`names`: what errors call the ranks, where that is not their numbers here."""
         self.rank = rank
         self.size = len(addresses)
+        self._names = names or range(self.size)
+        self.name = self._names[rank]
         self.peers: dict[int, _Peer] = {}
         self._others: tuple[memoryview, ...] = ()  # their words
         self._pages: tuple[memoryview, ...] = ()
@@ -159,7 +167,7 @@ class Rendezvous:
         try:
             for other, address in enumerate(addresses):
                 if other != rank:
-                    self.peers[other] = _Peer(other, address)
+                    self.peers[other] = _Peer(self._names[other], address)
         except BaseException:
             self.close()
             raise
@@ -182,23 +190,34 @@ class Rendezvous:
         self.arrived.set(number)
         self._signal()
 
+    def tell(self, number: int, found: NonFinite | None) -> None:
+        """Write what this rank has found in its share of step `number`, before it finishes."""
+        rank, element = (0, 0) if found is None else (1 + found.rank, min(found.element, _MASK))
+        _FOUND.pack_into(self._control.buffer, _signature_place(number).stop, rank, element)
+
+    def found(self, number: int) -> NonFinite | None:
+        """What the first rank has found that has found anything; all have finished step `number`."""
+        pages = [*self._pages]
+        pages.insert(self.rank, self._control.buffer)
+        for page in pages:
+            rank, element = _FOUND.unpack_from(page, _signature_place(number).stop)
+            if rank:
+                return NonFinite(element, rank - 1)
+        return None
+
     def finish(self, number: int) -> None:
         """Publish that this rank neither reads nor writes for step `number` any more."""
         self.done.set(number)
         self._signal()
 
     def require_agreement(self, number: int, signature: Signature) -> None:
-        """Compare signatures of a step at which all have arrived.
-
-        Raises:
-            TensorMismatch: on every rank, naming the first two ranks that differ and what each asked for.
-        """
+        """Compare signatures of a step at which all have arrived. Raises TensorMismatch with two that differ."""
         place = _signature_place(number)
         if all(page[place] == signature.raw for page in self._pages):
             return
         raws = [bytes(page[place]) for page in self._pages]
         raws.insert(self.rank, signature.raw)
-        self.fail(disagreement({rank: str(Signature.unpack(raw)) for rank, raw in enumerate(raws)}))
+        self.fail(disagreement({name: str(Signature.unpack(raw)) for name, raw in zip(self._names, raws, strict=True)}))
 
     def check(self) -> None:
         """Raise if the rendezvous has failed or was aborted or closed."""
@@ -325,11 +344,11 @@ class Rendezvous:
         peer = self.peers[rank]
         reason = peer.departure()
         why = f"it left ({reason})" if reason is not None else f"its process {peer.pid} ended"
-        self.fail(PeerLost(f"rank {rank} is lost: {why} during {obstacle.signature}"))
+        self.fail(PeerLost(f"rank {self._names[rank]} is lost: {why} during {obstacle.signature}"))
 
     def _exceed(self, obstacle: Obstacle) -> None:
         if missing := obstacle.missing():
-            self.fail(late(missing, str(obstacle.signature), self.deadline_s))
+            self.fail(late([self._names[rank] for rank in missing], str(obstacle.signature), self.deadline_s))
 
 
 def _signature_place(number: int) -> slice:

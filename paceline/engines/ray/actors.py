@@ -6,16 +6,16 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, final
 
 import ray
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore
 
 from paceline.checkpoint import Checkpoint
-from paceline.comm.connecting import Member, connect_members, gpu_identity
+from paceline.comm.connecting import Member, connect_members, gpu_identity, needs_store
 from paceline.comm.meeting import exchange
+from paceline.comm.run_store import RunStore
 from paceline.comm.servers.line import BellAddress
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
@@ -35,8 +35,6 @@ from paceline.memory import keep_freed_memory
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.strategies.base import Context, Strategy
-
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,6 @@ class WorldSpec:
     strategy: Strategy
     config: RunConfig
     is_resumed: bool
-    store: tuple[str, int] | None = None
-    """Address and port of the launcher's store, where workers need one to find one another."""
 
     @property
     def membership(self) -> Membership:
@@ -214,7 +210,7 @@ class WorkerActor:
             spec.members,
             rank=rank,
             memory=self._memory,
-            store=_meet(spec, rank, ends),
+            store=_meet(spec, rank, launcher, ends),
             address=me.address,
             device=device,
             deadline_s=spec.config.deadline_s,
@@ -305,15 +301,12 @@ def _configure(
     ray.get(requests)
 
 
-def _meet(spec: WorldSpec, rank: int, ends: _Ends) -> Store | None:
-    """The launcher's store, if there is one, as soon as all workers have come to it.
-
-    An abort ends the wait for them; it could not end the waits of torch.distributed's own meeting, which follows.
-    """
-    if spec.store is None:
+def _meet(spec: WorldSpec, rank: int, launcher: LauncherAddress, ends: _Ends) -> RunStore | None:
+    """The launcher's store, if workers need one, as soon as all have come to it: so whoever is missing is named."""
+    if not needs_store(spec.members):
         return None
-    address, port = spec.store
-    store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
+    store = RunStore(launcher.keys, endpoint=launcher.endpoint, identity=f"store-{rank}", epoch=launcher.epoch)
+    ends.add(store)
     deadline_s, check = spec.config.deadline_s, ends.check
     exchange(PrefixStore("present", store), "", rank=rank, size=spec.size, deadline_s=deadline_s, check=check)
     return store

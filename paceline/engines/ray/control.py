@@ -89,11 +89,8 @@ class ControlLine(Reporter):
             raise RunFailed(f"cannot write {name}: {self._write_error}")
 
     def load_checkpoint(self) -> bytes:
-        """What the run is to go on from. Parameters come this way, not through Ray's object store.
-
-        Raises:
-            Aborted: the run ended before it came.
-        """
+        """What the run is to go on from. Parameters come this way, not through Ray's object store. Raises Aborted if
+        the run ended before it came."""
         self._outbox.append(Message(Kind.LOAD, self._launcher.epoch))
         while not self._loaded.wait(_PULSE_S):
             if self._abort_reason is not None:

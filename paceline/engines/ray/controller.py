@@ -1,7 +1,6 @@
 """The launcher's end of every control line: records to disk, files in place, who is at which step."""
 
 import contextlib
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -10,6 +9,8 @@ from typing import Any, final
 
 import zmq
 
+from paceline import durable
+from paceline.comm.run_store import StoreKeeper
 from paceline.comm.wire import Keys, Listener
 from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.standing import Progress
@@ -46,6 +47,7 @@ class Controller:
         self._checkpoint = checkpoint
         self._keys = Keys.generate()
         self._listener = Listener(self._keys, host=host)
+        self._store = StoreKeeper()
         self._epoch = epoch
         self.run = uuid.uuid4().hex
         self._on_output, self._on_records = on_output, on_records
@@ -100,6 +102,9 @@ class Controller:
         identity = frames[0].bytes.decode(errors="replace")
         try:
             message = Message.decode(frames[1:], epoch=self._epoch)
+            if message.kind is Kind.STORE:
+                self._listener.send(frames[0].bytes, self._store.answer(message))
+                return
             self.num_steps.setdefault(identity, 0)
             if message.kind is Kind.PULSE:
                 self.num_steps[identity] = message.iteration
@@ -125,21 +130,13 @@ class Controller:
         """Whole or not at all: a full disk leaves the file that was there before."""
         name = str(message.body.get("name"))
         error: str | None = None
-        target = self._directory / name
-        partial = target.with_suffix(target.suffix + ".partial")
         try:
             if name not in _FILES:
                 raise WireError(f"refused to write {name!r}")
-            with partial.open("wb") as file:
-                for frame in message.payload:
-                    file.write(frame.buffer if isinstance(frame, zmq.Frame) else frame)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
+            with durable.whole(self._directory / name) as partial, partial.open("wb") as file:
+                file.writelines(map(raw_bytes, message.payload))
         except (OSError, WireError) as failure:
             error = _reason(failure, self._directory)
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
         self._listener.send(identity.encode(), Message(Kind.FILE_WRITTEN, self._epoch, body={"error": error}))
 
     def _guarded(self, write: Callable[[], None]) -> None:

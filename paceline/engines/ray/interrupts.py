@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
-from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -23,6 +21,8 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, directory: Path, iteration: int | None = None) -> None:
+        from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE  # here, because it loads torch
+
         self.directory, self.iteration = directory, iteration
         if not (directory / CHECKPOINT_FILE).exists():
             super().__init__(f"interrupted before anything was saved; {directory} has no checkpoint to resume from")

@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 import ray
 
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
+from paceline.engines.ray.tokens import own_token, require_token_mode, users_token
 from paceline.errors import RunFailed, UsageError
 
 # Tensors never go through Ray's object store, so a local cluster gets the smallest that Ray allows.
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 _CONNECT_S = 5.0
+_PLACE = Path("/tmp")  # the paths of sockets must be short
 _PREFIX = "paceline-ray-"
 
 
@@ -39,27 +41,32 @@ def chosen_address(address: str | None) -> str | None:
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[None]:
+def connected(address: str | None, *, insecure: bool = False, num_workers: int = 0) -> Iterator[None]:
     """A connection to the cluster at the chosen address, or to one started here that ends with the run.
 
     A connection that the calling process already has is used and left as it is.
 
+    Args:
+        insecure: the cluster may be one that takes work from anybody, without a token.
+        num_workers: for so many members, but at most one a core, a Ray that is started here has a process ready.
+
     Raises:
-        UsageError: the calling process is connected to another cluster.
+        UsageError: the calling process is connected to another cluster, or the cluster asks for no token.
         RunFailed: the cluster does not answer; the message says what was tried.
     """
     if ray.is_initialized():
         own = str(ray.get_runtime_context().gcs_address)
         if address is not None and not _is_same(address, own):
             raise UsageError(f"this process is connected to Ray at {own}, not at {address}; call ray.shutdown() first")
+        require_token_mode(own, insecure=insecure)
         yield
         return
     address = chosen_address(address)
-    with _local_directory() if address is None else nullcontext() as directory:
+    with ExitStack() as until_disconnected:
         try:
             # Ray that is interrupted while it starts can crash the process; a second Ctrl-C takes that risk.
             with hold_back_interrupts(patience=1), keep_handlers():
-                _connect(address, directory)
+                _connect(address, until_disconnected, insecure=insecure, num_workers=num_workers)
             yield
         finally:
             with hold_back_interrupts():
@@ -78,36 +85,48 @@ def _is_same(address: str, own: str) -> bool:
         return False
 
 
-def _connect(address: str | None, directory: str | None) -> None:
+def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bool, num_workers: int) -> None:
     # Without these, Ray prints a notice about accelerators for every start, and one about every process that died.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     try:
         if address is None:
+            until_disconnected.enter_context(own_token())
             cores = len(os.sched_getaffinity(0))
             ray.init(
                 address="local",
                 num_cpus=cores,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=directory,
-                # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
-                _system_config={"worker_niceness": 0},
+                _temp_dir=until_disconnected.enter_context(_local_directory()),
+                _system_config=_system_config(min(cores, num_workers)),
                 **common,
             )
         else:
             _require_listener(address)
+            until_disconnected.enter_context(users_token(address, insecure=insecure))
             ray.init(address=address, **common)
+    except UsageError:
+        raise
     except Exception as error:
         where = "start a local Ray" if address is None else f"connect to Ray at {address}"
         raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error
 
 
+def _system_config(num_ready: int) -> dict[str, Any]:
+    # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
+    config: dict[str, Any] = {"worker_niceness": 0}
+    if num_ready > 0:
+        # Processes load what members need while Ray still starts: torch, and the part of it that the first optimizer
+        # would load. Ray would start one a core, so their number is limited, by how many may start at a time.
+        config["enable_worker_prestart"] = True
+        config["worker_maximum_startup_concurrency"] = num_ready
+        config["preload_python_modules"] = ["paceline.engines.ray.actors", "torch._dynamo"]
+    return config
+
+
 def _require_listener(address: str) -> None:
-    """
-    Raises:
-        OSError: nobody listens there; Ray itself would try for a minute and more.
-    """
+    """Raises OSError if nobody listens there; Ray itself would try for a minute and more."""
     host, _, port = address.rpartition(":")
     if port.isdigit():
         socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=_CONNECT_S).close()
@@ -117,28 +136,27 @@ def _require_listener(address: str) -> None:
 def _local_directory() -> Iterator[str]:
     """A place for a local Ray's sockets and logs, which Ray itself would leave behind.
 
-    In /tmp, because the paths of sockets must be short. Locked while in use: those that a killed launcher left are
-    removed here.
+    Locked while in use: those that a killed launcher of the same user left are removed here.
     """
-    for left in Path("/tmp").glob(f"{_PREFIX}*"):
+    for left in _PLACE.glob(f"{_PREFIX}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
-    directory = tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")
-    with _locked(Path(directory)):
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=_PLACE))  # a name that nobody clears up, until it is locked
+    with _locked(made):
+        directory = made.rename(made.with_name(made.name.removeprefix(".")))
         try:
-            yield directory
+            yield str(directory)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """
-    Raises:
-        OSError: another process holds it.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
+    """Raises OSError if another process holds it, or it is no directory of this user's."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{directory} is another user's")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:

@@ -60,13 +60,10 @@ class ProbeActor:
         return problems
 
 
-def probe(address: str | None) -> list[HostReport]:
-    """Look at every host of the cluster, or of a local one started for this.
-
-    Raises:
-        RunFailed: there is no cluster, or it does not run processes.
-    """
-    with connected(address):
+def probe(address: str | None, *, insecure: bool = False) -> list[HostReport]:
+    """Look at every host of the cluster, or of a local one started for this. Raises UsageError and RunFailed as
+    `connected`."""
+    with connected(address, insecure=insecure):
         hosts = nodes()
         actors = []
         for host in hosts:

@@ -4,16 +4,15 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, final
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch.distributed import TCPStore
 
-from paceline.comm.connecting import needs_store
+from paceline.comm.connecting import transport
 from paceline.config import RunConfig
 from paceline.engines.blame import Statement, judge
 from paceline.engines.ray.actors import ServerActor, ServerInfo, WorkerActor, WorkerInfo, WorldSpec
@@ -99,7 +98,6 @@ class Supervisor:
             on_records=watcher.on_records,
             checkpoint=job.checkpoint or b"",
         )
-        self._store: TCPStore | None = None
         self._is_urgent = False
 
     def run(self) -> None:
@@ -155,9 +153,7 @@ class Supervisor:
             job.config,
             job.checkpoint is not None,
         )
-        if needs_store(spec.members):
-            self._store = TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
-            spec = replace(spec, store=(own_address(), self._store.port))
+        transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
         self._controller.event("started", pids=pids, hosts=spec.num_hosts, threads=threads)
@@ -300,7 +296,6 @@ class Supervisor:
             self._sweep()
             self._watch.close()
             self._controller.close()
-            self._store = None
 
     def _sweep(self) -> None:
         """End what scripts started and left running: here, and where a member died without ending it itself."""

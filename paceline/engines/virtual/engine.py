@@ -30,13 +30,7 @@ _ENDING = "the run is ending because another member failed"
 class VirtualRun:
     """Runs one job in this process. The same job gives the same parameters, records and times, bit for bit.
 
-    Args:
-        job: what to run.
-        directory: of the results; exists.
-        watcher: is told of progress and shown the scripts' output.
-
-    Raises:
-        UsageError: the cluster has no room for the job, or this machine lacks the device that it asks for.
+    Raises UsageError if the cluster has no room for the job, or this machine lacks the device that it asks for.
     """
 
     def __init__(self, job: VirtualJob, directory: Path, watcher: Watcher) -> None:

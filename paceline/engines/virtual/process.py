@@ -68,11 +68,8 @@ class Process:
     def wait(self, signal: Signal, what: Callable[[], str]) -> None:
         """Let others run until the signal has been fired and the timeline has come to this process's time.
 
-        Returns at once for a signal that has been fired already.
-
-        Raises:
-            Aborted: the run is being ended.
-            UsageError: a backward pass is under way.
+        Returns at once for a signal that has been fired already. Raises Aborted if the run is being ended, UsageError
+        in a backward pass.
         """
         if self.doom is not None:
             raise self.doom

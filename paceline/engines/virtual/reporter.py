@@ -1,11 +1,11 @@
 """Writes a virtual run's records and files to the result directory."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from paceline import durable
 from paceline.engines.standing import Progress
 from paceline.errors import RunFailed
 from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, Reporter
@@ -44,16 +44,10 @@ class DirectoryReporter(Reporter):
         self.emit(EventRecord(name, "run", self.progress.iteration, self.progress.time_s, details))
 
     def save(self, name: str, content: bytes | memoryview) -> None:
-        target = self._directory / name
-        partial = target.with_suffix(target.suffix + ".partial")
         try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
+            with durable.whole(self._directory / name) as partial:
+                partial.write_bytes(content)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise RunFailed(f"cannot write {name}: {error.strerror} in {self._directory.resolve()}") from None
 
     def stop_requested(self) -> bool:

@@ -30,15 +30,8 @@ class Client(Protocol):
 class VirtualServer:
     """Takes messages on the timeline, when they have arrived.
 
-    Requests are worked on one after the other; an update takes the time of moving what it reads and writes through
-    the host's memory.
-
-    Args:
-        index: which server of the group this is.
-        host: where it runs.
-        memory_bytes_per_s: of that host.
-        request_s: what it is at each push of a shard, besides the update.
-        reporter: gets a record for every gradient applied.
+    Requests are worked on one after the other, `request_s` for each push of a shard; an update takes the time of moving
+    what it reads and writes through the host's memory.
     """
 
     def __init__(

@@ -202,13 +202,10 @@ def ideal(plot: go.Figure, workers: int, value: float, *, first: float = 1.0) ->
 
 
 def share_ranges(charts: Iterable[Chart], *, from_zero: bool) -> None:
-    """Give axes with the same title the same range, so that charts can be compared by eye.
+    """Give axes with the same title the same range, so that a figure's charts can be compared by eye.
 
-    Those with another title count something else: gradients are no updates, and virtual seconds no real ones.
-
-    Args:
-        charts: of one figure.
-        from_zero: whether the vertical axis starts at zero; the horizontal one always does.
+    Those with another title count something else: gradients are no updates, and virtual seconds no real ones. The
+    horizontal axis always starts at zero.
     """
     across: dict[str, list[float]] = {}
     up: dict[str, list[float]] = {}

@@ -50,12 +50,8 @@ class ComputeTimes:
 
 @final
 class StepCost:
-    """The mean time of a training step on a worker's host.
-
-    Args:
-        num_sharing: workers of that host, which share its cores, or its devices.
-        num_hosts: hosts that have workers, which share the machine's cores where they are parts of one.
-    """
+    """The mean time of a training step on a host that `num_sharing` workers share, of `num_hosts` that have workers and
+    may be parts of one machine."""
 
     def __init__(self, cluster: Cluster, host: Hosts, *, num_sharing: int, num_hosts: int = 1) -> None:
         self._compute = cluster.compute
@@ -67,12 +63,8 @@ class StepCost:
         self._reference_samples: int | None = None
 
     def seconds(self, *, num_samples: int, forward_flop: float) -> float:
-        """The time of a forward and a backward pass over `num_samples`.
-
-        Args:
-            forward_flop: floating-point operations of the forward pass, where they are counted. The backward pass is
-                taken to have so many that it takes `backward_share` of the time.
-        """
+        """The time of a forward and a backward pass over `num_samples`. Where operations are counted, those of the
+        backward pass are taken to be so many that it takes `backward_share` of the time."""
         if self._reference_samples is None:
             self._reference_samples = num_samples
         compute = self._compute

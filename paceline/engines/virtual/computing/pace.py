@@ -18,17 +18,13 @@ from paceline.strategies.replica import Replica
 
 @final
 class Pace(Pacing):
-    """Takes virtual time for what a prepared model computes.
+    """Takes virtual time for what a prepared model computes. `before_step` may raise to end the worker.
 
     The backward pass takes its time in parts, one as each parameter's gradient is ready. So a bucket is full when the
     layers whose gradients it holds would be done.
-
-    Args:
-        times: draws how long a step takes around its mean.
-        cost: a step's mean time.
-        compute: how a step's time is divided among forward pass, backward pass and gradients.
-        before_step: called when a forward pass begins; may raise to end the worker.
     """
+
+    is_simulated = True
 
     def __init__(
         self,

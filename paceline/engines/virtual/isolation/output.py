@@ -7,13 +7,8 @@ from typing import TextIO, final
 
 @final
 class OutputByLine(io.TextIOBase):
-    """A stand-in for standard output that tells whole lines of workers, and writes everything else as it comes.
-
-    Args:
-        who: names the worker that prints just now; none: it is the launcher itself.
-        say: gets a worker's name and a line without its end.
-        otherwise: where the launcher's own text goes; none: nowhere, as in a program without standard output.
-    """
+    """A stand-in for standard output: `say` gets whole lines of the worker that `who` names. What the launcher itself
+    prints (`who` names nobody) goes to `otherwise` as it comes, if there is such an output."""
 
     def __init__(
         self, who: Callable[[], str | None], say: Callable[[str, str], None], otherwise: TextIO | None

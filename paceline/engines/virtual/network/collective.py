@@ -22,12 +22,8 @@ _WORD_BYTES = 8
 class VirtualCollective(Collective):
     """One rank's end. Tensors are reduced in rank order, as in shared memory, whatever way their messages take.
 
-    A tensor that is sent is copied, and may be changed at once. A tensor that is reduced in place must be left alone
-    until the work is over.
-
-    Args:
-        operation_s: time that an operation takes of the rank itself, besides its messages.
-        message_s: time that sending a message takes of the rank itself.
+    A tensor that is sent is copied, and may be changed at once. One that is reduced in place must be left alone until
+    the work is over. Operations and messages take the rank itself `operation_s` and `message_s`.
     """
 
     def __init__(

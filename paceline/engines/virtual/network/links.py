@@ -40,16 +40,9 @@ class Link:
     """How far the link may be behind in its work before chunks wait: a token bucket's size over its rate."""
     free_s: float = 0.0
     """When the link will be done with all that it has taken."""
-    moved_bytes: float = 0.0
-    """Bytes of all chunks that the link has taken so far."""
     _flows: "dict[_Flow, deque[_Message]]" = field(default_factory=dict)
     """Messages that wait at their sender."""
     _turns: deque[_Flow] = field(default_factory=deque)
-
-    @property
-    def busy_s(self) -> float:
-        """How long data has been passing."""
-        return self.moved_bytes / self.bytes_per_s
 
 
 @final
@@ -267,7 +260,6 @@ def _pass(link: Link, now_s: float, chunk_bytes: float, is_last: bool) -> tuple[
     if is_last:
         end_s += link.message_s
     link.free_s = end_s
-    link.moved_bytes += chunk_bytes
     if link.burst_s:
         return max(now_s, start_s - link.burst_s), max(now_s, end_s - link.burst_s)
     return start_s, end_s

@@ -67,13 +67,8 @@ class Awaited:
 
 @final
 class Meeting:
-    """Matches the ranks' calls and moves their messages. All methods are called on the timeline.
-
-    Args:
-        host_of: each rank's host.
-        ranks_by_host: the ranks of each host that has some.
-        messages: the network for messages between two ranks, where it is another one.
-    """
+    """Matches the ranks' calls and moves their messages, those between two ranks over `messages` if that is given. All
+    methods are called on the timeline."""
 
     def __init__(
         self,

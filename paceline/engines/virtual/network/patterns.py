@@ -1,7 +1,10 @@
 """Who sends how much to whom in a collective operation, round by round."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+from paceline.comm.algorithms.chain import PIECE_BYTES, is_worth_a_chain
 
 
 class Round(NamedTuple):
@@ -63,10 +66,8 @@ def all_gather(size: int, bytes_of: Mapping[int, float]) -> Pattern:
     """Bruck's: in round j a rank sends all it has, up to 2**j tensors, to the rank 2**j before it.
 
     Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS
-    8(11), 1997, section 4: ceil(log2 n) rounds, and no byte more than has to be sent.
-
-    Args:
-        bytes_of: what each rank gives; a rank's is looked up once it takes part.
+    8(11), 1997, section 4: ceil(log2 n) rounds, and no byte more than has to be sent. A rank's bytes are looked up once
+    it takes part.
     """
 
     def rounds(rank: int) -> Iterator[Round]:
@@ -82,7 +83,28 @@ def all_gather(size: int, bytes_of: Mapping[int, float]) -> Pattern:
 
 
 def broadcast(size: int, root: int, num_bytes: float) -> Pattern:
-    """A binomial tree: in round j the 2**j ranks that have the tensor send it to as many others."""
+    """As between real hosts: along a chain where that is worth it, else down a binomial tree."""
+    pattern = _chain if is_worth_a_chain(num_bytes, size=size) else _binomial_tree
+    return pattern(size, root, num_bytes)
+
+
+def _chain(size: int, root: int, num_bytes: float) -> Pattern:
+    """As `comm.algorithms.chain`: every rank passes each piece on to the next one."""
+    num_pieces = math.ceil(num_bytes / PIECE_BYTES)
+
+    def rounds(rank: int) -> Iterator[Round]:
+        previous, following = (rank - 1) % size, (rank + 1) % size
+        for number in range(num_pieces):
+            if rank != root:
+                yield Round((), (previous,))
+            if following != root:
+                yield Round(((following, min(PIECE_BYTES, num_bytes - number * PIECE_BYTES)),), ())
+
+    return rounds
+
+
+def _binomial_tree(size: int, root: int, num_bytes: float) -> Pattern:
+    """In round j the 2**j ranks that have the tensor send it to as many others."""
 
     def rounds(rank: int) -> Iterator[Round]:
         place = (rank - root) % size

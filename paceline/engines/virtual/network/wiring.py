@@ -96,20 +96,6 @@ class Wiring:
             path.append(self._rack_links[there][1])
         return (*path, down)
 
-    @property
-    def links(self) -> list[Link]:
-        shared = [link for pair in (*self._rack_links, *self._site_links.values()) for link in pair]
-        return [
-            *self._ups,
-            *self._downs,
-            *self._memories,
-            *shared,
-            *self._core,
-            *self._packers,
-            *self._machine,
-            *self._messaging,
-        ]
-
 
 def _card(host: Hosts, name: str, direction: str) -> Link:
     gbit_per_s = host.bandwidth_gbit_per_s

@@ -8,18 +8,19 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file, which takes its name once it is complete; what was there before stays until then."""
+    """Where to write a file, which takes its name once it is complete and on the disk; what was there before stays
+    until then."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
-        os.replace(partial, path)
+        replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def replace(source: Path, target: Path) -> None:
-    """Give a file, or a directory with all that is in it, its final name once it is on the disk; both are in the same
-    directory."""
+    """Give a file, or a directory with all that is in it, its final name once it is on the disk; both are on one
+    file system."""
     for path in [*source.rglob("*"), source] if source.is_dir() else [source]:
         _sync(path)
     os.replace(source, target)

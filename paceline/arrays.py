@@ -1,0 +1,28 @@
+"""What is asked of tensors in every step, as cheaply as it can be asked."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def as_array(tensor: Tensor) -> Any:
+    """A numpy array over the tensor's memory if there can be one, otherwise the tensor itself.
+
+    What both can do, numpy does in a quarter of the time: right after a training step, whose code is in no cache,
+    adding two small arrays takes 4 us instead of 15.
+    """
+    try:
+        return tensor.detach().numpy()
+    except (TypeError, RuntimeError):  # bfloat16, or another device
+        return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    # One pass: a sum is finite only if every term is, or it overflows, which the second look settles.
+    total = tensor.sum(dtype=torch.float32) if tensor.dtype in _HALF else tensor.sum()
+    return math.isfinite(abs(total.item())) or bool(tensor.isfinite().all())

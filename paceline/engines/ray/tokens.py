@@ -1,0 +1,105 @@
+"""Ray's token, without which a cluster takes no work: made for a Ray that is started here, asked of every other."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray._private.services import canonicalize_bootstrap_address
+from ray._raylet import (
+    AuthenticationMode,
+    AuthenticationTokenLoader,
+    Config,
+    GcsClient,
+    get_authentication_mode,
+)
+from ray.exceptions import RayError
+
+from paceline.errors import UsageError
+
+_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+_TOKEN_BYTES = 32
+_NO_CLUSTER = "0" * 56  # an id that no cluster has; a client that is given none logs what becomes of asking for it
+_ASK_S = 5.0
+
+
+@contextmanager
+def own_token() -> Iterator[None]:
+    """A token of its own for a Ray that is started inside; its processes inherit it."""
+    with _environment({_MODE: "token", _TOKEN: secrets.token_hex(_TOKEN_BYTES)}):
+        yield
+
+
+@contextmanager
+def users_token(address: str, *, insecure: bool) -> Iterator[None]:
+    """Ray uses the user's token for the cluster that is connected to inside; one that asks for none gets none.
+
+    Raises:
+        UsageError: the cluster takes work from anybody, or cannot be asked, and this is not said to be right; or the
+            user has none, or another.
+        ConnectionError: `auto` finds no cluster.
+    """
+    if _is_refused(address, mode="disabled"):
+        with _environment({_MODE: "token"}):
+            has_token = AuthenticationTokenLoader.instance().has_token()
+            if not has_token or _is_refused(address, mode="token"):
+                raise UsageError(
+                    f"Ray at {address} wants the token that it was started with, in ~/.ray/auth_token or {_TOKEN}, and "
+                    f"here is {'another' if has_token else 'none'}"
+                )
+            yield
+        return
+    _require_consent(address, insecure=insecure)
+    yield
+
+
+def require_token_mode(address: str, *, insecure: bool) -> None:
+    """
+    Raises:
+        UsageError: this process is connected without a token, and this is not said to be right.
+    """
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        _require_consent(address, insecure=insecure)
+
+
+def _require_consent(address: str, *, insecure: bool) -> None:
+    if not insecure:
+        raise UsageError(
+            f"Ray at {address} asks for no token: whoever reaches it can run programs on it. Start it with a token, as "
+            "docs/cluster.md shows, or say --insecure (insecure=True in Python)"
+        )
+
+
+def _is_refused(address: str, *, mode: str) -> bool:
+    """Whether the cluster refuses a question for its token. Once Ray is connected, its threads need theirs."""
+    if "://" in address:
+        return False  # Ray's client does not say
+    with _environment({_MODE: mode}):
+        client = GcsClient(address=canonicalize_bootstrap_address(address), cluster_id=_NO_CLUSTER)
+        try:
+            client.internal_kv_exists(b"", namespace=b"", timeout=_ASK_S)
+        except RayError as error:
+            return "InvalidAuthToken" in str(error)
+    return False
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Ray reads mode and token once a process, so it is told to read them again."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    _read_again()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        _read_again()
+
+
+def _read_again() -> None:
+    Config.initialize("")  # first: a thread of Ray's that still runs would look for a token that is gone
+    AuthenticationTokenLoader.instance().reset_cache()

@@ -1,0 +1,174 @@
+"""Which batch a script trains on: the one that it was handed last, unless it reads ahead or leaves batches out."""
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.buckets import when_gradient_is_ready
+from paceline.errors import UsageError
+from paceline.training.sharding.contents import tensors_in
+from paceline.training.sharding.part import Part, Place
+
+
+@dataclass(frozen=True, eq=False)
+class _Handed:
+    place: Place
+    num_samples: int
+    weight: float
+    tensors: tuple[weakref.ref[Tensor], ...]
+
+
+@final
+class Handouts:
+    """Gives every backward pass its own batch's weight, and every step its own batches' samples.
+
+    A backward pass between two batches, or before a step, says that a batch was trained on. Which one is known while
+    only one is out. With several out, the model's next input tells: it shares memory with a batch, or is as long. Where
+    it does not tell, batches were read ahead if an epoch begins so, and left out otherwise; that is enough as long as
+    all have the same weight.
+
+    Args:
+        set_weight: takes the weight of the batch that the next backward passes are of.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], *, rank: int, set_weight: Callable[[float], None]
+    ) -> None:
+        self._model, self._rank, self._set_weight = model, rank, set_weight
+        self._out: deque[_Handed] = deque()
+        self._last: _Handed | None = None  # trained on last
+        self._known: _Handed | None = None  # what the model is computing on
+        self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
+        self._num_samples = 0
+        self._has_gradient = False
+        self._look: RemovableHandle | None = None
+        self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in parameters]
+
+    def hand_out(self, part: Part, place: Place, *, is_elsewhere: bool) -> None:
+        """The script gets this batch.
+
+        Args:
+            is_elsewhere: in a thread of its own, so that nothing is known of what the script does meanwhile.
+        """
+        tensors = tuple(weakref.ref(tensor) for tensor in tensors_in(part.data))
+        handed = _Handed(place, part.num_samples, part.weight, tensors)
+        if is_elsewhere:
+            self._num_ahead = math.inf
+            self._out.append(handed)
+            self._look_at_inputs()
+            return
+        self.look_back()
+        if place.num_batches_done == 0:
+            self._num_ahead = None
+        self._out.append(handed)
+        self._weigh()
+
+    def look_back(self) -> None:
+        """The script is between two batches, or before a step: it may have trained.
+
+        Raises:
+            UsageError: nobody can tell on which batch, and they have different weights.
+        """
+        if self._has_gradient:
+            self._has_gradient = False
+            self._train()
+
+    def end_step(self) -> int:
+        """The samples that the step was made of. Raises UsageError as `look_back` does."""
+        self.look_back()  # the optimizer may have computed gradients itself
+        while self._num_ahead is not None and len(self._out) > self._num_ahead:
+            self._out.popleft()
+        self._weigh()
+        num_samples, self._num_samples = self._num_samples, 0
+        return num_samples
+
+    def place(self, after: Place) -> Place:
+        """Where the first batch is that is out, or else the next one, `after`."""
+        return self._out[0].place if self._out else after
+
+    def close(self) -> None:
+        for hook in [*self._hooks, *([self._look] if self._look else [])]:
+            hook.remove()
+
+    def _on_gradient(self, _: int) -> None:
+        self._has_gradient = True
+
+    def _candidates(self) -> list[_Handed]:
+        """What the script may train on next. One that reads ahead may use a batch twice before it takes the next."""
+        is_ahead = bool(self._num_ahead) and self._last is not None
+        return [*([self._last] if is_ahead and self._last else []), *self._out]
+
+    def _weigh(self) -> None:
+        candidates = self._candidates()
+        if len({handed.weight for handed in candidates}) == 1:
+            self._set_weight(candidates[0].weight)
+        if len(candidates) > 1:
+            self._look_at_inputs()
+        elif self._look is not None and self._num_ahead != math.inf:
+            self._look.remove()
+            self._look = None
+
+    def _look_at_inputs(self) -> None:
+        if self._look is None:
+            self._look = self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if self._num_ahead == math.inf:  # another thread asks for batches, so only this lies between two
+            self.look_back()
+        if self._known is not None:
+            return
+        self._known = self._found(tensors_in([arguments, settings]))
+        handed = self._known or self._expected(self._out)
+        if handed is not None:
+            self._set_weight(handed.weight)
+
+    def _found(self, inputs: list[Tensor]) -> _Handed | None:
+        candidates = self._candidates()
+        memories = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        for handed in reversed(candidates):
+            alive = [tensor for ref in handed.tensors if (tensor := ref()) is not None]
+            if any(tensor.untyped_storage().data_ptr() in memories for tensor in alive):
+                return handed
+        lengths = {len(tensor) for tensor in inputs if tensor.dim()}
+        as_long = [handed for handed in candidates if handed.num_samples in lengths]
+        if len({handed.weight for handed in as_long}) != 1:
+            return None
+        return self._expected([handed for handed in as_long if handed in self._out]) or as_long[0]
+
+    def _expected(self, among: Sequence[_Handed]) -> _Handed | None:
+        """What is trained on next where only the order tells."""
+        if not among:
+            return None
+        return among[-1] if self._num_ahead == 0 else among[0]
+
+    def _train(self) -> None:
+        known, self._known = self._known, None
+        if known is None and len({handed.weight for handed in self._candidates()}) > 1:
+            raise UsageError(self._dilemma())
+        handed = known or self._expected(self._out)
+        if handed is None or handed is self._last:  # one more pass through the same batch
+            return
+        if self._num_ahead is None:
+            self._num_ahead = len(self._out) - 1 - self._out.index(handed)
+        self._out.remove(handed)
+        self._last = handed
+        self._num_samples += handed.num_samples
+
+    def _dilemma(self) -> str:
+        places = [f"{handed.place.num_batches_done + 1}" for handed in self._candidates()]
+        return (
+            f"rank {self._rank}, epoch {self._out[-1].place.epoch}: the script asked for a batch before it had trained "
+            f"on the one before, and nothing tells which of the batches {', '.join(places)} it trained on; they count "
+            "differently, since the last one holds fewer samples. Ask for a batch when the one before is done "
+            "(DataLoader(num_workers=...) reads ahead by itself), or give the DataLoader drop_last=True or a "
+            "batch size that divides the data evenly"
+        )

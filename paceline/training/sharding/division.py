@@ -1,0 +1,71 @@
+"""Batches dealt out to ranks."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's part of one global batch."""
+
+    samples: tuple[Any, ...]
+    """Indices of a data set, or samples of a stream."""
+    weight: float
+    """This rank's share of the global batch, times the number of ranks; 1 where all have equally many samples."""
+
+
+_Group = list[Sequence[Any]]
+
+
+def share_out(
+    batches: Iterable[Sequence[Any]], *, rank: int, size: int, drop_last: bool = False
+) -> Iterator[RankBatch]:
+    """Deal `batches` out in groups of `size`, rank r taking the r-th of each group.
+
+    A last group that has too few batches, or a short one, is joined and divided evenly; with fewer samples than ranks
+    it is joined to the group before it. So every rank has as many batches, and no rank an empty one. With `drop_last`
+    such a group is dropped, as one process with the combined batch would drop it. One group is read ahead, so that
+    `batches` may have no end.
+
+    Raises:
+        UsageError: there are fewer samples than ranks.
+    """
+    held: _Group | None = None
+    for group in _grouped(batches, size):
+        if held is None or _count(group) >= size:
+            if held is not None:
+                yield _part(held, rank)
+            held = group
+        elif not drop_last:
+            held = [[sample for batch in (*held, *group) for sample in batch]]
+    if held is not None and (len(held) < size or len(held[-1]) < len(held[0])):
+        held = None if drop_last else _evened(held, size)
+    if held is not None:
+        yield _part(held, rank)
+
+
+def _grouped(batches: Iterable[Sequence[Any]], size: int) -> Iterator[_Group]:
+    remaining = iter(batches)
+    while group := list(itertools.islice(remaining, size)):
+        yield group
+
+
+def _count(group: _Group) -> int:
+    return sum(len(batch) for batch in group)
+
+
+def _part(group: _Group, rank: int) -> RankBatch:
+    return RankBatch(tuple(group[rank]), len(group[rank]) * len(group) / _count(group))
+
+
+def _evened(group: _Group, size: int) -> _Group:
+    """The group's samples, divided evenly."""
+    samples = [sample for batch in group for sample in batch]
+    if len(samples) < size:
+        raise UsageError(f"{len(samples)} samples cannot be divided among {size} workers; use fewer workers")
+    bounds = [len(samples) * part // size for part in range(size + 1)]
+    return [samples[start:stop] for start, stop in itertools.pairwise(bounds)]

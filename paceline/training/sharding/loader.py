@@ -1,0 +1,148 @@
+"""The loader that a script gets: its rank's part of the data, epoch after epoch, until the run ends."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.errors import BudgetReached, UsageError
+from paceline.training.sharding.division import RankBatch
+from paceline.training.sharding.orders import Orders
+from paceline.training.sharding.part import Part, Place, Source
+from paceline.training.sharding.streams import Gather, Stream
+
+_MAX_IDLE_EPOCHS = 1000
+
+
+@final
+class ShardedLoader:
+    """This rank's part of a `DataLoader`, with its data set, collation and worker processes.
+
+    The order of an epoch is drawn from (seed, epoch), the same on every rank. Iterating ends early once `should_stop()`
+    is true; after a resume the epochs already trained are empty, and the first one that is not starts where the
+    checkpoint was taken. A script that leaves its loop early goes on with the next epoch.
+
+    Args:
+        on_return: called when the script comes back: for its next batch, or for a new epoch.
+        on_part: called with each batch and its place before it is handed out.
+        on_position: called once when the position to resume from is reached.
+        gather: every rank's value, in rank order; a collective call.
+        lock_step: whether ranks are always at the same step.
+
+    A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
+
+    Raises:
+        UsageError: the loader is of a class with an iteration of its own, or its data cannot be divided.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        size: int,
+        seed: int,
+        on_return: Callable[[], None] = lambda: None,
+        on_part: Callable[[Part, Place], None] = lambda part, place: None,
+        on_position: Callable[[], None] = lambda: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        gather: Gather = lambda value: [value],
+        lock_step: bool = False,
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise UsageError(f"prepare takes a torch DataLoader, not {type(loader).__name__}")
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise UsageError(f"{type(loader).__name__} iterates in a way of its own; use a plain DataLoader")
+        self._loader = loader
+        self._on_return, self._should_stop = on_return, should_stop
+        self._on_part, self._on_position = on_part, on_position
+        self._source: Source
+        if isinstance(loader.dataset, IterableDataset):
+            self._source = Stream(loader, rank=rank, size=size, seed=seed, gather=gather, lock_step=lock_step)
+        else:
+            self._source = Orders(loader, rank=rank, size=size, seed=seed)
+        self.place = Place(0, 0)
+        """Where the next batch comes from."""
+        self._resume_at: Place | None = None
+        self._num_idle_epochs = 0
+        self.identity = self._source.identity()
+        """What tells this data from other data, by name."""
+        _require_same(self.identity, gather)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else that a DataLoader has, as the script made it."""
+        if "_loader" not in self.__dict__:  # copy and pickle look before there is anything
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def batches(self, epoch: int) -> list[RankBatch]:
+        """This rank's indices of an epoch of map-style data."""
+        assert isinstance(self._source, Orders)
+        return list(self._source.batches(epoch))
+
+    def resume_at(self, place: Place, identity: dict[str, Any]) -> None:
+        """Skip to a checkpoint's place in the data.
+
+        Raises:
+            UsageError: the checkpoint was taken with other data or batches, in which the place would be another.
+        """
+        own = self.identity
+        for name, value in identity.items():
+            if own.get(name) != value:
+                raise UsageError(
+                    f"the checkpoint's DataLoader {_as_text(name, value)}, this one {_as_text(name, own.get(name))}; "
+                    "resume with the same data set, batch size and order, or start a new run from model.safetensors"
+                )
+        self._resume_at = place
+
+    def __iter__(self) -> Iterator[Any]:
+        self._on_return()
+        if self._should_stop():
+            self._num_idle_epochs += 1
+            if self._num_idle_epochs > _MAX_IDLE_EPOCHS:
+                raise BudgetReached("the run has ended, and the script goes on asking for epochs")
+            return
+        epoch = self.place.epoch
+        if self._resume_at is not None and epoch < self._resume_at.epoch:
+            self.place = Place(epoch + 1, 0)
+            return
+        is_resumed = self._resume_at is not None
+        self.place, self._resume_at = self._resume_at or Place(epoch, 0), None
+        if is_resumed:
+            self._on_position()
+        for part in self._source.parts(self.place):
+            self._on_part(part, self.place)
+            self.place = Place(epoch, self.place.num_batches_done + 1, part.state)
+            try:
+                yield part.data
+            except GeneratorExit:
+                if not self._should_stop():
+                    self.place = Place(epoch + 1, 0)
+                raise
+            self._on_return()
+            if self._should_stop():
+                return
+        self.place = Place(epoch + 1, 0)
+
+
+def _require_same(identity: dict[str, Any], gather: Gather) -> None:
+    """Compare all ranks' data. Collective call.
+
+    Raises:
+        UsageError: on every rank, naming the first rank that differs from rank 0.
+    """
+    everyone = gather(identity)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                raise UsageError(
+                    f"rank 0's DataLoader {_as_text(name, value)}, rank {rank}'s {_as_text(name, theirs.get(name))}; "
+                    "give every rank the same data set, batch size and order: prepare divides them"
+                )
+
+
+def _as_text(name: str, value: Any) -> str:
+    return f"draws the order {value}" if name == "order" else f"has {name} {value}"

@@ -1,0 +1,199 @@
+"""Map-style data: each epoch's order is drawn from (seed, epoch) on every rank alike, and dealt out."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from paceline.errors import UsageError
+from paceline.seeding import derive, preserved_random_state, random_state, seed_everything, set_random_state
+from paceline.training.sharding.division import RankBatch, share_out
+from paceline.training.sharding.part import Part, Place
+from paceline.training.sharding.rebuilding import rebuilt
+
+_DRAWN_AT_ONCE = 256
+"""Batches; what is drawn at once shares one change of the random state, which takes half a millisecond."""
+
+
+@final
+class Orders:
+    """A rank's part of a map-style `DataLoader`, whose sampler may be without an end if it has no length.
+
+    Raises:
+        UsageError: the samples are divided already, there is no batch, or a sampler does not end where it says.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, rank: int, size: int, seed: int) -> None:
+        self._loader, self._rank, self._size, self._seed = loader, rank, size, seed
+        self._batch_sampler = _batch_sampler(loader)
+        if any(isinstance(sampler, DistributedSampler) for sampler in self._samplers()):
+            raise UsageError(
+                "the DataLoader already has a DistributedSampler; prepare divides the data itself: remove it"
+            )
+        self._feed = _Feed(is_whole=self._batch_sampler is not None)
+        self._generator = torch.Generator()
+        if loader.batch_sampler is not None:
+            self._inner = rebuilt(loader, loader.dataset, self._generator, batch_sampler=self._feed)
+        else:
+            self._inner = rebuilt(loader, loader.dataset, self._generator, batch_size=None, sampler=self._feed)
+        self._limit = _length(loader.sampler if self._batch_sampler is None else self._batch_sampler)
+        self._length = len(list(self.batches(0))) if self._limit is not None else None
+        if self._length == 0:
+            raise UsageError(f"the DataLoader has no batch for {size} worker(s): fewer samples than a global batch?")
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("a sampler without a length")
+        return self._length
+
+    def identity(self) -> dict[str, Any]:
+        order = hashlib.blake2b(digest_size=8)
+        for batch in itertools.islice(self._drawn(0), None if self._length is not None else _DRAWN_AT_ONCE):
+            order.update(batch.tobytes() if isinstance(batch, array) else repr(list(batch)).encode())
+        return {
+            "samples": _length(self._loader.dataset),
+            "batch size": getattr(self._batch_sampler, "batch_size", None),
+            "drop_last": getattr(self._batch_sampler, "drop_last", False),
+            "order": order.hexdigest(),
+        }
+
+    def batches(self, epoch: int) -> Iterator[RankBatch]:
+        """This rank's indices of an epoch."""
+        # Where nobody knew how many unbatched samples come, those that are not enough for every rank are left out.
+        drop_last = getattr(self._batch_sampler, "drop_last", self._batch_sampler is None)
+        return share_out(self._drawn(epoch), rank=self._rank, size=self._size, drop_last=drop_last)
+
+    def parts(self, place: Place) -> Iterator[Part]:
+        # Augmentation in loader workers: a stream of its own for every rank, whatever generator the script has given.
+        self._generator.manual_seed(derive(self._seed, "loader", self._rank, place.epoch))
+        fed = self._feed.begin(itertools.islice(self.batches(place.epoch), place.num_batches_done, None))
+        for data in self._inner:
+            batch = fed.popleft()
+            yield Part(data, len(batch.samples), batch.weight)
+
+    def _drawn(self, epoch: int) -> Iterable[Sequence[Any]]:
+        """All ranks' batches of an epoch."""
+        seed, sampler = derive(self._seed, "order", epoch), self._batch_sampler
+        if _is_plain(sampler):
+            return _plainly_drawn(sampler, seed)
+        return self._drawn_by_script(seed)
+
+    def _drawn_by_script(self, seed: int) -> Iterator[Sequence[Any]]:
+        """What the script's own samplers draw, from a random state of their own."""
+        with preserved_random_state():
+            seed_everything(seed)
+            for sampler in self._samplers():
+                generator = getattr(sampler, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    generator.manual_seed(seed)
+            drawing = iter(self._loader.sampler if self._batch_sampler is None else self._batch_sampler)
+            state = random_state()
+        num_drawn = 0
+        while True:
+            with preserved_random_state():
+                set_random_state(state)
+                drawn = list(itertools.islice(drawing, _DRAWN_AT_ONCE))
+                state = random_state()
+            num_drawn += len(drawn)
+            self._require_end(num_drawn, is_over=len(drawn) < _DRAWN_AT_ONCE)
+            yield from ([index] for index in drawn) if self._batch_sampler is None else drawn
+            if len(drawn) < _DRAWN_AT_ONCE:
+                return
+
+    def _require_end(self, num_drawn: int, *, is_over: bool) -> None:
+        """Raise UsageError for a sampler that goes on long after its length, or samples that do not come out even."""
+        if self._limit is None:
+            return
+        if num_drawn > 2 * self._limit + _DRAWN_AT_ONCE:
+            raise UsageError(
+                f"the DataLoader's sampler has a length of {self._limit} and gives more than {2 * self._limit}; "
+                "a sampler without an end must not have a length"
+            )
+        if is_over and self._batch_sampler is None and num_drawn % self._size:
+            raise UsageError(
+                f"{num_drawn} unbatched samples cannot be dealt out evenly to {self._size} workers; "
+                "give the DataLoader a batch_size"
+            )
+
+    def _samplers(self) -> list[Any]:
+        """What draws the order of an epoch."""
+        return [self._loader.sampler, self._batch_sampler, getattr(self._batch_sampler, "sampler", None)]
+
+
+def _length(thing: Any) -> int | None:
+    """None where it has none: torch's samplers raise only when they are asked."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _batch_sampler(loader: DataLoader[Any]) -> Any:
+    """What draws whole batches: the loader's own, or a sampler that does so for a data set that fetches batches."""
+    return loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+
+
+def _is_plain(batch_sampler: Any) -> bool:
+    """Whether it is torch's own, over all samples once, so that its order depends on nothing but the random state."""
+    if type(batch_sampler) is not BatchSampler:
+        return False
+    sampler: Any = batch_sampler.sampler
+    if type(sampler) is RandomSampler:
+        is_whole = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return is_whole and sampler.generator is None
+    return type(sampler) is SequentialSampler
+
+
+def _plainly_drawn(batch_sampler: BatchSampler, seed: int) -> Sequence[Sequence[int]]:
+    sampler: Any = batch_sampler.sampler
+    return _plain_batches(
+        seed,
+        is_shuffled=isinstance(sampler, RandomSampler),
+        num_samples=len(sampler),
+        batch_size=batch_sampler.batch_size,
+        drop_last=batch_sampler.drop_last,
+    )
+
+
+# Virtual workers share a process, and so an epoch's order: drawing it takes 14 ms for 50,000 samples, for
+# each of the workers.
+@functools.lru_cache(maxsize=2)
+def _plain_batches(
+    seed: int, *, is_shuffled: bool, num_samples: int, batch_size: int, drop_last: bool
+) -> list[array[int]]:
+    """What torch's samplers draw from this seed. Arrays, since they are kept, and take a quarter of a list's memory."""
+    samples = range(num_samples)
+    with preserved_random_state():
+        seed_everything(seed)
+        order = array("q", RandomSampler(samples) if is_shuffled else SequentialSampler(samples))
+    end = num_samples - num_samples % batch_size if drop_last else num_samples
+    return [order[start : min(start + batch_size, end)] for start in range(0, end, batch_size)]
+
+
+@final
+class _Feed:
+    """The inner loader's sampler, which remembers what it has given and the loader has not yet fetched."""
+
+    def __init__(self, *, is_whole: bool) -> None:
+        self._is_whole = is_whole
+        self._batches: Iterator[RankBatch] = iter(())
+        self._given: deque[RankBatch] = deque()
+
+    def begin(self, batches: Iterator[RankBatch]) -> deque[RankBatch]:
+        """Take an epoch's batches; returns those given and not fetched."""
+        self._batches, self._given = batches, deque()
+        return self._given
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, given = self._batches, self._given
+        for batch in batches:
+            given.append(batch)
+            yield list(batch.samples) if self._is_whole else batch.samples[0]

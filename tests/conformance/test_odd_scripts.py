@@ -1,0 +1,316 @@
+"""Scripts that go other ways through their data: each does what it says, or is told at once why it cannot.
+
+A new kind of script is one new row. Where it is not refused, a run equals the same script in one process with the
+combined batches, and its records count the samples that it has trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from paceline.errors import RunFailed
+from tests.conformance import local_engine, virtual_engine
+from tests.conformance.reference import Script, train_alone
+from tests.conformance.scripts import (
+    BATCH_SIZE,
+    EXACT,
+    NUM_CLASSES,
+    assert_close,
+    launched,
+    loader_of,
+    momentum,
+    perceptron,
+    plain_step,
+    samples,
+)
+
+NUM_WORKERS, NUM_EPOCHS, NUM_SAMPLES = 2, 3, 91
+"""The last global batch of an epoch is divided into one sample and two."""
+
+Batches = Iterable[Any]
+
+
+def train(
+    worker: Any,
+    *,
+    way: Callable[[Batches], Iterable[Any]] = iter,
+    loader: Callable[[Any], DataLoader[Any]] = lambda worker: loader_of(samples(NUM_SAMPLES)),
+    model: Callable[[], nn.Module] = perceptron,
+    accumulates: bool = False,
+    no_sync: bool = False,
+) -> nn.Module:
+    """Train on what comes out of `way(loader)`, epoch after epoch."""
+    network = model()
+    network, optimizer, batches = worker.prepare(network, momentum(network.parameters()), loader(worker))
+    for _ in range(NUM_EPOCHS):
+        optimizer.zero_grad()
+        for number, (x, y, *_) in enumerate(way(batches), 1):
+            if not accumulates:
+                plain_step(network, optimizer, (x, y))
+                continue
+            with worker.no_sync() if no_sync and number % 2 else nullcontext():
+                nn.functional.cross_entropy(network(x), y).backward()
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return network
+
+
+# --- ways through the data ------------------------------------------------------------------------------------------
+
+
+def ahead(batches: Batches, *, depth: int = 1, copies: bool = False) -> Iterator[Any]:
+    """Has asked for `depth` more batches whenever one is trained on, perhaps as copies, as on another device."""
+    out: list[Any] = []
+    for batch in batches:
+        out.append([tensor.clone() for tensor in batch] if copies else batch)
+        del batch
+        if len(out) > depth:
+            yield out.pop(0)
+    while out:
+        yield out.pop(0)
+
+
+def in_chunks(batches: Batches) -> Iterator[Any]:
+    """Asks for five batches, trains on each, and asks for the next five."""
+    remaining = iter(batches)
+    while chunk := list(itertools.islice(remaining, 5)):
+        yield from chunk
+
+
+def in_thread(batches: Batches) -> Iterator[Any]:
+    """Another thread asks for batches."""
+    read: queue.Queue[Any] = queue.Queue(maxsize=3)
+
+    def fill() -> None:
+        for batch in batches:
+            read.put(batch)
+        read.put(None)
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    while (batch := read.get()) is not None:
+        yield batch
+
+
+def without(batches: Batches, *, numbers: tuple[int, ...]) -> Iterator[Any]:
+    """Leaves some batches of every epoch out."""
+    for number, batch in enumerate(batches):
+        if number not in numbers:
+            yield batch
+
+
+def twice(batches: Batches, *, way: Callable[[Batches], Iterable[Any]] = iter) -> Iterator[Any]:
+    """Two steps a batch."""
+    for batch in way(batches):
+        yield batch
+        yield batch
+
+
+def only(batches: Batches, *, count: int) -> Iterator[Any]:
+    yield from itertools.islice(iter(batches), count)
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    """The samples in order, over and over if they have no end; or one rank's share of them."""
+
+    def __init__(self, *, is_endless: bool = False, rank: int = 0, size: int = 1) -> None:
+        self.is_endless, self.rank, self.size = is_endless, rank, size
+        self.splits_by_rank = size > 1
+        self.data = samples(NUM_SAMPLES)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        numbers = range(len(self.data))
+        for number in itertools.cycle(numbers) if self.is_endless else numbers[self.rank :: self.size]:
+            yield self.data[number]
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(NUM_SAMPLES))
+
+
+def stream(worker: Any, *, is_endless: bool = False, splits: bool = False, num_workers: int = 0) -> DataLoader[Any]:
+    share = {"rank": worker.rank, "size": worker.size} if splits else {}
+    return DataLoader(Stream(is_endless=is_endless, **share), batch_size=BATCH_SIZE, num_workers=num_workers)
+
+
+def endless_sampler(worker: Any) -> DataLoader[Any]:
+    return DataLoader(samples(NUM_SAMPLES), batch_size=BATCH_SIZE, sampler=Endless())
+
+
+def unequal_batches(worker: Any) -> DataLoader[Any]:
+    return DataLoader(samples(), batch_size=BATCH_SIZE + worker.rank)
+
+
+def unequal_data(worker: Any) -> DataLoader[Any]:
+    return DataLoader(samples(NUM_SAMPLES - worker.rank), batch_size=BATCH_SIZE)
+
+
+def of_samples(worker: Any, *, count: int) -> DataLoader[Any]:
+    return loader_of(samples(count))
+
+
+def normalised() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, NUM_CLASSES)).double()
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A script, and what becomes of it."""
+
+    name: str
+    script: Script
+    samples: int | None = NUM_SAMPLES * NUM_EPOCHS
+    """That all workers together train on; None: the script is refused."""
+    refusal: str = ""
+    only_on: str = ""
+    """The engine that this holds for, if it is not both."""
+
+
+NOT_TOLD = r"rank \d, epoch 0: .* nothing tells which of the batches 10, 11, 12 it trained on"
+IN_THREAD = r"rank \d reads the loader in another thread"
+
+ODD = (
+    Odd("plain", train),
+    Odd("one ahead", partial(train, way=ahead)),
+    Odd("three ahead", partial(train, way=partial(ahead, depth=3))),
+    Odd("in chunks", partial(train, way=in_chunks)),
+    Odd("one ahead, copied", partial(train, way=partial(ahead, copies=True))),
+    Odd("three ahead, copied", partial(train, way=partial(ahead, depth=3, copies=True))),
+    Odd(
+        "one ahead, copied, no longer told apart",
+        partial(
+            train, way=partial(ahead, copies=True), loader=partial(of_samples, count=11 * NUM_WORKERS * BATCH_SIZE + 7)
+        ),
+        samples=None,
+        refusal=NOT_TOLD,
+    ),
+    Odd("in a thread", partial(train, way=in_thread), only_on="processes"),
+    Odd("in a thread, accumulating", partial(train, way=in_thread, accumulates=True), only_on="processes"),
+    Odd("in a thread, virtually", partial(train, way=in_thread), samples=None, refusal=IN_THREAD, only_on="virtual"),
+    Odd("without the first", partial(train, way=partial(without, numbers=(0,))), samples=(91 - 8) * NUM_EPOCHS),
+    Odd("without some", partial(train, way=partial(without, numbers=(3, 4, 8))), samples=(91 - 24) * NUM_EPOCHS),
+    Odd(
+        "without the last full one", partial(train, way=partial(without, numbers=(10,))), samples=(91 - 8) * NUM_EPOCHS
+    ),
+    Odd("without the last", partial(train, way=partial(without, numbers=(11,))), samples=88 * NUM_EPOCHS),
+    Odd("left early", partial(train, way=partial(only, count=5)), samples=40 * NUM_EPOCHS),
+    Odd("twice", partial(train, way=twice)),
+    Odd("twice, one ahead", partial(train, way=partial(twice, way=ahead))),
+    Odd("accumulating, one ahead", partial(train, way=ahead, accumulates=True)),
+    Odd("accumulating without exchange, one ahead", partial(train, way=ahead, accumulates=True, no_sync=True)),
+    Odd(
+        "accumulating without some",
+        partial(train, way=partial(without, numbers=(3, 10)), accumulates=True, no_sync=True),
+        samples=(91 - 16) * NUM_EPOCHS,
+    ),
+    Odd("a stream", partial(train, loader=stream)),
+    Odd("a stream, one ahead", partial(train, loader=stream, way=ahead)),
+    # The tests' processes must not start others.
+    Odd("a stream, two loader workers", partial(train, loader=partial(stream, num_workers=2)), only_on="virtual"),
+    Odd("a stream that splits itself", partial(train, loader=partial(stream, splits=True))),
+    Odd(
+        "an endless stream",
+        partial(train, loader=partial(stream, is_endless=True), way=partial(only, count=20)),
+        samples=160 * NUM_EPOCHS,
+    ),
+    Odd(
+        "an endless sampler",
+        partial(train, loader=endless_sampler, way=partial(only, count=20)),
+        samples=160 * NUM_EPOCHS,
+    ),
+    Odd(
+        "batch norm of one sample",
+        partial(train, model=normalised),
+        samples=None,
+        refusal=r"rank 0: batch 12 of epoch 0 leaves '2' one value a channel.*drop_last=True or another batch size",
+    ),
+    Odd(
+        "another batch size on rank 1",
+        partial(train, loader=unequal_batches),
+        samples=None,
+        refusal="rank 0's DataLoader has batch size 4, rank 1's has batch size 5",
+    ),
+    Odd(
+        "less data on rank 1",
+        partial(train, loader=unequal_data),
+        samples=None,
+        refusal="rank 0's DataLoader has samples 91, rank 1's has samples 90",
+    ),
+)
+ENGINES = {"virtual": virtual_engine, "processes": local_engine}
+QUICK_IN_PROCESSES = ("one ahead", "in a thread", "a stream that splits itself", "less data on rank 1")
+
+
+def cases() -> list[Any]:
+    """Every row under every strategy virtually; most of those in processes are left to `make test-slow`."""
+    return [
+        pytest.param(
+            engine,
+            strategy,
+            odd,
+            id=f"{engine}-{strategy}-{odd.name}",
+            marks=[pytest.mark.slow]
+            if engine == "processes" and (odd.name not in QUICK_IN_PROCESSES or strategy != "all-reduce")
+            else [],
+        )
+        for engine in ENGINES
+        for strategy in ("all-reduce", "ps-bsp")
+        for odd in ODD
+        if odd.only_on in ("", engine)
+    ]
+
+
+def samples_in(result: Any) -> int:
+    return sum(record.samples for record in result.steps)
+
+
+@pytest.mark.parametrize(("engine", "strategy", "odd"), cases())
+def test_odd_scripts_under_synchronous_strategies(engine: str, strategy: str, odd: Odd, tmp_path: Path) -> None:
+    run = partial(
+        ENGINES[engine].run, partial(launched, odd.script), strategy=strategy, workers=NUM_WORKERS, out=tmp_path
+    )
+    if odd.samples is None:
+        with pytest.raises(RunFailed, match=odd.refusal):
+            run()
+        return
+    result = run()
+    assert_close(result.model_state(), train_alone(odd.script, NUM_WORKERS), EXACT)
+    assert samples_in(result) == odd.samples
+
+
+@pytest.mark.parametrize("odd", [odd for odd in ODD if odd.samples and not odd.only_on], ids=lambda odd: odd.name)
+def test_odd_scripts_under_an_asynchronous_strategy(odd: Odd, tmp_path: Path) -> None:
+    result = virtual_engine.run(partial(launched, odd.script), strategy="ps-asp", workers=NUM_WORKERS, out=tmp_path)
+    assert samples_in(result) == odd.samples
+
+
+def test_virtual_runs_of_streams_repeat_themselves(tmp_path: Path) -> None:
+    script = partial(train, loader=partial(stream, splits=True), way=ahead)
+    states = [
+        virtual_engine.run(
+            partial(launched, script), strategy="all-reduce", workers=NUM_WORKERS, out=tmp_path / str(number)
+        ).model_state()
+        for number in range(2)
+    ]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -1,0 +1,149 @@
+"""The ports that docs/security.md lists are those that runs open, and strangers get in at none of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.namespaces import Network
+from tests.distributed.harness import PACELINE, SCRIPTS, TRAIN, Command, is_training, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+NOBODY = 65534
+TOKEN, CURVE, NOTHING = "Ray's token", "CURVE with the run's keys", "nothing but the network"
+EVERY, OWN = "every address", "own address"
+TRAINING = ["--steps", "100000", "--step-s", "0.02"]  # longer than any test: it is ended
+
+Socket = tuple[str, str]
+"""Process and address, as the page names them."""
+
+
+def table() -> dict[Socket, str]:
+    """What protects each socket, as the page says."""
+    rows = re.findall(r"^\| `(\S+)` \| (.+?) \| .+? \| (.+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {(process, address): protection for process, address, protection in rows}
+
+
+def test_the_page_knows_three_ways_to_protect_a_port() -> None:
+    assert len(table()) == 10
+    assert set(table().values()) == {TOKEN, CURVE, NOTHING}
+
+
+def name_of(process: psutil.Process) -> str:
+    """As the page calls it."""
+    command = process.cmdline()
+    if command[0].startswith("ray::"):
+        kind = re.split(r"[. ]", command[0])[0]
+        return {"ray::WorkerActor": "worker", "ray::IDLE": "worker", "ray::ServerActor": "server"}.get(kind, kind)
+    return "launcher" if PACELINE in command else Path(command[0]).name
+
+
+def listening(pids: Sequence[int], *, own: str) -> dict[Socket, list[int]]:
+    """The ports at which the processes listen."""
+    found: dict[Socket, list[int]] = {}
+    for pid in pids:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    address = {"::": EVERY, "0.0.0.0": EVERY, own: OWN}.get(connection.laddr.ip, connection.laddr.ip)
+                    found.setdefault((name_of(process), address), []).append(connection.laddr.port)
+    return found
+
+
+def told(ports: Sequence[tuple[str, int]], *, pids: Sequence[int] = (), user: int | None = None) -> list[str]:
+    """The command of a stranger who tries these."""
+    paths = ["/tmp/paceline-ray-*", "/tmp/paceline-ray-*/session_latest/sockets"]
+    given = {"ports": ports, "pids": list(pids), "paths": paths if pids else [], "user": user}
+    return [sys.executable, str(SCRIPTS / "stranger.py"), json.dumps(given)]
+
+
+def require_that_nobody_got_in(said: Mapping[str, Any], protections: Mapping[str, str]) -> None:
+    assert said["opened"] == []
+    assert said["answers"].keys() == protections.keys()
+    for port, protection in protections.items():
+        answers = said["answers"][port]
+        assert "ANSWERED" not in answers, (port, protection, answers)
+        assert ("UNAUTHENTICATED" in answers) == (protection == TOKEN), (port, protection, answers)
+
+
+def num_steps(out: Path) -> int:
+    return len((out / "steps.csv").read_text().splitlines())
+
+
+def require_that_it_goes_on(out: Path) -> None:
+    """The run trains, and has heard nothing that it had to refuse."""
+    before = num_steps(out)
+    assert wait_until(lambda: num_steps(out) > before + 20, within_s=60)
+    assert '"refused"' not in (out / "events.jsonl").read_text()
+
+
+def own_address() -> str:
+    """The one by which Ray will know this machine."""
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
+
+
+def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    strategy = ["--strategy", "ps-bsp", "--workers", 2, "--option", "servers=1"]
+    command = start("run", TRAIN, *strategy, "--out", out, "--", *TRAINING)
+    assert wait_until(lambda: is_training(out), within_s=120), command.wait(timeout_s=1)
+    launcher = psutil.Process(command.process.pid)
+    pids = [process.pid for process in (launcher, *launcher.children(recursive=True))]
+    found = listening(pids, own=own_address())
+    always = set(table()) - {("ray::DashboardAgent", OWN), ("worker", OWN)}  # no other host, and no dashboard
+    assert always <= found.keys() <= set(table()) - {("worker", OWN)}
+
+    ports = [(own_address(), port) for ports in found.values() for port in ports]
+    protections = {f"{own_address()}:{port}": table()[socket] for socket, ports in found.items() for port in ports}
+    users = [None, NOBODY] if os.geteuid() == 0 else [None]
+    for user in users:
+        asked = told(ports, pids=pids if user is not None else (), user=user)
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        require_that_nobody_got_in(json.loads(done.stdout), protections)
+    require_that_it_goes_on(out)
+    command.interrupt()
+    assert "saved at iteration" in command.wait()
+
+
+@pytest.mark.slow
+def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first, second, outside = hosts.hosts
+    address = replace(hosts, hosts=(first, second)).start_ray()
+    command = [PACELINE, "run", str(TRAIN), "--strategy", "ps-bsp", "--workers", "2", "--option", "servers=2"]
+    launcher = hosts.start(first, [*command, "--address", address, "--out", str(out), "--", *TRAINING])
+    assert wait_until(lambda: is_training(out) or launcher.poll() is not None, within_s=150)
+    assert launcher.poll() is None, launcher.communicate()
+    ports, protections = [], {}
+    seen: set[Socket] = set()
+    for host in (first, second):
+        listed = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True)
+        for socket, found in listening([int(pid) for pid in listed.stdout.split()], own=host.address).items():
+            seen.add(socket)
+            ports += [(host.address, port) for port in found]
+            protections |= {f"{host.address}:{port}": table()[socket] for port in found}
+    assert set(table()) - {("ray::DashboardAgent", OWN)} <= seen
+    # The stranger knows no token: its environment is not that of the hosts.
+    said = replace(hosts, environment={"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": ""}).run(
+        outside, told(ports), timeout_s=200
+    )
+    require_that_nobody_got_in(json.loads(said), protections)
+    require_that_it_goes_on(out)
+    launcher.terminate()
+    launcher.communicate(timeout=60)

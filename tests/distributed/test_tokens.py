@@ -1,0 +1,92 @@
+"""Clusters are joined with their token; one that asks for none, only if that is said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray.cluster_utils import Cluster
+
+from paceline import UsageError
+from paceline.engines.ray.nodes import connected, nodes
+from paceline.engines.ray.tokens import own_token
+
+pytestmark = pytest.mark.ray
+VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A user who has none."""
+    ray.shutdown()  # the Ray of earlier modules: a process has one at a time
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@contextmanager
+def cluster() -> Iterator[str]:
+    started = Cluster(head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000})
+    started.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80_000_000)
+    try:
+        yield str(started.address)
+    finally:
+        started.shutdown()
+
+
+def join(address: str, *, insecure: bool = False) -> None:
+    with connected(address, insecure=insecure):
+        assert nodes()
+
+
+def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with own_token():
+        token = os.environ["RAY_AUTH_TOKEN"]
+        with cluster() as address:
+            join(address)
+            monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+            with pytest.raises(UsageError, match="here is another"):
+                join(address)
+            monkeypatch.delenv("RAY_AUTH_TOKEN")
+            with pytest.raises(UsageError, match="here is none"):
+                join(address, insecure=True)
+            (tmp_path / ".ray").mkdir()
+            (tmp_path / ".ray" / "auth_token").write_text(token)
+            join(address)
+            monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+
+
+def test_a_cluster_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster() as address:
+        for token in (None, "0" * 64):
+            if token is not None:
+                monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+            with pytest.raises(UsageError, match=r"asks for no token.*--insecure"):
+                join(address)
+            join(address, insecure=True)
+
+
+def test_a_connection_that_the_process_has_without_a_token() -> None:
+    with cluster() as address:
+        ray.init(address, log_to_driver=False, logging_level="ERROR")
+        with pytest.raises(UsageError, match="asks for no token"):
+            join(address)
+        join(address, insecure=True)
+        ray.shutdown()
+
+
+def test_a_ray_of_ones_own_has_a_token_of_its_own() -> None:
+    tokens = []
+    for _ in range(2):
+        with own_token():
+            tokens.append(os.environ["RAY_AUTH_TOKEN"])
+            assert get_authentication_mode() == AuthenticationMode.TOKEN
+    assert len(set(tokens)) == 2
+    assert min(map(len, tokens)) == 64
+    assert get_authentication_mode() == AuthenticationMode.DISABLED
+    assert not os.environ.keys() & set(VARIABLES)

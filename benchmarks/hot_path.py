@@ -7,6 +7,7 @@ step and nothing else. Ratios are of windows within a round: their median, and t
     python benchmarks/hot_path.py --model convnet --batch-size 100
     python benchmarks/hot_path.py --model resnet18 --batch-size 4 --steps 6
     python benchmarks/hot_path.py --only plain single --workers 1
+    python benchmarks/hot_path.py --only plain lockstep ps-bsp --model resnet18 --batch-size 4 --steps 4 --servers 2
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,18 +32,33 @@ from torch.utils.data import DataLoader
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
+from paceline.comm.wire import Keys
 from paceline.config import RunConfig
+from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Record, Reporter
 from paceline.running.manifest import describe_machine
+from paceline.server.ranges import KeyRange
+from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.strategies import build
-from paceline.strategies.base import Context
+from paceline.strategies.base import Context, Strategy
 from paceline.training.session import Session
 
 PLAIN = ("plain", "lockstep")
-STRATEGIES = ("single", "all-reduce")
-COMPARISONS = (("lockstep", "plain"), ("single", "plain"), ("all-reduce", "lockstep"), ("all-reduce", "plain"))
+STRATEGIES = ("single", "all-reduce", "ps-bsp", "ps-asp")
+COMPARISONS = (
+    ("lockstep", "plain"),
+    ("single", "plain"),
+    ("all-reduce", "lockstep"),
+    ("all-reduce", "plain"),
+    ("ps-bsp", "lockstep"),
+    ("ps-bsp", "plain"),
+    ("ps-asp", "plain"),
+)
+DEADLINE_S = 60.0
 Step = Callable[[], None]
 
 
@@ -61,11 +78,53 @@ class Kept(Reporter):
         return False
 
 
+class Servers:
+    """The processes of one contender's parameter servers, as the process that starts them and the workers see them."""
+
+    def __init__(self, count: int) -> None:
+        self.keys = Keys.generate()
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(count)]
+        self.lines = [mine for mine, _ in pipes]
+        for index, (_, theirs) in enumerate(pipes):
+            context.Process(target=serve, args=(theirs, self.keys, index), daemon=True).start()
+        self.addresses: list[ServerAddress] = [line.recv() for line in self.lines]
+
+    def configure(
+        self, strategy: Strategy, size: int, layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]
+    ) -> None:
+        for line, pieces in zip(self.lines, ranges, strict=True):
+            rule = strategy.admission_rule(Membership.first(size))
+            assert rule is not None
+            line.send(ServerSpec(layout, pieces, spec, rule, None, strategy.aggregator()))
+            line.recv()
+
+
+def serve(line: Connection, keys: Keys, index: int) -> None:
+    """One server's process, which ends with the one that started it."""
+    torch.set_num_threads(1)
+    epoch = Membership.first(1).epoch
+    service = ParameterService(keys, host="127.0.0.1", index=index, epoch=epoch, reporter=Kept())
+    line.send(ServerAddress(service.endpoint, service.bell))
+    service.configure(line.recv())
+    line.send("configured")
+    service.serve()
+
+
 class Worker:
     """One process's contenders: what makes one step of each."""
 
-    def __init__(self, rank: int, size: int, line: Connection, done: Any, model: str, batch_size: int) -> None:
-        self.rank, self.size, self.line, self.done = rank, size, line, done
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        line: Connection,
+        done: Any,
+        model: str,
+        batch_size: int,
+        servers: Mapping[str, Servers],
+    ) -> None:
+        self.rank, self.size, self.line, self.done, self.servers = rank, size, line, done, servers
         self.model_name, self.batch_size = model, batch_size
         self.meetings = 0
 
@@ -102,8 +161,20 @@ class Worker:
         alone = name == "single"
         size, rank = (1, 0) if alone else (self.size, self.rank)
         collective: Collective = AloneCollective() if alone else self._shared_memory()
-        context = Context(rank, Membership.first(size), rank, size, torch.device("cpu"), collective)
-        return Session(context, build(name, {}), RunConfig(seed=0), Kept())
+        servers, members = self.servers.get(name), Membership.first(size)
+        strategy = build(name, {"servers": len(servers.addresses)} if servers is not None else {})
+        store = None
+        if servers is not None:
+            store = connect_servers(
+                servers.keys,
+                servers=servers.addresses,
+                collective=collective,
+                configure=partial(servers.configure, strategy, size),
+                epoch=members.epoch,
+                deadline_s=DEADLINE_S,
+            )
+        context = Context(rank, members, rank, size, torch.device("cpu"), collective, store)
+        return Session(context, strategy, RunConfig(seed=0), Kept())
 
     def _shared_memory(self) -> Collective:
         control = SharedMemoryCollective.prepare()
@@ -123,13 +194,14 @@ def work(
     done: Any,
     model: str,
     batch_size: int,
+    servers: Mapping[str, Servers],
     names: Sequence[str],
     rounds: int,
     steps: int,
 ) -> None:
     """A worker process: windows of `steps` steps of each contender, in turn; sends the seconds of each round."""
     share_cores(size)
-    worker = Worker(rank, size, line, done, model, batch_size)
+    worker = Worker(rank, size, line, done, model, batch_size, servers)
     contenders = {name: worker.step_of(name) for name in names}
     line.send("ready")
     for number in range(rounds + 1):  # the first is for warming up
@@ -148,15 +220,16 @@ def work(
 
 
 def measure(
-    *, model: str, batch_size: int, workers: int, names: Sequence[str], rounds: int, steps: int
+    *, model: str, batch_size: int, workers: int, servers: int, names: Sequence[str], rounds: int, steps: int
 ) -> list[dict[str, float]]:
     """Seconds a step of each contender, one dictionary a round: the mean over workers."""
     context = multiprocessing.get_context("spawn")
     done = context.RawArray("q", workers)
+    groups = {name: Servers(servers) for name in names if name.startswith("ps-")}
     lines, processes = [], []
     for rank in range(workers):
         mine, theirs = context.Pipe()
-        arguments = (rank, workers, theirs, done, model, batch_size, names, rounds, steps)
+        arguments = (rank, workers, theirs, done, model, batch_size, groups, names, rounds, steps)
         processes.append(context.Process(target=work, args=arguments, daemon=True))
         lines.append(mine)
     for process in processes:
@@ -203,10 +276,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=60, help="steps of a window")
+    parser.add_argument("--servers", type=int, default=1, help="parameter servers of the ps strategies")
     parser.add_argument("--only", nargs="*", choices=(*PLAIN, *STRATEGIES), default=(*PLAIN, *STRATEGIES))
     args = parser.parse_args()
     names = [name for name in (*PLAIN, *STRATEGIES) if name in args.only]
-    workload = {"model": args.model, "batch_size": args.batch_size, "workers": args.workers}
+    workload = {
+        "model": args.model,
+        "batch_size": args.batch_size,
+        "workers": args.workers,
+        "num_servers": args.servers,
+    }
     found = measure(**workload, names=names, rounds=args.rounds, steps=args.steps)
     title = f"{args.model}, batch {args.batch_size}, {args.workers} workers, {args.rounds} rounds of {args.steps} steps"
     Console(width=120).print(table_of(found, title))

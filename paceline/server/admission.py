@@ -11,6 +11,7 @@ order of arrival decides, and links differ: one shard decides, and the rules of 
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from typing import ClassVar, final
 
 from paceline.errors import PacelineError
@@ -41,6 +42,8 @@ class AdmissionRule(ABC):
     """No further update will be formed: every worker is to end."""
     follows: bool = False
     """Another shard decides, and each push must be followed by `follow`, with what it decided."""
+    is_plain: bool = False
+    """While nothing is held and all take part, the workers' clocks are all the rule's state."""
     contributors: tuple[int, ...] | None = None
     """Who formed the last clock, if the rules of other shards must be told; none if they find it themselves."""
 
@@ -50,6 +53,10 @@ class AdmissionRule(ABC):
 
     def begin_at(self, iteration: int) -> None:
         """The first clock follows so many updates, which were made before a checkpoint."""
+
+    def resume(self, clocks: Mapping[int, int]) -> None:
+        """Others have gone on for a plain rule: where each worker is now."""
+        raise NotImplementedError(type(self).__name__)
 
     @abstractmethod
     def for_another_shard(self) -> "AdmissionRule":
@@ -131,11 +138,14 @@ class BulkSynchronous(AdmissionRule):
         if not 0 <= backup_workers < members.size:
             raise ValueError(f"backup_workers must be in 0..{members.size - 1}, not {backup_workers}")
         self._backup_workers = backup_workers
-        self.needs_all = not backup_workers
+        self.needs_all = self.is_plain = not backup_workers
         self.contributors = () if backup_workers else None
         self._clock = 0
         self._held: set[int] = set()
         self._num_missing = members.size  # active workers that are not held
+
+    def resume(self, clocks: Mapping[int, int]) -> None:
+        self._clock = max(clocks.values())
 
     def for_another_shard(self) -> AdmissionRule:
         return Following(self.members) if self._backup_workers else BulkSynchronous(self.members)
@@ -275,14 +285,17 @@ class StaleSynchronous(AdmissionRule):
         super().__init__(members)
         if not staleness >= 0:
             raise ValueError(f"staleness must be at least 0, not {staleness}")
-        self._staleness = staleness
-        self.torn_reads = torn_reads
-        self._clocks = dict.fromkeys(members.ranks, 0)
-        self._num_at = Counter({0: members.size})  # active workers, by their clocks
-        self._slowest = 0
+        self.staleness = staleness
+        self.torn_reads, self.is_plain = torn_reads, not torn_reads
+        self.resume(dict.fromkeys(members.ranks, 0))
+
+    def resume(self, clocks: Mapping[int, int]) -> None:
+        self._clocks = dict(clocks)
+        self._num_at = Counter(clocks.values())  # active workers, by their clocks
+        self._slowest = min(clocks.values())
 
     def for_another_shard(self) -> AdmissionRule:
-        return StaleSynchronous(self.members, staleness=self._staleness, torn_reads=self.torn_reads)
+        return StaleSynchronous(self.members, staleness=self.staleness, torn_reads=self.torn_reads)
 
     def push(self, sender: int, clock: int) -> tuple[int, ...]:
         self.require_active(sender)
@@ -299,7 +312,7 @@ class StaleSynchronous(AdmissionRule):
         return False
 
     def is_admitted(self, worker: int) -> bool:
-        return not self.active or self._clocks[worker] - self._slowest <= self._staleness
+        return not self.active or self._clocks[worker] - self._slowest <= self.staleness
 
     def clock_of(self, worker: int) -> int:
         return self._clocks[worker]

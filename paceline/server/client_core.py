@@ -16,6 +16,7 @@ from paceline.messages import (
     ADMITTED,
     APART,
     FRAME_BYTES,
+    HEAD_BYTES,
     IN_TURN,
     STOP,
     VOID,
@@ -228,6 +229,11 @@ class ClientCore:
     def joined(self) -> None:
         """Its next contribution belongs to the servers' clock."""
         self._clock = self._servers[0].answers[0].clock
+
+    def served_itself(self, *, clock: int) -> None:
+        """The worker has pushed, and goes on at this clock, without any message."""
+        self._clock = clock
+        self.moved_bytes = 2 * (HEAD_BYTES + self._servers[0].range_bytes)
 
     def reply(self) -> Reply:
         """What the servers said. Of many shards the first server's last one decides, and speaks for all."""

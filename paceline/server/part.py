@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.layout import Layout
 from paceline.messages import Raw, WireError, to_frames
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
 from paceline.server.shard import Shard, build_optimizer
-from paceline.server.spec import ServerSpec
+from paceline.server.spec import OptimizerSpec, ServerSpec
 
 
 @dataclass
@@ -54,25 +55,7 @@ class Part:
 
 def build_part(spec: ServerSpec, pieces: KeyRange, rule: AdmissionRule, memory: Tensor | None) -> Part:
     """A shard of these pieces; its parameters lie in `memory`, laid out like the model, if that is given."""
-    segments = spec.layout.segments
-    parameters = [
-        torch.zeros(
-            piece.stop - piece.start if piece.shape is None else piece.shape, dtype=segments[piece.segment].dtype
-        )
-        if memory is None
-        else piece.view(spec.layout, memory)
-        for piece in pieces
-    ]
-    owned: dict[int, list[Tensor]] = {}
-    for piece, parameter in zip(pieces, parameters, strict=True):
-        owned.setdefault(segments[piece.segment].group, []).append(parameter)
-    groups = sorted(owned)
-    optimizer = build_optimizer(
-        spec.optimizer.optimizer_class,
-        spec.optimizer.defaults,
-        [spec.optimizer.groups[group] for group in groups],
-        [owned[group] for group in groups],
-    )
+    optimizer, parameters, groups = build_pieces(spec.layout, pieces, spec.optimizer, memory)
     shard = Shard(
         parameters=parameters,
         optimizer=optimizer,
@@ -81,6 +64,32 @@ def build_part(spec: ServerSpec, pieces: KeyRange, rule: AdmissionRule, memory: 
         max_updates=spec.max_updates,
     )
     return Part(shard, pieces, groups, sum(parameter.nbytes for parameter in parameters))
+
+
+def build_pieces(
+    layout: Layout, pieces: KeyRange, spec: OptimizerSpec, memory: Tensor | None
+) -> tuple[torch.optim.Optimizer, list[Tensor], list[int]]:
+    """An optimizer over these pieces, in `memory` if that is given; the pieces; and which of its groups they are of."""
+    segments = layout.segments
+    parameters = [
+        torch.zeros(
+            piece.stop - piece.start if piece.shape is None else piece.shape, dtype=segments[piece.segment].dtype
+        )
+        if memory is None
+        else piece.view(layout, memory)
+        for piece in pieces
+    ]
+    owned: dict[int, list[Tensor]] = {}
+    for piece, parameter in zip(pieces, parameters, strict=True):
+        owned.setdefault(segments[piece.segment].group, []).append(parameter)
+    groups = sorted(owned)
+    optimizer = build_optimizer(
+        spec.optimizer_class,
+        spec.defaults,
+        [spec.groups[group] for group in groups],
+        [owned[group] for group in groups],
+    )
+    return optimizer, parameters, groups
 
 
 def require_fitting(spec: ServerSpec, *, num_shards: int) -> None:

@@ -23,15 +23,24 @@ def initialise(part: Part, message: Message, parameters: Sequence[Tensor] | None
     part.shard.begin_at(message.iteration)
 
 
+def states_of(parts: Sequence[Part]) -> dict[str, Tensor]:
+    """All shards' optimizers' state, keyed by the piece's index in the server's range. Tensors are no copies.
+
+    Raises:
+        UsageError: a state is neither tensor nor number.
+    """
+    state: dict[str, Tensor] = {}
+    for first, part in _numbered(parts):
+        state |= export_state(part.shard.optimizer, part.shard.parameters, first_piece=first)
+    return state
+
+
 def state_fields(parts: Sequence[Part]) -> dict[str, Any]:
     """Of a message with the state of all shards' optimizers. Raises WireError if a state cannot be sent."""
-    state: dict[str, Tensor] = {}
     try:
-        for first, part in _numbered(parts):
-            state |= export_state(part.shard.optimizer, part.shard.parameters, first_piece=first)
+        body, frames = pack(states_of(parts))
     except UsageError as error:
         raise WireError(str(error)) from None
-    body, frames = pack(state)
     payload = [bytes(frame) for frame in frames]
     return {"body": body, "payload": payload, "tensor_bytes": sum(map(len, payload))}
 

@@ -192,6 +192,13 @@ class ServerCore:
     def message(self, kind: Kind, **fields: Any) -> Message:
         return Message(kind, self.epoch, sender=self.index, iteration=self.iteration, **fields)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all workers are beside, and those who have all tensors could go on without this server."""
+        are_beside = len(self._clients) > 0 and all(client.is_beside for client in self._clients.values())
+        is_complete = are_beside and self._spec is not None and len(self._clients) == self._spec.rule.members.size
+        return is_complete and all(part.shard.is_quiet for part in self.parts)
+
     def close(self) -> None:
         """Let go of all memory."""
         self._clients.clear()

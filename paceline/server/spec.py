@@ -55,6 +55,13 @@ class Push(NamedTuple):
     kind: ContributionKind = "gradient"
     """A delta is what the worker's parameters are, less what they were when it got them."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is nothing but a gradient."""
+        return not (self.void or self.stop or self.groups or self.sender is not None) and (
+            self.weight == 1.0 and self.kind == "gradient"
+        )
+
 
 class Reply(NamedTuple):
     """What the servers say to one push and pull."""

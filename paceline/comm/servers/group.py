@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -15,6 +15,14 @@ from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Push, Reply
 
 Configure = Callable[[Layout, OptimizerSpec, Sequence[KeyRange]], None]
+
+
+class Turn(NamedTuple):
+    """What came of an exchange without a message."""
+
+    reply: Reply
+    elapsed_s: float
+    waiting_s: float
 
 
 class Carrier(ABC):
@@ -34,8 +42,14 @@ class Carrier(ABC):
         """How each server finds these buffers, which were allocated here."""
 
     @abstractmethod
-    def attached(self, client: ClientCore, layout: Layout, said: Sequence[Mapping[str, Any]]) -> None:
+    def attached(
+        self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
+    ) -> None:
         """What each server said of itself."""
+
+    def serve_itself(self, client: ClientCore) -> Turn | None:
+        """Push without a message, if the server lets workers do so now."""
+        return None
 
     @abstractmethod
     def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:
@@ -89,12 +103,16 @@ class ServerGroup(Store):
         self._ask(
             self._client.attach(layout, ranges, whole=whole, parameters=parameters, gradients=gradients, bodies=bodies)
         )
-        self._carrier.attached(self._client, layout, self._client.attached())
+        self._carrier.attached(self._client, layout, spec, self._client.attached())
         self._collective.barrier()
         self._initialise(iteration=0)
 
     def exchange(self, push: Push) -> Reply:
-        return self._timed(self._client.exchange(push))
+        turn = self._carrier.serve_itself(self._client) if push.is_plain else None
+        if turn is None:
+            return self._timed(self._client.exchange(push))
+        self._account(turn.elapsed_s, turn.waiting_s)
+        return turn.reply
 
     def wait_for_admission(self, *, pause_at: int) -> Reply:
         return self._timed(self._client.wait(pause_at=pause_at))
@@ -133,12 +151,14 @@ class ServerGroup(Store):
         self._collective.barrier()
 
     def _timed(self, sends: Iterable[Send]) -> Reply:
-        elapsed_s = self._ask(sends)
-        waiting_s = min(elapsed_s, self._client.waiting_s)
+        self._account(self._ask(sends), self._client.waiting_s)
+        return self._client.reply()
+
+    def _account(self, elapsed_s: float, waiting_s: float) -> None:
+        waiting_s = min(elapsed_s, waiting_s)
         self.timing.waiting_s += waiting_s
         self.timing.communication_s += elapsed_s - waiting_s
         self.timing.moved_bytes += self._client.moved_bytes
-        return self._client.reply()
 
     def _ask(self, sends: Iterable[Send]) -> float:
         """Ask, and wait; the seconds that took."""

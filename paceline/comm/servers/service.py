@@ -9,6 +9,7 @@ from typing import Any, final
 
 import zmq
 
+from paceline.comm.servers.lending import Lending, can_lend
 from paceline.comm.servers.line import LINE_BYTES, Bell, BellAddress, ServerLine
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.wire import Keys, Listener
@@ -16,6 +17,7 @@ from paceline.errors import PacelineError
 from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import Reporter, UpdateRecord
 from paceline.server.server_core import Send, ServerCore, Updated
+from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
 
 POLL_S = 0.1
@@ -27,6 +29,8 @@ class _Neighbour:
 
     line: ServerLine
     segments: tuple[SharedBlock, ...]
+    gradients: Sequence[int]
+    """Their address."""
     asked_on_line: bool = False
     """Whether the last request came that way; its answer goes back the same."""
 
@@ -57,6 +61,7 @@ class ParameterService:
         self._neighbours: dict[bytes, _Neighbour] = {}  # by identity
         self._spec: ServerSpec | None = None
         self._shared: SharedBlock | None = None
+        self._lending: Lending | None = None
         self._is_stopping = False
 
     @property
@@ -66,13 +71,15 @@ class ParameterService:
 
     @property
     def iteration(self) -> int:
-        return self._core.iteration
+        return max(self._core.iteration, self._lending.iteration if self._lending is not None else 0)
 
     def configure(self, spec: ServerSpec) -> None:
         """Build the shards; called once, before any worker attaches. Raises UsageError for an unfit aggregator."""
         num_bytes = spec.layout.num_bytes
         if spec.rule.torn_reads:
             self._shared = SharedBlock.create(num_bytes)
+        if can_lend(spec):
+            self._lending = Lending(spec)
         self._core.configure(spec, memory=self._shared.tensor[:num_bytes] if self._shared is not None else None)
         self._spec = spec
 
@@ -88,6 +95,8 @@ class ParameterService:
                         self._handle_lines()
                     else:
                         self._handle_socket()
+                if self._lending is not None:
+                    self._report(self._lending.look())
         finally:
             self._close()
 
@@ -102,6 +111,8 @@ class ParameterService:
             neighbour.close()
         if self._shared is not None:
             self._shared.close()
+        if self._lending is not None:
+            self._lending.close()
 
     def _handle_lines(self) -> None:
         """Answer every request on a line; one that comes meanwhile rings again."""
@@ -124,6 +135,8 @@ class ParameterService:
             message = Message.decode(frames, epoch=self._core.epoch)
             if identity != identity_of(message.sender):
                 raise WireError(f"refused a message for worker {message.sender} from {identity!r}")
+            if self._lending is not None:
+                self._report(self._lending.take_back(self._core.parts))
             if message.kind is Kind.ATTACH:
                 self._attach(message)
                 return
@@ -140,6 +153,14 @@ class ParameterService:
                 os.sched_yield()  # to the thread that sends: a worker beside, which wakes next, may take its core
         for record in records:
             self._reporter.emit(record)
+        is_plain = message.kind is Kind.EXCHANGE and not message.flags and not message.body
+        if self._lending is not None and is_plain and self._core.is_quiet:
+            gradients = [self._neighbours[identity_of(rank)].gradients for rank in range(len(self._neighbours))]
+            self._lending.lend(self._core.parts, gradients)
+
+    def _report(self, applied: Sequence[Applied]) -> None:
+        for one in applied:
+            self._reporter.emit(UpdateRecord(self._core.index, one.iteration, one.worker, one.clock, one.staleness))
 
     def _send(self, identity: bytes, message: Message) -> None:
         neighbour = self._neighbours.get(identity)
@@ -162,7 +183,7 @@ class ParameterService:
                 for name in ("gradients", "parameters")
             )
             line = ServerLine(_address(message.body.get("line"), least_bytes=LINE_BYTES))
-            self._neighbours[identity] = _Neighbour(line, (gradients, parameters))
+            self._neighbours[identity] = _Neighbour(line, (gradients, parameters), astuple(gradients.address))
             about = self._core.attach(
                 message,
                 gradients=gradients.tensor[:num_bytes],
@@ -171,6 +192,8 @@ class ParameterService:
             )
             if self._shared is not None:
                 about["parameters"] = astuple(self._shared.address)
+            if self._lending is not None:
+                about["loan"] = astuple(self._lending.address)
         self._listener.send(identity, self._core.message(Kind.OK, body=about))
 
 

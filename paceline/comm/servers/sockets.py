@@ -10,8 +10,10 @@ import zmq
 from torch import Tensor
 
 from paceline.comm.base import Collective
-from paceline.comm.servers.group import Carrier, Configure, ServerGroup
+from paceline.comm.servers.group import Carrier, Configure, ServerGroup, Turn
 from paceline.comm.servers.line import BellAddress, WorkerLine
+from paceline.comm.servers.loan import Loan
+from paceline.comm.servers.self_service import SelfService
 from paceline.comm.servers.service import identity_of
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.wire import Caller, Keys
@@ -20,6 +22,7 @@ from paceline.layout import Layout
 from paceline.messages import Kind, Message, Raw
 from paceline.server.client_core import ClientCore
 from paceline.server.server_core import Send
+from paceline.server.spec import OptimizerSpec, Reply
 
 _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE})
 # A waiting worker first offers its core, where the server then runs without being woken on another. Conv net, two
@@ -91,13 +94,13 @@ class SocketCarrier(Carrier):
         epoch: int,
         deadline_s: float | None,
     ) -> None:
-        self._rank, self._epoch, self._deadline_s = rank, epoch, deadline_s
-        yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
+        self._rank, self._num_workers, self._epoch, self._deadline_s = rank, num_workers, epoch, deadline_s
+        self._yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
         self.beside = [server.bell is not None for server in servers]
         self._links = [
             _Link(
                 Caller(keys, endpoint=server.endpoint, identity=identity_of(rank).decode()),
-                WorkerLine(server.bell, yield_s=yield_s) if server.bell is not None else None,
+                WorkerLine(server.bell, yield_s=self._yield_s) if server.bell is not None else None,
             )
             for server in servers
         ]
@@ -105,6 +108,7 @@ class SocketCarrier(Carrier):
         for link in self._links:
             self._poller.register(link.caller.socket, zmq.POLLIN)
         self._segments: list[SharedBlock] = []
+        self._self_service: SelfService | None = None
         self._abort_reason: str | None = None
         self._look_s = WAKE_S  # how often a wait for servers elsewhere looks at the lines too
 
@@ -117,7 +121,9 @@ class SocketCarrier(Carrier):
         memory = {"parameters": self._address_of(parameters), "gradients": self._address_of(gradients)}
         return [memory | {"line": astuple(link.line.address)} if link.line is not None else {} for link in self._links]
 
-    def attached(self, client: ClientCore, layout: Layout, said: Sequence[Mapping[str, Any]]) -> None:
+    def attached(
+        self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
+    ) -> None:
         self._look_s = _GLANCE_S if client.has_followers else WAKE_S
         for index, (link, about) in enumerate(zip(self._links, said, strict=True)):
             if "parameters" in about:
@@ -125,6 +131,59 @@ class SocketCarrier(Carrier):
                 self._segments.append(segment)
                 pieces, link.targets = client.targets(index)
                 link.sources = [piece.view(layout, segment.tensor[: layout.num_bytes]) for piece in pieces]
+        if len(said) == 1 and "loan" in said[0]:
+            self._self_service = self._borrow(client, layout, spec, BlockAddress(*said[0]["loan"]))
+
+    def _borrow(self, client: ClientCore, layout: Layout, spec: OptimizerSpec, address: BlockAddress) -> SelfService:
+        pieces, parameters = client.targets(0)
+
+        def open_gradients(addresses: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+            blocks = [SharedBlock.open(BlockAddress(*numbers)) for numbers in addresses]
+            self._segments += blocks
+            return [[piece.view(layout, block.tensor[: layout.num_bytes]) for piece in pieces] for block in blocks]
+
+        block = SharedBlock.open(address)
+        self._segments.append(block)
+        return SelfService(
+            Loan(block.tensor, layout, self._num_workers),
+            worker=self._rank,
+            pieces=pieces,
+            parameters=parameters,
+            spec=spec,
+            open_gradients=open_gradients,
+        )
+
+    def serve_itself(self, client: ClientCore) -> Turn | None:
+        service = self._self_service
+        began_s = time.perf_counter()
+        if service is None or self._abort_reason is not None or not service.push():
+            return None
+        waited_s = self._wait_for_turn(service)
+        served = service.take()
+        if served is None:
+            return None
+        client.served_itself(clock=served.clock)
+        reply = Reply(served.iteration, (served.staleness,), stop=False, admitted=True)
+        return Turn(reply, time.perf_counter() - began_s, waited_s)
+
+    def _wait_for_turn(self, service: SelfService) -> float:
+        """Until others have pushed too; the seconds that took.
+
+        Raises:
+            DeadlineExceeded, Aborted: other workers have not pushed.
+        """
+        began_s = time.perf_counter()
+        while not service.is_over:
+            if self._abort_reason is not None:
+                raise Aborted(f"an exchange on rank {self._rank} was ended: {self._abort_reason}")
+            waited_s = time.perf_counter() - began_s
+            if self._deadline_s is not None and waited_s > self._deadline_s:
+                raise DeadlineExceeded(f"rank {self._rank}: others did not push within {self._deadline_s:g} s")
+            if waited_s < self._yield_s:
+                os.sched_yield()
+            else:
+                service.loan.sleep(WAKE_S, unless=lambda: service.is_over)
+        return time.perf_counter() - began_s
 
     def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:
         began_s = heard_s = time.perf_counter()
@@ -159,6 +218,7 @@ class SocketCarrier(Carrier):
             if link.line is not None:
                 link.line.close()
         self._links.clear()
+        self._self_service = None
         for segment in self._segments:
             segment.close()
         self._segments.clear()

@@ -16,6 +16,7 @@ from paceline.layout import Layout
 from paceline.messages import Message
 from paceline.server.client_core import ClientCore
 from paceline.server.server_core import Send
+from paceline.server.spec import OptimizerSpec
 
 
 @final
@@ -41,7 +42,9 @@ class VirtualCarrier(Carrier):
     def bodies(self, parameters: Tensor, gradients: Tensor) -> Sequence[Mapping[str, Any]]:
         return [{"parameters": parameters, "gradients": gradients}] * len(self._servers)
 
-    def attached(self, client: ClientCore, layout: Layout, said: Sequence[Mapping[str, Any]]) -> None:
+    def attached(
+        self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
+    ) -> None:
         pass
 
     def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:

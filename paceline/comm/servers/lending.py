@@ -1,0 +1,145 @@
+"""A server's end of a loan: when it lends its shards to the workers, and how it gets them back."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paceline.aggregate import MEAN
+from paceline.comm.servers.loan import (
+    CLOCK,
+    HAS_PUSHED,
+    ITERATION,
+    NUM_APPLIED,
+    PULLED_AT,
+    Loan,
+    Version,
+    loan_bytes,
+)
+from paceline.comm.shared_memory import mutex
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.messages import FRAME_BYTES
+from paceline.server.admission import StaleSynchronous
+from paceline.server.part import Part
+from paceline.server.part_state import states_of
+from paceline.server.ranges import cut
+from paceline.server.shard import STEPS_IN_PLACE, Applied
+from paceline.server.spec import ServerSpec
+
+
+def can_lend(spec: ServerSpec) -> bool:
+    """Whether a server of this spec may lend its shards: all of a small model, a plain rule, a known optimizer."""
+    layout, optimizer = spec.layout, spec.optimizer
+    is_whole = optimizer.element_wise and [spec.pieces] == cut(layout, num_servers=1, whole_tensors=False)
+    is_small = layout.num_bytes <= FRAME_BYTES
+    is_plain = spec.rule.is_plain and spec.aggregator == MEAN and optimizer.optimizer_class in STEPS_IN_PLACE
+    is_single_or_double = all(segment.dtype in (torch.float32, torch.float64) for segment in layout.segments)
+    return mutex.IS_AVAILABLE and is_whole and is_small and is_plain and is_single_or_double
+
+
+@final
+class Lending:
+    """Lends the shards of a server of this spec, which answers for all of them at once."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        num_workers = spec.rule.members.size
+        self._spec = spec
+        self._block = SharedBlock.create(loan_bytes(spec.layout, num_workers))
+        mutex.prepare(self._block.tensor.data_ptr())
+        self._loan = Loan(self._block.tensor, spec.layout, num_workers)
+        self._num_loans = 0
+
+    @property
+    def address(self) -> BlockAddress:
+        return self._block.address
+
+    @property
+    def iteration(self) -> int:
+        """Which workers had reached when the shards were last theirs."""
+        return self._loan.iteration
+
+    def lend(self, parts: Sequence[Part], gradients: Sequence[Sequence[int]]) -> None:
+        """The quiet shards are the workers' from now on, unless hyperparameters are no plain numbers.
+
+        Args:
+            gradients: where each worker's lie.
+        """
+        loan, shard, rule = self._loan, parts[-1].shard, self._spec.rule
+        states = states_of(parts)
+        described = [(name, str(state.dtype).removeprefix("torch."), state.shape) for name, state in states.items()]
+        terms = {
+            "staleness": rule.staleness if isinstance(rule, StaleSynchronous) else None,
+            "max_updates": self._spec.max_updates,
+            "groups": [settings for _, settings in sorted(_settings_of(parts).items())],
+            "states": described,
+            "gradients": gradients,
+        }
+        with loan.lock:
+            index = 1 - loan.in_force
+            version = loan.versions[index]
+            try:
+                loan.write_terms(json.dumps(terms).encode())
+            except (TypeError, ValueError):
+                return
+            for own, lent in self._pairs(parts, states, version, described):
+                lent.copy_(own)
+            words = version.words
+            words[ITERATION], words[NUM_APPLIED] = shard.iteration, loan.num_told
+            for worker, (clock, pulled_at) in shard.clocks().items():
+                start = loan.starts[worker]
+                words[start + CLOCK], words[start + PULLED_AT], words[start + HAS_PUSHED] = clock, pulled_at, 0
+            loan.put_in_force(index)
+            self._num_loans += 1
+            loan.number = self._num_loans
+
+    def take_back(self, parts: Sequence[Part]) -> list[Applied]:
+        """The shards are the server's again. Workers whose gradients wait for others push them to the server.
+
+        Returns the gradients applied since they were last looked for.
+        """
+        loan = self._loan
+        if not loan.number:
+            return []
+        with loan.lock:
+            loan.number = 0
+            loan.wake()
+        version = loan.versions[loan.in_force]
+        for own, lent in self._pairs(parts, states_of(parts), version, json.loads(loan.read_terms())["states"]):
+            own.copy_(lent)
+        words = version.words
+        clocks = {worker: (words[at + CLOCK], words[at + PULLED_AT]) for worker, at in enumerate(loan.starts)}
+        for part in parts:
+            part.shard.resume(words[ITERATION], clocks)
+        return loan.take_notes()
+
+    def look(self) -> list[Applied]:
+        """The gradients that workers have applied since this was last asked."""
+        return self._loan.take_notes()
+
+    def close(self) -> None:
+        self._block.close()
+
+    def _pairs(
+        self,
+        parts: Sequence[Part],
+        states: Mapping[str, Tensor],
+        version: Version,
+        described: Sequence[Sequence[Any]],
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every tensor of the shards, and its place in the version."""
+        for part in parts:
+            for own, piece in zip(part.shard.parameters, part.pieces, strict=True):
+                yield own, piece.view(self._loan.layout, version.parameters)
+        for name, lent in version.states(described).items():
+            yield states[name], lent
+
+
+def _settings_of(parts: Sequence[Part]) -> dict[int, dict[str, Any]]:
+    """The hyperparameters of each of the optimizer's groups."""
+    return {
+        group: {name: value for name, value in settings.items() if name != "params"}
+        for part in parts
+        for group, settings in zip(part.groups, part.shard.optimizer.param_groups, strict=True)
+    }

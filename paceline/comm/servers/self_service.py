@@ -1,0 +1,173 @@
+"""A worker that serves itself from a lent shard: it pushes its gradient, and makes the update if that is due."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paceline.aggregate import MEAN, Contribution
+from paceline.comm.servers.loan import CLOCK, HAS_PUSHED, ITERATION, NUM_APPLIED, PULLED_AT, Loan, Version
+from paceline.comm.shared_memory import futex
+from paceline.server.part import build_pieces
+from paceline.server.ranges import KeyRange
+from paceline.server.shard import step_of
+from paceline.server.spec import OptimizerSpec
+
+
+class Served(NamedTuple):
+    """What came of a worker's push."""
+
+    iteration: int
+    clock: int
+    """Of the worker's next gradient."""
+    staleness: int
+
+
+@dataclass
+class _Side:
+    """A version of the shard as this worker updates it."""
+
+    words: memoryview
+    memory: Tensor
+    parameters: list[Tensor]
+    step: Callable[[], object]
+
+
+@final
+class SelfService:
+    """
+    Args:
+        loan: shared with the server and all other workers.
+        parameters: where this worker wants them, one tensor a piece.
+        spec: of the optimizer that the server has, too.
+        open_gradients: gives each worker's, one tensor a piece, where the terms say that they lie.
+    """
+
+    def __init__(
+        self,
+        loan: Loan,
+        *,
+        worker: int,
+        pieces: KeyRange,
+        parameters: Sequence[Tensor],
+        spec: OptimizerSpec,
+        open_gradients: Callable[[Sequence[Sequence[int]]], list[list[Tensor]]],
+    ) -> None:
+        self.loan = loan
+        self._worker, self._pieces, self._spec, self._open_gradients = worker, pieces, spec, open_gradients
+        self._parameters = list(parameters)
+        self._starts = list(loan.starts)
+        self._own = self._starts[worker]
+        self._text = b""
+        self._joins = True  # an update needs every worker's gradient
+        self._staleness = self._max_updates = math.inf
+        self._sides: list[_Side] = []
+        self._contributions: list[Contribution] = []  # each worker's
+        self._sums = [torch.zeros_like(parameter) for parameter in parameters]
+        self._number = self._clock = self._pulled_at = 0  # the present loan, and what was so at the last push
+        self._served: Served | None = None
+
+    def push(self) -> bool:
+        """Contribute this worker's gradient; false, and nothing done, where that is for the server.
+
+        Raises:
+            PeerLost: a worker's gradients cannot be reached.
+        """
+        loan = self.loan
+        if not loan.number:
+            return False
+        with loan.lock:
+            if not loan.number or not loan.has_room():
+                return False
+            if loan.number != self._number:
+                self._learn()
+            index = loan.in_force
+            words = self._sides[index].words
+            clocks = [words[start + CLOCK] for start in self._starts]
+            self._clock, self._pulled_at = clocks[self._worker], words[self._own + PULLED_AT]
+            clocks[self._worker] += 1
+            if words[ITERATION] >= self._max_updates or clocks[self._worker] - min(clocks) > self._staleness:
+                return False
+            if not self._joins:
+                self._update(index, (self._worker,))
+                return True
+            words[self._own + HAS_PUSHED] = 1
+            if all(words[start + HAS_PUSHED] for start in self._starts):
+                self._update(index, range(loan.num_workers))
+                loan.wake()
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last push is part of an update, or the server has taken the shard back."""
+        loan = self.loan
+        return self._served is not None or loan.number != self._number or self._has_gone_on(loan.in_force)
+
+    def take(self) -> Served | None:
+        """What came of the last push, whose update's parameters are put in place; none if the server took the shard
+        back before, and is to have the push."""
+        served, self._served = self._served, None
+        if served is None:
+            # No lock, which whoever made the update may still hold: the next update needs this worker.
+            index = self.loan.in_force
+            futex.fence()
+            served = self._receive(index) if self._has_gone_on(index) else None
+        return served
+
+    def _has_gone_on(self, index: int) -> bool:
+        return self._sides[index].words[self._own + CLOCK] != self._clock
+
+    def _receive(self, index: int) -> Served:
+        side = self._sides[index]
+        for own, parameter in zip(self._parameters, side.parameters, strict=True):
+            own.copy_(parameter)
+        iteration = side.words[ITERATION]
+        return Served(iteration, self._clock + 1, iteration - 1 - self._pulled_at)
+
+    def _update(self, index: int, workers: Sequence[int]) -> None:
+        """Make of version `index` the next one, with the gradients of these workers."""
+        loan, new = self.loan, self._sides[1 - index]
+        new.memory.copy_(self._sides[index].memory)
+        joined = MEAN.aggregate([self._contributions[worker] for worker in workers], self._sums)
+        for parameter, gradient in zip(new.parameters, joined, strict=True):
+            parameter.grad = gradient
+        new.step()
+        words = new.words
+        words[ITERATION] = iteration = words[ITERATION] + 1
+        for worker in workers:
+            start = self._starts[worker]
+            clock, staleness = words[start + CLOCK], iteration - 1 - words[start + PULLED_AT]
+            loan.note(words[NUM_APPLIED], (iteration, worker, clock, staleness))
+            words[NUM_APPLIED] += 1
+            words[start + CLOCK], words[start + PULLED_AT], words[start + HAS_PUSHED] = clock + 1, iteration, 0
+        loan.put_in_force(1 - index)
+        self._served = self._receive(1 - index)
+
+    def _learn(self) -> None:
+        """The terms of the present loan."""
+        self._number, text = self.loan.number, self.loan.read_terms()
+        if text == self._text:
+            return
+        terms = json.loads(text)
+        self._joins = terms["staleness"] is None
+        self._staleness = math.inf if self._joins else terms["staleness"]
+        self._max_updates = math.inf if terms["max_updates"] is None else terms["max_updates"]
+        if not self._contributions:
+            gradients = self._open_gradients(terms["gradients"])
+            self._contributions = [Contribution(rank, 1.0, "gradient", own) for rank, own in enumerate(gradients)]
+        self._sides = [self._side(version, terms) for version in self.loan.versions]
+        self._text = text
+
+    def _side(self, version: Version, terms: Mapping[str, Any]) -> _Side:
+        layout = self.loan.layout
+        optimizer, parameters, _ = build_pieces(layout, self._pieces, self._spec, version.parameters)
+        for own, told in zip(optimizer.param_groups, terms["groups"], strict=True):
+            own.update({name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
+        for name, tensor in version.states(terms["states"]).items():
+            index, key = name.split(".", 1)
+            optimizer.state[parameters[int(index)]][key] = tensor
+        return _Side(version.words, version.used, parameters, step_of(optimizer))

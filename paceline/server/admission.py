@@ -285,8 +285,9 @@ class StaleSynchronous(AdmissionRule):
         super().__init__(members)
         if not staleness >= 0:
             raise ValueError(f"staleness must be at least 0, not {staleness}")
-        self.staleness = staleness
-        self.torn_reads, self.is_plain = torn_reads, not torn_reads
+        self._staleness = staleness
+        # With a bound, workers wait for others at any step, and the server would take its shard back as often.
+        self.torn_reads, self.is_plain = torn_reads, staleness == math.inf and not torn_reads
         self.resume(dict.fromkeys(members.ranks, 0))
 
     def resume(self, clocks: Mapping[int, int]) -> None:
@@ -295,7 +296,7 @@ class StaleSynchronous(AdmissionRule):
         self._slowest = min(clocks.values())
 
     def for_another_shard(self) -> AdmissionRule:
-        return StaleSynchronous(self.members, staleness=self.staleness, torn_reads=self.torn_reads)
+        return StaleSynchronous(self.members, staleness=self._staleness, torn_reads=self.torn_reads)
 
     def push(self, sender: int, clock: int) -> tuple[int, ...]:
         self.require_active(sender)
@@ -312,7 +313,7 @@ class StaleSynchronous(AdmissionRule):
         return False
 
     def is_admitted(self, worker: int) -> bool:
-        return not self.active or self._clocks[worker] - self._slowest <= self.staleness
+        return not self.active or self._clocks[worker] - self._slowest <= self._staleness
 
     def clock_of(self, worker: int) -> int:
         return self._clocks[worker]

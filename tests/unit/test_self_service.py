@@ -153,16 +153,6 @@ def test_what_is_due_before_the_shard_is_taken_back_counts() -> None:
     assert served.iteration == site.core.iteration == 2
 
 
-def test_a_worker_too_far_ahead_asks_the_server() -> None:
-    site = Site(StaleSynchronous(Membership.first(2), staleness=2))
-    site.step_by_message(0)
-    site.lend()
-    first, second = site.workers
-    assert [first.push() for _ in range(3)] == [True, True, False]
-    assert second.push()
-    assert first.push()
-
-
 def test_the_last_update_is_the_servers() -> None:
     site = Site(asp(1), max_updates=3)
     site.step_by_message(0)

@@ -21,7 +21,6 @@ from paceline.comm.servers.loan import (
 from paceline.comm.shared_memory import mutex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.messages import FRAME_BYTES
-from paceline.server.admission import StaleSynchronous
 from paceline.server.part import Part
 from paceline.server.part_state import states_of
 from paceline.server.ranges import cut
@@ -66,11 +65,11 @@ class Lending:
         Args:
             gradients: where each worker's lie.
         """
-        loan, shard, rule = self._loan, parts[-1].shard, self._spec.rule
+        loan, shard = self._loan, parts[-1].shard
         states = states_of(parts)
         described = [(name, str(state.dtype).removeprefix("torch."), state.shape) for name, state in states.items()]
         terms = {
-            "staleness": rule.staleness if isinstance(rule, StaleSynchronous) else None,
+            "joins": self._spec.rule.needs_all,
             "max_updates": self._spec.max_updates,
             "groups": [settings for _, settings in sorted(_settings_of(parts).items())],
             "states": described,

@@ -64,7 +64,8 @@ class SelfService:
         self._own = self._starts[worker]
         self._text = b""
         self._joins = True  # an update needs every worker's gradient
-        self._staleness = self._max_updates = math.inf
+        self._max_updates = math.inf
+        self._addresses: Sequence[Sequence[int]] = ()  # of each worker's gradients
         self._sides: list[_Side] = []
         self._contributions: list[Contribution] = []  # each worker's
         self._sums = [torch.zeros_like(parameter) for parameter in parameters]
@@ -87,11 +88,9 @@ class SelfService:
                 self._learn()
             index = loan.in_force
             words = self._sides[index].words
-            clocks = [words[start + CLOCK] for start in self._starts]
-            self._clock, self._pulled_at = clocks[self._worker], words[self._own + PULLED_AT]
-            clocks[self._worker] += 1
-            if words[ITERATION] >= self._max_updates or clocks[self._worker] - min(clocks) > self._staleness:
+            if words[ITERATION] >= self._max_updates:
                 return False
+            self._clock, self._pulled_at = words[self._own + CLOCK], words[self._own + PULLED_AT]
             if not self._joins:
                 self._update(index, (self._worker,))
                 return True
@@ -153,11 +152,11 @@ class SelfService:
         if text == self._text:
             return
         terms = json.loads(text)
-        self._joins = terms["staleness"] is None
-        self._staleness = math.inf if self._joins else terms["staleness"]
+        self._joins = terms["joins"]
         self._max_updates = math.inf if terms["max_updates"] is None else terms["max_updates"]
-        if not self._contributions:
-            gradients = self._open_gradients(terms["gradients"])
+        if terms["gradients"] != self._addresses:
+            self._addresses = terms["gradients"]
+            gradients = self._open_gradients(self._addresses)
             self._contributions = [Contribution(rank, 1.0, "gradient", own) for rank, own in enumerate(gradients)]
         self._sides = [self._side(version, terms) for version in self.loan.versions]
         self._text = text

@@ -88,7 +88,7 @@ class Worker:
         Args:
             model: on any device.
             optimizer: over parameters of that model.
-            loader: of a map-style data set.
+            loader: of any data set; an iterable one that splits itself by rank has `splits_by_rank = True`.
             stateful: what else a checkpoint is to hold, by name, such as `scheduler=scheduler`: things with
                 `state_dict` and `load_state_dict`.
 

@@ -116,7 +116,7 @@ class _Drawing:
                 self.digest = digest_of(drawn)
             if self._is_over and (self._drop_last or not drawn[-1]):
                 drawn.pop()
-            elif not self._is_over and hasattr(self._dataset, "state_dict"):
+            elif not self._is_over and hasattr(self._dataset, "load_state_dict"):
                 self._states.append(self._dataset.state_dict())
             yield from drawn
             if self._is_over:

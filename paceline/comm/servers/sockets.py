@@ -158,7 +158,7 @@ class SocketCarrier(Carrier):
         began_s = time.perf_counter()
         if service is None or self._abort_reason is not None or not service.push():
             return None
-        waited_s = self._wait_for_turn(service)
+        waited_s = 0.0 if service.is_over else self._wait_for_turn(service)
         served = service.take()
         if served is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 NOBODY = 65534
 TOKEN, CURVE, NOTHING = "Ray's token", "CURVE with the run's keys", "nothing but the network"
+_LISTEN = "0A"
 EVERY, OWN = "every address", "own address"
 TRAINING = ["--steps", "100000", "--step-s", "0.02"]  # longer than any test: it is ended
 
@@ -52,14 +54,20 @@ def name_of(process: psutil.Process) -> str:
 
 def listening(pids: Sequence[int], *, own: str) -> dict[Socket, list[int]]:
     """The ports at which the processes listen."""
+    hexadecimal = socket.inet_aton(own)[::-1].hex().upper()  # as the kernel writes it, on this processor
+    words = {"0" * 8: EVERY, "0" * 32: EVERY, hexadecimal: OWN}
     found: dict[Socket, list[int]] = {}
     for pid in pids:
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    address = {"::": EVERY, "0.0.0.0": EVERY, own: OWN}.get(connection.laddr.ip, connection.laddr.ip)
-                    found.setdefault((name_of(process), address), []).append(connection.laddr.port)
+        with suppress(psutil.Error, OSError):
+            name = name_of(psutil.Process(pid))
+            opened = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+            # Not through psutil, which looks at the network namespace of whoever asks.
+            for table_of in ("tcp", "tcp6"):
+                for line in Path(f"/proc/{pid}/net/{table_of}").read_text().splitlines()[1:]:
+                    row = line.split()
+                    if row[3] == _LISTEN and f"socket:[{row[9]}]" in opened:
+                        address, port = row[1].split(":")
+                        found.setdefault((name, words.get(address, address)), []).append(int(port, 16))
     return found
 
 
@@ -116,7 +124,7 @@ def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> Non
     assert always <= found.keys() <= set(table()) - {("worker", OWN)}
 
     ports = [(own_address(), port) for ports in found.values() for port in ports]
-    protections = {f"{own_address()}:{port}": table()[socket] for socket, ports in found.items() for port in ports}
+    protections = {f"{own_address()}:{port}": table()[place] for place, ports in found.items() for port in ports}
     users = [None, NOBODY] if os.geteuid() == 0 else [None]
     for user in users:
         asked = told(ports, paths=private_paths(pids) if user is not None else (), user=user)
@@ -141,10 +149,10 @@ def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp
     seen: set[Socket] = set()
     for host in (first, second):
         listed = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True)
-        for socket, found in listening([int(pid) for pid in listed.stdout.split()], own=host.address).items():
-            seen.add(socket)
+        for place, found in listening([int(pid) for pid in listed.stdout.split()], own=host.address).items():
+            seen.add(place)
             ports += [(host.address, port) for port in found]
-            protections |= {f"{host.address}:{port}": table()[socket] for port in found}
+            protections |= {f"{host.address}:{port}": table()[place] for port in found}
     assert set(table()) - {("ray::DashboardAgent", OWN)} <= seen
     # The stranger knows no token: its environment is not that of the hosts.
     said = replace(hosts, environment={"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": ""}).run(

@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import (
@@ -13,7 +13,7 @@ from ray._raylet import (
     GcsClient,
     get_authentication_mode,
 )
-from ray.exceptions import RayError
+from ray.exceptions import AuthenticationError, RayError
 
 from paceline.errors import UsageError
 
@@ -41,7 +41,9 @@ def users_token(address: str, *, insecure: bool) -> Iterator[None]:
     """
     if _is_refused(address, mode="disabled"):
         with _environment({_MODE: "token"}):
-            has_token = AuthenticationTokenLoader.instance().has_token()
+            has_token = False
+            with suppress(AuthenticationError):
+                has_token = AuthenticationTokenLoader.instance().has_token()
             if not has_token or _is_refused(address, mode="token"):
                 raise UsageError(
                     f"Ray at {address} wants the token that it was started with, in ~/.ray/auth_token or {_TOKEN}, and "

@@ -280,12 +280,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=(*PLAIN, *STRATEGIES), default=(*PLAIN, *STRATEGIES))
     args = parser.parse_args()
     names = [name for name in (*PLAIN, *STRATEGIES) if name in args.only]
-    workload = {
-        "model": args.model,
-        "batch_size": args.batch_size,
-        "workers": args.workers,
-        "num_servers": args.servers,
-    }
+    workload = {name: getattr(args, name) for name in ("model", "batch_size", "workers", "servers")}
     found = measure(**workload, names=names, rounds=args.rounds, steps=args.steps)
     title = f"{args.model}, batch {args.batch_size}, {args.workers} workers, {args.rounds} rounds of {args.steps} steps"
     Console(width=120).print(table_of(found, title))

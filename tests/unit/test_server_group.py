@@ -17,7 +17,7 @@ from paceline.comm.servers.line import WorkerLine
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import WAKE_S, ServerAddress, SocketCarrier, connect_servers
 from paceline.comm.wire import Keys
-from paceline.errors import Aborted
+from paceline.errors import Aborted, DeadlineExceeded
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import Kind, Message, WireError
@@ -82,6 +82,15 @@ def group_of_one(
         for service, thread in zip(services, threads, strict=True):
             service.stop()
             thread.join()
+
+
+def test_silent_servers_are_named_when_the_deadline_is_over() -> None:
+    with group_of_one(BulkSynchronous(Membership.first(2))) as group:
+        group._carrier._deadline_s = ENOUGH_S  # type: ignore[attr-defined]
+        with pytest.raises(
+            DeadlineExceeded, match=r"server\(s\) \[0\] did not answer within 0\.5 s to: exchange of clock 0"
+        ):
+            group.exchange(Push(pause_at=FOREVER))
 
 
 @pytest.fixture

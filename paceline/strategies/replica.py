@@ -72,8 +72,12 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
 
 
 def require_same_tensors(replica: Replica, collective: Collective) -> None:
-    """Raises TensorMismatch on every rank, naming the first rank and parameter unlike rank 0's. Collective call."""
+    """Raises TensorMismatch on every rank, naming the first rank and tensor unlike rank 0's: those that are trained come
+    first, then the model's others. Collective call."""
     mine = [f"{spec.name} of shape {list(spec.shape)} and {spec.dtype}" for spec in replica.specs]
+    trained = {spec.name for spec in replica.specs}
+    tensors = (*replica.model.named_parameters(), *replica.model.named_buffers())
+    mine += [f"{name} of shape {list(t.shape)} and {t.dtype}" for name, t in tensors if name not in trained]
     everyone = collective.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         for index, (first, other) in enumerate(zip_longest(everyone[0], theirs, fillvalue="nothing")):
@@ -82,11 +86,7 @@ def require_same_tensors(replica: Replica, collective: Collective) -> None:
 
 
 def copy_from_first(model: nn.Module, collective: Collective) -> None:
-    """Give every rank rank 0's parameters and buffers, as one tensor. Collective call.
-
-    Raises:
-        TensorMismatch: on every rank: the models take different numbers of bytes.
-    """
+    """Give every rank rank 0's parameters and buffers, which are alike, as one tensor. Collective call."""
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     flats = [flatten(tensor, device_type=tensor.device.type, is_target=True) for tensor in tensors]
     own = [flat.view(torch.uint8) for flat, _ in flats]

@@ -23,6 +23,7 @@ CALLS = (
     "NodeManagerService/GetNodeStats",
     "ObjectManagerService/Push",
     "CoreWorkerService/PushTask",
+    "RayletDriver/ClusterInfo",
 )
 
 

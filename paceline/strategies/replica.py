@@ -72,8 +72,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
 
 
 def require_same_tensors(replica: Replica, collective: Collective) -> None:
-    """Raises TensorMismatch on every rank, naming the first rank and tensor unlike rank 0's: those that are trained come
-    first, then the model's others. Collective call."""
+    """Raises TensorMismatch on every rank, naming the first rank and tensor unlike rank 0's. Collective call."""
     mine = [f"{spec.name} of shape {list(spec.shape)} and {spec.dtype}" for spec in replica.specs]
     trained = {spec.name for spec in replica.specs}
     tensors = (*replica.model.named_parameters(), *replica.model.named_buffers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -67,8 +68,10 @@ def opposite(collective: Collective) -> object:
     tensor[:2] = torch.tensor([math.inf, -math.inf]) * (1 if collective.rank else -1)
     start = collective.watched_mean(tensor)
     assert start is not None
-    work = start()
-    work.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        work = start()
+        work.wait()
     return work.nonfinite
 
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,8 +113,10 @@ class _SmallPlan:
             self._mine[slot][:] = target
 
         def exchange(slot: int) -> NonFinite | None:
-            self._reduction(self._views[slot], target)
-            return None if not is_watched or seems_finite(target) else find(self._slots[slot], tensor)
+            with np.errstate(all="ignore"):  # like torch, which does not warn
+                self._reduction(self._views[slot], target)
+                seems_well = not is_watched or seems_finite(target)
+            return None if seems_well else find(self._slots[slot], tensor)
 
         return Step(self._signature, load=load, exchange=exchange, is_watched=is_watched, moved_bytes=self._moved_bytes)
 

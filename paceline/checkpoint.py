@@ -33,6 +33,8 @@ class WorkerState:
     """What the strategy keeps for this worker alone, by name."""
     fates: dict[str, Literal["average", "sum", "reset"]] = field(default_factory=dict)
     """What becomes of each with another number of workers, or under another strategy."""
+    beside: dict[str, tuple[int, int, Any]] = field(default_factory=dict)
+    """Of every loader after the first, by name: epoch, batches done, and the data set's state."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Checkpoint:
     """State of what else was given to `prepare`, by name."""
     data: dict[str, Any] = field(default_factory=dict)
     """What tells the data and its batches from others, by name."""
+    optimizers: list[str] = field(default_factory=list)
+    """Names of several, in their order; of one, none."""
 
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file. Raises UsageError if `decode` would refuse something in it."""

@@ -35,6 +35,8 @@ class ServerSpec:
     rule: AdmissionRule
     max_updates: int | None
     aggregator: Aggregator = MEAN
+    number: int = 0
+    """Of the run's optimizer that it is for."""
 
 
 class Push(NamedTuple):

@@ -41,20 +41,26 @@ class Handouts:
     all have the same weight.
 
     Args:
+        models: that the script calls.
         set_weight: takes the weight of the batch that the next backward passes are of.
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], *, rank: int, set_weight: Callable[[float], None]
+        self,
+        models: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        set_weight: Callable[[float], None],
     ) -> None:
-        self._model, self._rank, self._set_weight = model, rank, set_weight
+        self._models, self._rank, self._set_weight = models, rank, set_weight
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
         self._known: _Handed | None = None  # what the model is computing on
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self._num_samples = 0
         self._has_gradient = False
-        self._look: RemovableHandle | None = None
+        self._looks: list[RemovableHandle] = []
         self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in parameters]
 
     def hand_out(self, part: Part, place: Place, *, is_elsewhere: bool) -> None:
@@ -101,7 +107,7 @@ class Handouts:
         return self._out[0].place if self._out else after
 
     def close(self) -> None:
-        for hook in [*self._hooks, *([self._look] if self._look else [])]:
+        for hook in [*self._hooks, *self._looks]:
             hook.remove()
 
     def _on_gradient(self, _: int) -> None:
@@ -117,13 +123,16 @@ class Handouts:
             self._set_weight(candidates[0].weight)
         if len(candidates) > 1:
             self._look_at_inputs()
-        elif self._look is not None and self._num_ahead != math.inf:
-            self._look.remove()
-            self._look = None
+        elif self._looks and self._num_ahead != math.inf:
+            for hook in self._looks:
+                hook.remove()
+            self._looks = []
 
     def _look_at_inputs(self) -> None:
-        if self._look is None:
-            self._look = self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        if not self._looks:
+            self._looks = [
+                model.register_forward_pre_hook(self._on_forward, with_kwargs=True) for model in self._models
+            ]
 
     def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():

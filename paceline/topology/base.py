@@ -6,15 +6,12 @@ the spectral gap.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, final
+from typing import final
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    import networkx
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,14 @@ class Topology(ABC):
         """What a period takes off the distance to the mean: 1 is all of it, 0 nothing."""
         return 1 - self.contraction(size)
 
+    @final
+    def num_sent(self, size: int) -> tuple[float, int]:
+        """How many models a worker sends at a step: on the average of workers and steps, and at most."""
+        sent = [
+            len(self.neighbours(step, rank, size).sends_to) for step in range(self.period(size)) for rank in range(size)
+        ]
+        return sum(sent) / len(sent), max(sent)
+
 
 @final
 @dataclass(frozen=True)
@@ -67,46 +72,6 @@ class Neighbours:
     """The weight of each sender."""
     sends_to: Mapping[int, float]
     """The weight with which each receiver mixes it in."""
-
-
-@final
-@dataclass(frozen=True)
-class Everybody(Topology):
-    """All workers with equal weights: what all-reduce does."""
-
-    def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        return dict.fromkeys(range(size), 1 / size)
-
-
-@final
-@dataclass(frozen=True)
-class Ring(Topology):
-    """The two workers beside this one, a third each (Lian et al., NeurIPS 2017, section 5).
-
-    >>> round(Ring().contraction(8), 4)
-    0.8047
-    """
-
-    def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        members = {rank, (rank - 1) % size, (rank + 1) % size}
-        return dict.fromkeys(sorted(members), 1 / len(members))
-
-
-@final
-@dataclass(frozen=True)
-class Graph(Topology):
-    """Any undirected graph over the workers' ranks, with Metropolis-Hastings weights (Xiao & Boyd, 2004, section 3):
-    1 / (1 + the larger of both degrees) for each neighbour, and the rest for the worker itself."""
-
-    graph: "networkx.Graph[Any]" = field(hash=False)
-    """Its nodes are the ranks, 0 to the number of workers less one."""
-
-    def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        if self.graph.number_of_nodes() != size or rank not in self.graph:
-            raise ValueError(f"the graph has the nodes {sorted(self.graph)}, the run has the workers 0 to {size - 1}")
-        degree = self.graph.degree
-        weights = {other: 1 / (1 + max(degree[rank], degree[other])) for other in self.graph[rank] if other != rank}
-        return {rank: 1 - sum(weights.values()), **weights}
 
 
 @lru_cache(maxsize=4096)

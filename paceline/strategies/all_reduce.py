@@ -14,7 +14,7 @@ from paceline.strategies.overlap import Overlap
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
-Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all"]
+Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all", "naive-ring"]
 
 
 @final
@@ -34,7 +34,7 @@ class AllReduce(Strategy):
     algorithm: Algorithm = option(
         "auto",
         "auto: the fastest for the world at hand; to compare, over send and receive: ring, tree, halving-doubling, "
-        "reduce-broadcast or all-to-all",
+        "reduce-broadcast, all-to-all or naive-ring",
     )
     bucket_mb: float | Literal["auto"] = option(
         "auto", "size of a gradient bucket in MB; the first one is at most 1 MB; auto: as measured at the start"

@@ -13,9 +13,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from paceline.pieces import Piece
+
 
 @dataclass(frozen=True)
-class Topology(ABC):
+class Topology(Piece, ABC):
     """Neighbours of every worker at every step."""
 
     @abstractmethod

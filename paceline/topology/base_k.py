@@ -18,7 +18,7 @@ _Links = dict[tuple[int, int], float]
 
 @final
 @dataclass(frozen=True)
-class BaseK(Topology):
+class BaseK(Topology, name="base-k"):
     """The mean of all after each period.
 
     >>> [BaseK().period(size) for size in (3, 5, 6, 7, 12, 16, 25)]

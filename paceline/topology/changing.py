@@ -12,7 +12,7 @@ from paceline.topology.fixed import Ring, metropolis_hastings
 
 @final
 @dataclass(frozen=True)
-class OnePeerExponential(Topology):
+class OnePeerExponential(Topology, name="one-peer"):
     """To the worker 1, 2, 4, ... places on, one at a step, in turns; half of each (Assran et al., ICML 2019).
 
     Among a power of two of workers a period takes all to their mean (Ying et al., NeurIPS 2021, section 4).
@@ -48,7 +48,7 @@ class _Drawn(Topology):
 
 @final
 @dataclass(frozen=True)
-class RandomPairs(_Drawn):
+class RandomPairs(_Drawn, name="random-pairs"):
     """Each step draws pairs anew, whose two workers take their mean; of an odd number one is left out (Boyd et al.,
     "Randomized gossip algorithms", IEEE Transactions on Information Theory 52(6), 2006, but all pairs at once)."""
 
@@ -61,7 +61,7 @@ class RandomPairs(_Drawn):
 
 @final
 @dataclass(frozen=True)
-class Matcha(_Drawn):
+class Matcha(_Drawn, name="matcha"):
     """A graph's links in matchings, of which each step draws some (Wang et al., "MATCHA", ICC 2019).
 
     Unlike there, every matching has the same chance, and weights are Metropolis-Hastings' among the links drawn.
@@ -99,4 +99,3 @@ def matchings(topology: Topology, size: int) -> tuple[Mapping[int, int], ...]:
             found.append(matching := {})
         matching |= {one: other, other: one}
     return tuple(found)
-

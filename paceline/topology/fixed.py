@@ -36,7 +36,7 @@ class Undirected(Topology):
 
 @final
 @dataclass(frozen=True)
-class Everybody(Topology):
+class Everybody(Topology, name="everybody"):
     """All workers with equal weights: what all-reduce does."""
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
@@ -45,7 +45,7 @@ class Everybody(Topology):
 
 @final
 @dataclass(frozen=True)
-class Ring(Undirected):
+class Ring(Undirected, name="ring"):
     """The two workers beside this one, a third each (Lian et al., NeurIPS 2017, section 5).
 
     >>> round(Ring().contraction(8), 4)
@@ -58,7 +58,7 @@ class Ring(Undirected):
 
 @final
 @dataclass(frozen=True)
-class Chain(Undirected):
+class Chain(Undirected, name="chain"):
     """A ring without the link from the last worker to the first: a tree."""
 
     def near(self, rank: int, size: int) -> Collection[int]:
@@ -67,7 +67,7 @@ class Chain(Undirected):
 
 @final
 @dataclass(frozen=True)
-class Torus(Undirected):
+class Torus(Undirected, name="torus"):
     """Rows and columns that each close to a ring; two links between the same workers count as one."""
 
     rows: int | None = None
@@ -85,7 +85,7 @@ class Torus(Undirected):
 
 @final
 @dataclass(frozen=True)
-class Star(Undirected):
+class Star(Undirected, name="star"):
     """Everybody with worker 0: a tree."""
 
     def near(self, rank: int, size: int) -> Collection[int]:
@@ -94,7 +94,7 @@ class Star(Undirected):
 
 @final
 @dataclass(frozen=True)
-class Tree(Undirected):
+class Tree(Undirected, name="tree"):
     """A worker with its parent and its children; worker 0 is the root, and levels are filled from the left."""
 
     branching: int = 2
@@ -112,7 +112,7 @@ class Tree(Undirected):
 
 @final
 @dataclass(frozen=True)
-class Hypercube(Undirected):
+class Hypercube(Undirected, name="hypercube"):
     """The workers whose number differs in one binary digit; for powers of two."""
 
     def near(self, rank: int, size: int) -> Collection[int]:
@@ -123,7 +123,7 @@ class Hypercube(Undirected):
 
 @final
 @dataclass(frozen=True)
-class Exponential(Topology):
+class Exponential(Topology, name="exponential"):
     """To the workers 1, 2, 4, ... places on, with equal weights (Ying et al., NeurIPS 2021, section 3).
 
     >>> round(Exponential().contraction(32), 4)

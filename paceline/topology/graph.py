@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from paceline.errors import UsageError
@@ -47,7 +48,7 @@ class Graph(Topology):
 
 @final
 @dataclass(frozen=True)
-class EdgeList(Topology):
+class EdgeList(Topology, name="edge-list"):
     """The graph of a file with a link a line: two ranks and, if it is to be another than `Graph` gives, a weight.
 
     Raises:
@@ -57,20 +58,20 @@ class EdgeList(Topology):
     file: str
     directed: bool = False
     """A line's first rank sends to its second; else both ways."""
-    _graph: Graph = field(init=False, repr=False, compare=False)
-    """Read once, where the strategy is made: other machines may not have the file."""
 
     def __post_init__(self) -> None:
+        _ = self.graph  # read where the strategy is made: other machines may not have the file
+
+    @cached_property
+    def graph(self) -> Graph:
         import networkx  # here: it takes a while to load
 
         kind = networkx.DiGraph if self.directed else networkx.Graph
         try:
-            read = networkx.read_edgelist(
-                self.file, create_using=kind, nodetype=int, data=(("weight", float),), delimiter=None
-            )
+            read = networkx.read_edgelist(self.file, create_using=kind, nodetype=int, data=(("weight", float),))
         except (OSError, TypeError, IndexError, ValueError) as error:
             raise UsageError(f"{self.file} cannot be read as a list of links, two ranks a line: {error}") from None
-        object.__setattr__(self, "_graph", Graph(read))
+        return Graph(read)
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        return self._graph.sources(step, rank, size)
+        return self.graph.sources(step, rank, size)

@@ -4,8 +4,9 @@ A subclass says from whom a worker takes what, with which weight. The rest is de
 the spectral gap.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import final
@@ -56,6 +57,34 @@ class Topology(Piece, ABC):
         return 1 - self.contraction(size)
 
     @final
+    def keeps_mean(self, size: int) -> bool:
+        """Whether mixing keeps the mean of all workers: every row and column of each matrix sums to one."""
+        for step in range(self.period(size)):
+            columns = [0.0] * size
+            for rank in range(size):
+                sources = self.sources(step, rank, size)
+                if not math.isclose(sum(sources.values()), 1):
+                    return False
+                for source, weight in sources.items():
+                    columns[source] += weight
+            if not all(math.isclose(column, 1) for column in columns):
+                return False
+        return True
+
+    @final
+    def joins_all(self, size: int) -> bool:
+        """Whether what any worker has reaches every other in the end."""
+        heard: list[set[int]] = [set() for _ in range(size)]
+        for step in range(self.period(size)):
+            for rank in range(size):
+                heard[rank].update(self.sources(step, rank, size))
+        told: list[set[int]] = [set() for _ in range(size)]
+        for rank, sources in enumerate(heard):
+            for source in sources:
+                told[source].add(rank)
+        return len(_reached(heard)) == len(_reached(told)) == size
+
+    @final
     def num_sent(self, size: int) -> tuple[float, int]:
         """How many models a worker sends at a step: on the average of workers and steps, and at most."""
         sent = [
@@ -74,6 +103,15 @@ class Neighbours:
     """The weight of each sender."""
     sends_to: Mapping[int, float]
     """The weight with which each receiver mixes it in."""
+
+
+def _reached(links: Sequence[Set[int]]) -> set[int]:
+    """Whoever can be reached from the first."""
+    found, edge = {0}, [0]
+    while edge:
+        edge = [other for other in {other for node in edge for other in links[node]} if other not in found]
+        found.update(edge)
+    return found
 
 
 @lru_cache(maxsize=4096)

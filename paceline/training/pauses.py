@@ -9,6 +9,7 @@ from paceline.records import EvaluationRecord
 from paceline.training import snapshot
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
+from paceline.training.differing import Differing
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.worker_run import WorkerRun
 
@@ -102,14 +103,19 @@ class Pauses:
         run = self._run
         time_s = sum(report["time_s"] for report in reports) / len(reports)
         own = self._checkpoints.own_part() if saves else None
+        differing = Differing(run) if evaluates and run.strategy.traits.workers_differ else None
         with run.prepared.synchronizer.global_model() as model:
             if evaluates:
                 self._evaluate(model, time_s, samples=sum(report["samples"] for report in reports))
+            if differing is not None:
+                differing.record_distance()
             if own is not None:
                 self._checkpoints.save(model, own, time_s)
                 self._cadence.checkpointed_at = run.iteration
             if is_last and run.context.rank == 0:
                 run.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
+        if differing is not None and run.strategy.traits.own_scores and self.evaluation is not None:
+            differing.record_scores(self.evaluation)
 
     def _evaluate(self, model: nn.Module, time_s: float, *, samples: int) -> None:
         """Rank 0 calls the script's evaluation; all learn what came of it."""

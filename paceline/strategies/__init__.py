@@ -199,6 +199,7 @@ def name_of(strategy: Strategy) -> str:
         entry
         for entry in STRATEGIES.values()
         if type(strategy) is entry.strategy
+        and not entry.is_another_name
         and all(getattr(strategy, key) == value for key, value in entry.fixed.items())
     ]
     if not fitting:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from paceline.pieces import Piece
 
+_SHADES = "·░▒▓█"
+
 
 @dataclass(frozen=True)
 class Topology(Piece, ABC):
@@ -42,6 +44,17 @@ class Topology(Piece, ABC):
             for source, weight in self.sources(step % self.period(size), rank, size).items():
                 weights[rank, source] = weight
         return weights
+
+    @final
+    def drawing(self, step: int, size: int) -> str:
+        """The mixing matrix as text: a line for each worker that receives, darker where a sender counts more."""
+        width = len(str(size - 1))
+        columns = " ".join(f"{rank:>{width}}" for rank in range(size))
+        rows = [
+            " ".join(_SHADES[math.ceil(weight * (len(_SHADES) - 1))] * width for weight in row.clamp(0, 1).tolist())
+            for row in self.matrix(step, size)
+        ]
+        return "\n".join([f"{'':>{width}} {columns}", *(f"{rank:>{width}} {row}" for rank, row in enumerate(rows))])
 
     @final
     def contraction(self, size: int) -> float:

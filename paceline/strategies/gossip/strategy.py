@@ -69,9 +69,7 @@ class Gossip(Strategy):
         if not 0 <= self.quasi_global < 1:
             raise UsageError(f"quasi_global must be at least 0 and below 1, not {self.quasi_global}")
         if self.mode == "relay" and self.order == "awc":
-            raise UsageError(
-                "order=awc is not for mode=relay, whose messages hold the step just made"
-            )
+            raise UsageError("order=awc is not for mode=relay, whose messages hold the step just made")
 
     def check(self, *, num_workers: int) -> None:
         topology = self.topology
@@ -133,7 +131,7 @@ class _GossipSynchronizer(Synchronizer):
         if self._momentum is not None:
             self._momentum.end()
         self.iteration += 1
-        if self._strategy.order == "awc" and self.iteration < pause_at and self._schedule.due(self.iteration + 1):
+        if self._strategy.order == "awc" and self._schedule.due(self.iteration + 1):
             self._start()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
         return StepOutcome(self.iteration, staleness=0 if applies else -1)

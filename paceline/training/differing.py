@@ -25,7 +25,7 @@ class Differing:
     def record_distance(self) -> None:
         """While the mean model is in place. Collective call."""
         parts = zip(self._own, self._model.parameters(), strict=True)
-        squared = sum(float(torch.linalg.vector_norm(own - mean).double() ** 2) for own, mean in parts)
+        squared = sum(float(torch.linalg.vector_norm(own - mean.detach()).double() ** 2) for own, mean in parts)
         everyone = self._run.context.collective.all_gather_object(squared)
         if self._run.context.rank == 0:
             self._record(CONSENSUS_DISTANCE, math.sqrt(sum(everyone) / len(everyone)))

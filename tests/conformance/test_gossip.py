@@ -79,14 +79,13 @@ def seen(out: Path, size: int = SIZE) -> Tensor:
 @pytest.mark.parametrize(
     ("engine", "topology"),
     [
-        *(("virtual", topology) for topology in (Ring(), Chain(), Star(), Torus(), Exponential())),
-        ("processes", Ring()),
+        *(("virtual", topology) for topology in (Ring(), Star(), Torus(), Exponential())),
         ("processes", Exponential()),
     ],
     ids=str,
 )
 def test_exchanges_shrink_the_distance_to_the_mean(engine: str, topology: Topology, tmp_path: Path) -> None:
-    script = partial(pull, lr=0.0, num_steps=100, starts_apart=True)
+    script = partial(pull, lr=0.0, num_steps=40, starts_apart=True)
     run(script, tmp_path, Gossip(topology=topology), engine=engine)
     distances = [float((row - row.mean()).norm()) for row in seen(tmp_path)]
     norm = topology.contraction(SIZE)
@@ -102,7 +101,7 @@ def test_exchanges_shrink_the_distance_to_the_mean(engine: str, topology: Topolo
     ids=["atc", "awc", "relay"],
 )
 def test_the_fixed_point_is_the_closed_form(options: dict[str, str], expected: float, tmp_path: Path) -> None:
-    run(partial(pull, lr=0.1, num_steps=250), tmp_path, "gossip", options=options)
+    run(partial(pull, lr=0.1, num_steps=160), tmp_path, "gossip", options=options)
     assert float(seen(tmp_path)[-1].abs().max()) == pytest.approx(expected, abs=5e-5)
 
 

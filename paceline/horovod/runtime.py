@@ -37,8 +37,8 @@ class Runtime:
         self._ranks: dict[int, tuple[int, ...]] = {}
         self._channels: dict[int, Channel] = {}
         self._num_sets = 0
-        self._num_groups = 0
-        self._counters: dict[str, int] = {}
+        self._counters: dict[tuple[int, str], int] = {}
+        self._num_joins = 0
         everybody = tuple(range(self.size))
         self._enter_set(everybody, via=context.collective)
         firsts = self._channels[GLOBAL].collective.all_gather_object(self.local_rank)
@@ -96,15 +96,16 @@ class Runtime:
         self._meet(f"remove process set {process_set_id}", leave)
         return process_set_id
 
-    def made_up_name(self, kind: str, process_set_id: int) -> str:
-        """A name for an operation that was given none; all ranks make up the same in the same order of calls."""
-        key = f"{kind}.{process_set_id}"
+    def count(self, process_set_id: int | None, kind: str) -> str:
+        """What to call an operation without a name: ranks that ask for the same in the same order call it the same."""
+        key = (process_set_id or GLOBAL, kind)
         count = self._counters[key] = self._counters.get(key, 0) + 1
-        return f"{kind}.noname.{count}"
+        return f"{self._num_joins}.{count}" if self._num_joins else str(count)
 
-    def next_group(self) -> str:
-        self._num_groups += 1
-        return str(self._num_groups)
+    def recount(self) -> None:
+        """All ranks have joined: what they have asked for may differ, and what they ask for next is the same again."""
+        self._num_joins += 1
+        self._counters.clear()
 
     def close(self) -> None:
         for process_set_id in sorted(self._channels, reverse=True):

@@ -118,8 +118,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called."""
     runtime = basics.runtime()
     channel = runtime.channel(process_set.process_set_id)
-    name = runtime.made_up_name(BARRIER, process_set.process_set_id or 0)
-    operation = Operation(Request(BARRIER, name, is_lasting=False))
+    count = runtime.count(
+        process_set.process_set_id, BARRIER
+    )  # a barrier may lie between other operations on some ranks
+    operation = Operation(Request(BARRIER, f"{BARRIER}.noname.{count}", is_lasting=False))
     channel.submit([operation])
     channel.wait(operation)
 
@@ -130,7 +132,10 @@ def join(device: int = -1) -> int:
     Args:
         device: where the zeros would lie on GPUs; there is nothing to choose here.
     """
-    return basics.runtime().channel(basics.GLOBAL).join()
+    runtime = basics.runtime()
+    last = runtime.channel(basics.GLOBAL).join()
+    runtime.recount()
+    return last
 
 
 def poll(handle: Handle) -> bool:
@@ -173,7 +178,8 @@ def _requests(
         if not tensor.is_contiguous():
             raise ValueError("Tensor is required to be contiguous.")
     runtime = basics.runtime()
-    base = runtime.made_up_name(kind, process_set.process_set_id or 0) if name is None else f"{kind}.{name}"
+    count = runtime.count(process_set.process_set_id, kind)
+    base = f"{kind}.noname.{count}" if name is None else f"{kind}.{name}"
     if is_group:
         about |= {"group": base, "group_size": len(tensors)}
     return [

@@ -186,7 +186,11 @@ class _Distributed(torch.optim.Optimizer):
                 )
             self.synchronize()
         self._is_synchronized = False
+        self._opt_called = True  # what LR schedulers look at
         return super().step(closure)
+
+    # A scheduler is not to put its own `step` in the place of this one.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._reducer.is_under_way:
@@ -248,7 +252,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optimizer of the same class, on the same parameters and state, that steps with reduced gradients.
+    """The optimizer, which steps with reduced gradients from here on.
 
     Args:
         named_parameters: the model's; without it, parameters are named by their places.
@@ -259,6 +263,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     Raises:
         ValueError: names are missing or come twice, or an argument has no meaning with the others.
     """
+    if isinstance(optimizer, _Distributed | _DistributedDeltas):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups:
@@ -266,9 +272,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         groups = groups if groups is not None else num_groups
     names = _names(optimizer, named_parameters)
     own = type(optimizer)
-    made: Any = object.__new__(type(own.__name__, (_DistributedDeltas if op == Adasum else _Distributed, own), {}))
-    # A scheduler that was made before has put its own `step` into the optimizer.
-    made.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    made: Any = optimizer
+    made.__class__ = type(own.__name__, (_DistributedDeltas if op == Adasum else _Distributed, own), {})
+    vars(made).pop("step", None)  # by which a scheduler that was made before has replaced the class's own
     made._parameter_names = names
     if op == Adasum:
         made._names, made._compression = names, compression

@@ -61,6 +61,9 @@ def run(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Write what everybody did when, for ui.perfetto.dev.")
     ] = False,
+    alias: Annotated[
+        bool, typer.Option(help="Stand in for Horovod where SCRIPT imports it and it is not installed.")
+    ] = True,
     arguments: common_options.Arguments = None,
 ) -> None:
     """Train SCRIPT under one strategy: real processes, on this machine or a Ray cluster, or on a simulated one.
@@ -70,7 +73,9 @@ def run(
     console = Console(stderr=True)
     config = RunConfig(max_steps=max_steps)
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
-    program = read_script(script, arguments or ())
+    program = read_script(script, arguments or (), may_alias=alias)
+    for name in program.aliases:
+        console.print(f"{name} is not installed: Paceline stands in for it (--no-alias: it does not)", highlight=False)
     crowding.warn(console, workers, engine=engine, address=address)
     with beginning.ray_beside_imports(engine=engine, address=address, insecure=insecure, num_workers=workers):
         from paceline.pieces import parse_options
@@ -124,7 +129,7 @@ def run(
     from paceline.cli import tables  # here, because pandas takes a while to load
 
     Console().print(tables.summary(result))
-    if result.iteration == 0 and resume is None:
+    if result.iteration == 0 and resume is None and not program.aliases:
         console.print(_NOTHING_TRAINED, markup=False, highlight=False, soft_wrap=True)
     if timeline:
         Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
-from paceline.buckets import GradientBuckets
+from paceline.buckets import GradientBuckets, OutOfTurn
 from paceline.comm.base import Timing, Work
 from paceline.errors import UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
@@ -13,6 +13,9 @@ from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
+
+_TURNS = 64
+"""Numbers that float32 can add up for any number of ranks."""
 
 Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all"]
 
@@ -87,6 +90,7 @@ class _AllReduceSynchronizer(Synchronizer):
         self._is_nonfinite = False
         self._stop = False
         self._is_exchanged = False  # whether what has been accumulated for the next step is averaged
+        self._turn = 0  # exchanges since the last step
         self._weight = 1.0
 
     @property
@@ -111,11 +115,14 @@ class _AllReduceSynchronizer(Synchronizer):
         """The bucket's gradients are final here: start to average them, and move the earlier ones on."""
         if bucket == 0:
             self._culprit = None
+            self._turn += 1
         is_last = bucket == len(self._buckets.buckets) - 1
         culprit = self._buckets.find_nonfinite(bucket) if self._looks_first else None
         if culprit is not None:
             self._culprit = (self.context.rank, culprit)
-        self._buckets.fill_flags(bucket, stop=is_last and self.stop_vote(), nonfinite=culprit is not None)
+        self._buckets.fill_flags(
+            bucket, stop=is_last and self.stop_vote(), nonfinite=culprit is not None, turn=self._turn % _TURNS
+        )
         if self._weight != 1.0:
             self._buckets.buckets[bucket].values.mul_(self._weight)
         self._works.append(self._exchange.start(bucket))
@@ -133,13 +140,25 @@ class _AllReduceSynchronizer(Synchronizer):
         self._is_nonfinite = False
         for bucket, work in enumerate(self._works):
             work.wait()
-            is_nonfinite, stop = self._buckets.read_flags(bucket)
+            try:
+                is_nonfinite, stop = self._buckets.read_flags(bucket)
+            except OutOfTurn:
+                raise UsageError(self._disagreement()) from None
             if self._nonfinite != "allow" and work.nonfinite is not None and self._culprit is None:
                 self._culprit = (work.nonfinite.rank, self._buckets.name_at(bucket, work.nonfinite.element))
             self._is_nonfinite = self._is_nonfinite or is_nonfinite or self._culprit is not None
             self._stop = self._stop or stop
         self._works.clear()
         self._is_exchanged = True
+
+    def _disagreement(self) -> str:
+        """Names the ranks whose exchanges met out of turn. Collective call."""
+        turns = self.context.collective.all_gather_object(self._turn)
+        theirs = ", ".join(f"rank {rank} {turn}" for rank, turn in enumerate(turns))
+        return (
+            f"step {self.iteration + 1}: backward passes since the last optimizer.step(): {theirs}; every rank must "
+            "call backward() and step() as often as the others (with worker.no_sync() backward passes only accumulate)"
+        )
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
@@ -148,6 +167,7 @@ class _AllReduceSynchronizer(Synchronizer):
             self._buckets.flush()
             self._finish_backward()
         self._is_exchanged = False
+        self._turn = 0
         before = self.iteration
         if is_skipped_by_scaler(self.replica.optimizer):
             update()

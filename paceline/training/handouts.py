@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
+from paceline.hooks import OwnHook
 from paceline.training.sharding.contents import tensors_in
 from paceline.training.sharding.part import Part, Place
 
@@ -123,7 +124,7 @@ class Handouts:
 
     def _look_at_inputs(self) -> None:
         if self._look is None:
-            self._look = self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+            self._look = self._model.register_forward_pre_hook(OwnHook(self._on_forward), with_kwargs=True)
 
     def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():

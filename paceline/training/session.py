@@ -16,7 +16,7 @@ from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy
-from paceline.strategies.replica import copy_from_first, describe, require_same_tensors
+from paceline.strategies.replica import copy_from_first, describe, require_joint_changes, require_same_tensors
 from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence
@@ -76,9 +76,10 @@ class Session:
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise UsageError(f"prepare({name}=...) takes things with state_dict and load_state_dict")
         context, config = self.run.context, self.run.config
-        _move(model, optimizer, context.device)
         replica = describe(model, optimizer)
+        _move(model, optimizer, context.device)
         if context.size > 1:
+            require_joint_changes(model)
             require_same_tensors(replica, context.collective)
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)

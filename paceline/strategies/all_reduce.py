@@ -2,16 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from functools import partial
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor
 
 from paceline.buckets import GradientBuckets, OutOfTurn
 from paceline.comm.base import Timing, Work
-from paceline.errors import UsageError
+from paceline.errors import NonFiniteGradient, UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.bucketing import laid_out
 from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.overlap import Overlap
-from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
 _TURNS = 64
@@ -59,7 +63,6 @@ class AllReduce(Strategy):
         return Traits(lock_step=True, tells_stop=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        require_no_closure(replica.optimizer)
         if self.algorithm != "auto" and not context.collective.can_receive_first:
             # In every algorithm ranks receive from each other before they send: over NCCL they would hang.
             raise UsageError(f"algorithm={self.algorithm} is not for NCCL; use algorithm=auto, or --device cpu")
@@ -151,6 +154,31 @@ class _AllReduceSynchronizer(Synchronizer):
         self._works.clear()
         self._is_exchanged = True
 
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        return partial(self._evaluate, closure)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._is_exchanged = False
+        loss = closure()
+        self._require_exchange()
+        if self._is_nonfinite and self._nonfinite != "allow":  # half a step cannot be left out
+            raise self._non_finite()
+        if loss is None:
+            return None
+        mean = torch.tensor(float(loss) * self._weight, dtype=torch.float64)
+        self.context.collective.all_reduce(mean, op="mean").wait()
+        return torch.full_like(loss.detach(), mean.item()) if isinstance(loss, Tensor) else mean.item()
+
+    def _require_exchange(self) -> None:
+        if not self._is_exchanged:
+            # No backward pass of this step exchanged anything; the others may have: take part.
+            self._buckets.flush()
+            self._finish_backward()
+
+    def _non_finite(self) -> NonFiniteGradient:
+        rank, parameter = self._culprit or (self.context.rank, None)
+        return non_finite(rank=rank, step=self.iteration + 1, parameter=parameter)
+
     def _disagreement(self) -> str:
         """Names the ranks whose exchanges met out of turn. Collective call."""
         turns = self.context.collective.all_gather_object(self._turn)
@@ -162,21 +190,17 @@ class _AllReduceSynchronizer(Synchronizer):
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
-        if not self._is_exchanged:
-            # No backward pass of this step exchanged anything; the others may have: take part.
-            self._buckets.flush()
-            self._finish_backward()
-        self._is_exchanged = False
-        self._turn = 0
+        self._require_exchange()
         before = self.iteration
         if is_skipped_by_scaler(self.replica.optimizer):
             update()
         elif self._is_nonfinite and self._nonfinite == "raise":
-            rank, parameter = self._culprit or (self.context.rank, None)
-            raise non_finite(rank=rank, step=self.iteration + 1, parameter=parameter)
+            raise self._non_finite()
         elif not self._is_nonfinite:
             update()
             self.iteration += 1
+        self._is_exchanged = False
+        self._turn = 0
         stop, self._stop = self._stop, False
         return StepOutcome(self.iteration, stop=stop, staleness=0 if self.iteration > before else -1)
 

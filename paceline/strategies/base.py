@@ -18,7 +18,7 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
-from paceline.strategies.replica import Replica
+from paceline.strategies.replica import Replica, cannot_evaluate
 from paceline.strategies.traits import Traits
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
@@ -89,6 +89,15 @@ class Synchronizer(ABC):
         Raises:
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure for an optimizer that calls it within its step: gradients are exchanged, and the loss is the
+        same on every worker, so that all take the same decisions from it.
+
+        Raises:
+            UsageError: this worker's optimizer takes no steps.
+        """
+        raise cannot_evaluate(self.replica.optimizer)
 
     @property
     def timings(self) -> tuple[Timing, ...]:

@@ -159,10 +159,17 @@ def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(f"{kind} has step hooks, which servers cannot call; remove them or use all-reduce")
 
 
-def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for optimizers that evaluate the model several times a step."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS evaluates the model several times a step; only the strategy single can run it")
+def may_evaluate(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer calls a closure when, and as often as, it likes: torch's own call it once, at first."""
+    return isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
+
+
+def cannot_evaluate(optimizer: torch.optim.Optimizer) -> UsageError:
+    """The error of a strategy under which an optimizer cannot evaluate the model itself."""
+    return UsageError(
+        f"{type(optimizer).__name__} evaluates the model itself, perhaps several times a step, which servers cannot; "
+        "use all-reduce or single, or call backward() before step() and give it no closure"
+    )
 
 
 def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:

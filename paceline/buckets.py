@@ -38,7 +38,7 @@ class GradientBuckets:
         layout: their places.
         buffer: uint8 tensor of `layout.num_bytes`, on the parameters' device.
         on_bucket: called with a bucket's index once its gradients are final on this worker and lie in it, in the
-            layout's order.
+            layout's order, when the next gradient is computed or the backward pass ends.
         on_backward_end: called when a backward pass ends, after every bucket has been announced.
     """
 
@@ -152,6 +152,9 @@ class GradientBuckets:
             self._in_backward = True
             # The engine runs queued callbacks when the whole backward pass is done, before it returns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        # Those that the gradient before this one has filled: by now a script's own hooks on that one have run as well.
+        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
+            self._announce()
         bucket = self._bucket_of[index]
         self._missing[bucket] -= 1
         if self._missing[bucket] < 0:
@@ -160,8 +163,6 @@ class GradientBuckets:
                 f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
                 "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
-        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
-            self._announce()
 
     def _adopt(self, indices: Sequence[int]) -> list[float]:
         # All at once: on a conv net this takes 40 us, and gradient by gradient 100.

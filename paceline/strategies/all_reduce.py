@@ -165,9 +165,10 @@ class _AllReduceSynchronizer(Synchronizer):
             raise self._non_finite()
         if loss is None:
             return None
-        mean = torch.tensor(float(loss) * self._weight, dtype=torch.float64)
+        own = loss.detach() if isinstance(loss, Tensor) else loss
+        mean = torch.tensor(float(own) * self._weight, dtype=torch.float64)
         self.context.collective.all_reduce(mean, op="mean").wait()
-        return torch.full_like(loss.detach(), mean.item()) if isinstance(loss, Tensor) else mean.item()
+        return torch.full_like(own, mean.item()) if isinstance(own, Tensor) else mean.item()
 
     def _require_exchange(self) -> None:
         if not self._is_exchanged:

@@ -46,10 +46,14 @@ def _refuse_shared_memory(replica: Replica) -> None:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, buffer and other tensor that a module has as an attribute, once."""
+    """Every parameter, buffer and other tensor that a module has as an attribute, once.
+
+    Not what old-style spectral norm and pruning compute from `<name>_orig` before every forward pass.
+    """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        own = {**module._parameters, **module._buffers, **vars(module)}
+        plain = {name: value for name, value in vars(module).items() if f"{name}_orig" not in module._parameters}
+        own = {**module._parameters, **module._buffers, **plain}
         for name, tensor in own.items():
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided and id(tensor) not in seen:
                 seen.add(id(tensor))

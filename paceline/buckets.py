@@ -197,8 +197,8 @@ class GradientBuckets:
     def _refusal(self, index: int, gradient: Tensor) -> str:
         if gradient.requires_grad:
             return (
-                f"the gradient of {self._name(index)!r} has a history (create_graph=True), which it loses where workers "
-                "exchange it; take gradients of gradients with torch.autograd.grad(..., create_graph=True), or use "
+                f"the gradient of {self._name(index)!r} has a history (create_graph=True), which it would lose when "
+                "workers exchange it; take gradients of gradients with torch.autograd.grad(..., create_graph=True), or use "
                 "the strategy single"
             )
         return f"parameter {self._name(index)!r} has a sparse gradient; give its layer sparse=False"

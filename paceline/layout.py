@@ -101,8 +101,8 @@ def by_group(specs: Sequence[TensorSpec]) -> Layout:
 def in_buckets(specs: Sequence[TensorSpec], *, bucket_bytes: int, first_bucket_bytes: int | None = None) -> Layout:
     """Segments of about `bucket_bytes` in reverse order of use: what leaves during backward.
 
-    Each has a tail of `NUM_FLAGS` flags and one element a tensor. The first bucket may be smaller, so that communication
-    starts early in backward (Li et al., "PyTorch Distributed", 2020, section 4.2.3).
+    Each has a tail of `NUM_FLAGS` flags and one element a tensor. The first bucket may be smaller, so that
+    communication starts early in backward (Li et al., "PyTorch Distributed", 2020, section 4.2.3).
     """
     runs: list[list[int]] = []
     open_runs: dict[torch.dtype, list[int]] = {}

@@ -40,7 +40,7 @@ def _differing(tensors: list[Tensor], collective: Collective) -> list[bool]:
 
 def _digest(tensor: Tensor) -> bytes:
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(raw.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(memoryview(raw.numpy()), digest_size=16).digest()
 
 
 def _average(tensor: Tensor, collective: Collective) -> None:

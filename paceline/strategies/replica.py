@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective
@@ -189,7 +189,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_tensors_without_values(model: nn.Module) -> None:
     """Raises UsageError for tensors that cannot be given to other workers, or saved."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise UsageError(f"{name!r} has no shape yet, since its layer is lazy; call the model once before prepare")
         if tensor.is_meta:
             raise UsageError(f"{name!r} is on the device meta and has no values; give it some before prepare")

@@ -16,7 +16,13 @@ from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy
-from paceline.strategies.replica import copy_from_first, describe, may_evaluate, require_joint_changes, require_same_tensors
+from paceline.strategies.replica import (
+    copy_from_first,
+    describe,
+    may_evaluate,
+    require_joint_changes,
+    require_same_tensors,
+)
 from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence

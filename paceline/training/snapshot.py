@@ -19,7 +19,6 @@ from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica, hyperparameters
 from paceline.training.sharding import Place
 
-
 _PAIRS = "complex128"
 
 

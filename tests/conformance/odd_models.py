@@ -646,4 +646,3 @@ def one_too_many(worker: Any, *, at: int) -> nn.Module:
     if is_odd and at == 0:
         model(batch[0]).square().mean().backward()
     return model
-

@@ -25,7 +25,6 @@ from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
     EXACT,
     NUM_CLASSES,
-    SINGLE_PRECISION,
     assert_close,
     closure_step,
     launched,
@@ -76,9 +75,7 @@ def odd_row(
     only_on: str = "",
 ) -> Odd:
     """A row whose loop is the common one; the last global batch of the data is smaller."""
-    script = partial(
-        train, model=model, optimizer=optimizer, step=step, data=partial(samples, count), num_epochs=2
-    )
+    script = partial(train, model=model, optimizer=optimizer, step=step, data=partial(samples, count), num_epochs=2)
     return Odd(name, script, refused, says, tolerance, only_on)
 
 
@@ -245,9 +242,13 @@ ODD = (
         refused=SERVERS,
         says=EVALUATES,
     ),
-    odd_row("an optimizer with hooks", optimizer=odd.hooked, refused=SERVERS, says=r"SGD has step hooks.*use all-reduce"),
+    odd_row(
+        "an optimizer with hooks", optimizer=odd.hooked, refused=SERVERS, says=r"SGD has step hooks.*use all-reduce"
+    ),
     odd_row("adafactor", optimizer=partial(Adafactor, lr=0.01)),
-    odd_row("muon", model=matrices, optimizer=partial(Muon, lr=0.01), refused=SERVERS, says=r"servers cannot build Muon"),
+    odd_row(
+        "muon", model=matrices, optimizer=partial(Muon, lr=0.01), refused=SERVERS, says=r"servers cannot build Muon"
+    ),
     odd_row("maximised", optimizer=partial(SGD, lr=0.001, maximize=True)),
     odd_row("a rate in a tensor", optimizer=partial(SGD, lr=torch.tensor(0.05, dtype=torch.float64))),
     odd_row("an empty group", optimizer=with_empty_group),
@@ -336,7 +337,11 @@ def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_p
         ("virtual", 5, r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
         ("processes", 5, r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
         ("virtual", 0, r"rank 0 for all_gather .*rank 1 for all_reduce|rank 1 for all_reduce.* rank 0 for all_gather"),
-        ("processes", 0, r"ranks disagree on an operation: rank 0 asks for all_gather .*; every rank must make the same"),
+        (
+            "processes",
+            0,
+            r"ranks disagree on an operation: rank 0 asks for all_gather .*; every rank must make the same",
+        ),
     ],
 )
 def test_one_backward_pass_too_many_is_refused(engine: str, at: int, says: str, tmp_path: Path) -> None:

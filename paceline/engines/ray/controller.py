@@ -109,9 +109,9 @@ class Controller:
                 return
             self.num_steps.setdefault(identity, 0)
             if message.kind is Kind.PULSE:
-                steps, awaits_others = message.iteration, message.body["awaits_others"]
-                self.num_steps[identity] = steps
-                self.standstill.hear(identity, num_steps=steps, awaits_others=awaits_others, now_s=time.monotonic())
+                self.num_steps[identity] = num_steps = message.iteration
+                awaits_others = message.body["awaits_others"]
+                self.standstill.hear(identity, num_steps=num_steps, awaits_others=awaits_others, now_s=time.monotonic())
             elif message.kind is Kind.RECORDS:
                 steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
                 records = [*steps, *(from_plain(record) for record in message.body["records"])]

@@ -198,8 +198,8 @@ class GradientBuckets:
         if gradient.requires_grad:
             return (
                 f"the gradient of {self._name(index)!r} has a history (create_graph=True), which it would lose when "
-                "workers exchange it; take gradients of gradients with torch.autograd.grad(..., create_graph=True), or use "
-                "the strategy single"
+                "workers exchange it; take gradients of gradients with torch.autograd.grad(..., create_graph=True), or "
+                "use the strategy single"
             )
         return f"parameter {self._name(index)!r} has a sparse gradient; give its layer sparse=False"
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from paceline.arrays import as_array
 from paceline.comm.base import Collective
 
 
@@ -40,7 +41,7 @@ def _differing(tensors: list[Tensor], collective: Collective) -> list[bool]:
 
 def _digest(tensor: Tensor) -> bytes:
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(raw.numpy()), digest_size=16).digest()
+    return hashlib.blake2b(as_array(raw), digest_size=16).digest()
 
 
 def _average(tensor: Tensor, collective: Collective) -> None:

@@ -18,7 +18,7 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
-from paceline.strategies.replica import Replica, cannot_evaluate
+from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
@@ -91,13 +91,14 @@ class Synchronizer(ABC):
         """
 
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure for an optimizer that calls it within its step: gradients are exchanged, and the loss is the
-        same on every worker, so that all take the same decisions from it.
+        """The closure for an optimizer that calls it within its step. By default the script's own, for strategies
+        that exchange nothing before a step is over. Where gradients are exchanged, the loss is to be the same on every
+        worker as well, so that all take the same decisions from it.
 
         Raises:
             UsageError: this worker's optimizer takes no steps.
         """
-        raise cannot_evaluate(self.replica.optimizer)
+        return closure
 
     @property
     def timings(self) -> tuple[Timing, ...]:

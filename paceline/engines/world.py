@@ -31,6 +31,8 @@ class World:
     at_end: list[Callable[[], None]] = field(default_factory=list)
     progress: Callable[[], int] = staticmethod(lambda: 0)
     """The worker's step, for those who ask from outside."""
+    awaits_others: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the worker waits in a pause, or at its end, for workers that have steps to go until there."""
     worker: Any = None
     """What the script was given for it, once it has asked."""
 

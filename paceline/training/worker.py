@@ -62,6 +62,7 @@ class Worker:
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
         world.at_end.append(self._session.finish)
         world.progress = lambda: self._session.run.steps
+        world.awaits_others = lambda: self._session.run.awaits_others
 
     @property
     def iteration(self) -> int:

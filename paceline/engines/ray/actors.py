@@ -177,7 +177,16 @@ class WorkerActor:
         def progress() -> int:
             return world.progress() if world is not None else 0
 
-        line = ControlLine(launcher, identity=f"worker-{rank}", progress=progress, on_abort=ends.abort)
+        def awaits_others() -> bool:
+            return world is not None and world.awaits_others()
+
+        line = ControlLine(
+            launcher,
+            identity=f"worker-{rank}",
+            progress=progress,
+            on_abort=ends.abort,
+            awaits_others=awaits_others,
+        )
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends)
             with captured(line.say):

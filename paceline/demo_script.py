@@ -9,11 +9,12 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.data import collate, load
-from paceline.models import build
+from paceline.models import NAMES, build
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=NAMES, default="digitsnet")
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--batch-size", type=int, default=32, help="images per worker and step")
@@ -22,7 +23,7 @@ def main() -> None:
 
     worker = paceline.init()
     digits = load("digits")
-    model = build("digitsnet")
+    model = build(args.model, num_classes=digits.num_classes, shape=digits.shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     loader = DataLoader(digits.train, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)

@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline import cli
+from paceline.cluster.reading import shipped
 
 SUMMARIES = {
     "run": "Train SCRIPT under one strategy: real processes, on this machine or a Ray cluster, or on a simulated one.",
@@ -21,6 +22,18 @@ SUMMARIES = {
     "strategies": "List every strategy with its options, one line each.",
 }
 """What the list of commands says, which loads none: the first line of each one's own help."""
+
+DATA_SETS = ("digits", "mnist", "fashion-mnist", "cifar10")
+"""Those of `paceline.data`, which loads torch."""
+
+
+def what_can_be_named() -> str:
+    """What the list of commands says below them."""
+    return (
+        f"Clusters, for --cluster: {', '.join(shipped())}; or a TOML file of your own.\n\n"
+        f"Data sets, for paceline.data.load: {', '.join(DATA_SETS)}.\n\n"
+        "Strategies: paceline strategies."
+    )
 
 
 @final

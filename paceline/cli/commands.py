@@ -15,7 +15,8 @@ SUMMARIES = {
     "cluster.",
     "report": "Make the report of a study again, from its records; of several studies, side by side in one report.",
     "timeline": "Write what every worker and server did when, from a run's records: open it at ui.perfetto.dev.",
-    "demo": "Compare three strategies with 1 and 2 workers: which trains a small conv net on digits to 95 % first?",
+    "demo": "Train a small conv net on digits on this machine, then on a simulated laboratory: which strategy is first "
+    "where?",
     "doctor": "Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is "
     "wrong.",
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",

@@ -3,14 +3,22 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Any, Literal, final, get_args
 
 from torch import Tensor, nn
 
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
 from paceline.schedule import Every
-from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, option, require_choice
+from paceline.strategies.base import (
+    Context,
+    NonFinitePolicy,
+    StepOutcome,
+    Strategy,
+    Synchronizer,
+    option,
+    require_choice,
+)
 from paceline.strategies.finite import may_step
 from paceline.strategies.gossip.averaging import Averaging
 from paceline.strategies.gossip.links import Links
@@ -20,7 +28,7 @@ from paceline.strategies.gossip.push_sum import PushSum
 from paceline.strategies.gossip.quasi_global import QuasiGlobal
 from paceline.strategies.gossip.relay import Relay, require_tree
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
-from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import Neighbouring, Traits
 from paceline.topology import Ring, Topology
 
@@ -90,7 +98,6 @@ class Gossip(Strategy):
         return Traits(lock_step=False, traffic=(moved,), workers_differ=True, own_scores=self.own_scores)
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        require_no_closure(replica.optimizer)
         return _GossipSynchronizer(self, context, replica)
 
 
@@ -113,6 +120,16 @@ class _GossipSynchronizer(Synchronizer):
     def set_weight(self, weight: float) -> None:
         self._model.scale_gradients(self._weight / weight)  # what was accumulated counts with its own batch's weight
         self._weight = weight
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        policy: NonFinitePolicy = "allow" if self._strategy.nonfinite == "allow" else "raise"  # no half steps
+
+        def evaluate() -> Any:
+            loss = closure()
+            may_step(self.replica, policy, rank=self.context.rank, step=self.iteration + 1)
+            return loss
+
+        return evaluate
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)

@@ -47,6 +47,8 @@ class Handouts:
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], *, rank: int, set_weight: Callable[[float], None]
     ) -> None:
+        self.num_batches = self.num_steps = 0
+        """Handed out in the script's own thread, and taken, so far."""
         self._model, self._rank, self._set_weight = model, rank, set_weight
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
@@ -70,6 +72,7 @@ class Handouts:
             self._out.append(handed)
             self._look_at_inputs()
             return
+        self.num_batches += 1
         self.look_back()
         self._known = None
         if place.num_batches_done == 0:
@@ -93,6 +96,7 @@ class Handouts:
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._out.popleft()
         self._weigh()
+        self.num_steps += 1
         num_samples, self._num_samples = self._num_samples, 0
         return num_samples
 

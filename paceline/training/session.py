@@ -17,6 +17,7 @@ from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy
 from paceline.strategies.replica import copy_from_first, describe, require_same_tensors
+from paceline.strategies.settings import require_same_settings
 from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence
@@ -54,7 +55,8 @@ class Session:
     ) -> None:
         self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
-        self._cadence = Cadence(config)
+        traits = strategy.traits
+        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
@@ -80,6 +82,7 @@ class Session:
         replica = describe(model, optimizer)
         if context.size > 1:
             require_same_tensors(replica, context.collective)
+            require_same_settings(optimizer, context.collective)
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
         if context.size > 1:

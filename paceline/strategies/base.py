@@ -90,6 +90,9 @@ class Synchronizer(ABC):
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
 
+    def start(self) -> None:
+        """Every worker's script is about to ask for its first batch. Collective call."""
+
     @property
     def timings(self) -> tuple[Timing, ...]:
         """The running totals that this worker's steps are accounted from."""

@@ -1,15 +1,17 @@
 """Has a script that changes gradients before its step see the mean of all workers' gradients."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
+from paceline.arrays import as_array
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 
 Mode = Literal["auto", "always", "never"]
+_NUM_SAMPLES = 64
 
 
 @final
@@ -40,7 +42,8 @@ class Combining:
         self._is_undecided = mode == "auto" and collective.size > 1
         self._averages = mode == "always" or (self._is_undecided and not is_partial)
         self._refuses_change = mode == "auto" and collective.size > 1
-        self._seen: list[int] | None = None  # what `_versions` gave after backward
+        self._samples = [_sample(flat) for flat in flats if flat.is_cpu] if self._refuses_change else []
+        self._seen: tuple[list[int], list[bytes]] | None = None  # what `_versions` gave after backward
         self._sums: list[int] = []
         self.is_combined = False
         """This step's gradients are the workers' mean by now."""
@@ -87,8 +90,9 @@ class Combining:
             self._decide(is_scaled=is_scaled)
         elif self._refuses_change and not self._averages and self._is_changed():
             raise UsageError(
-                f"step {step}: the script changed gradients between backward() and step(), which it did not do "
-                "in its first step; use --option combine=always so that it sees the mean of all workers' gradients"
+                f"step {step}: the script changed gradients between backward() and step() on rank "
+                f"{self._collective.rank}, which it did not do in its first step; use --option combine=always so that "
+                "it sees the mean of all workers' gradients"
             )
         if self._averages and self._seen is None:
             self.after_backward(weight)
@@ -113,10 +117,17 @@ class Combining:
     def _is_changed(self) -> bool:
         return self._seen is not None and self._seen != self._versions()
 
-    def _versions(self) -> list[int]:
-        """In-place changes of any gradient so far, which views count on the tensor they are a view of."""
-        return [flat._version for flat in self._flats]
+    def _versions(self) -> tuple[list[int], list[bytes]]:
+        """In-place changes of any gradient so far, which views count on the tensor they are a view of, and some bytes,
+        since torch does not count changes through `.data`."""
+        return [flat._version for flat in self._flats], [sample.tobytes() for sample in self._samples]
 
     def _checksums(self) -> list[int]:
         """The sum of each buffer's bytes, since torch does not count a scaler's unscaling as an in-place change."""
         return [int(flat.view(torch.uint8).sum()) for flat in self._flats]
+
+
+def _sample(flat: Tensor) -> Any:
+    """A view of some bytes of the gradients, of every place within a number."""
+    raw = as_array(flat.view(torch.uint8))
+    return raw[:: len(raw) // _NUM_SAMPLES | 1]

@@ -137,13 +137,9 @@ def require_plain_steps(replica: Replica) -> None:
     spec = replica.optimizer_spec
     try:
         samples = [[torch.zeros(2, requires_grad=True)] for _ in spec.groups]
-        fresh = build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
+        build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
     except Exception as error:
         raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
-    # Some optimizers, such as Adagrad, have a state from the start.
-    has_stepped = any(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
-    if has_stepped or (optimizer.state and not fresh.state):
-        raise UsageError(f"{kind} has taken steps already; servers start from a fresh optimizer: call prepare first")
 
 
 def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -246,6 +246,7 @@ class Session:
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
         self._has_started = True
+        self.run.prepared.synchronizer.start()
         self.pauses.meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")

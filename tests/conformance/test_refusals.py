@@ -157,19 +157,6 @@ def test_only_single_runs_optimizers_that_evaluate_several_times_a_step(row: Row
             row.run(search_lines, tmp_path)
 
 
-def start_warm(worker: Worker, out: Path) -> None:
-    model = network()
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    F.cross_entropy(model(torch.ones(2, 10)), torch.zeros(2).long()).backward()
-    optimizer.step()
-    worker.prepare(model, optimizer, loader_of(problem()))
-
-
-def test_servers_need_a_fresh_optimizer(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="SGD has taken steps already"):
-        SERVERS.run(start_warm, tmp_path)
-
-
 def build_other_model(worker: Worker, out: Path) -> None:
     model = nn.Linear(10, 4 + worker.rank)
     worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))

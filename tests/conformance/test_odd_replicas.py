@@ -261,7 +261,8 @@ RATE = r"param group 0: lr is 0\.\d+ on rank 0 and 0\.\d+ on rank 1.*"
 CLIPPED = r"step 2: the script changed gradients .* on rank \d.*use --option combine=always"
 UNEVEN = (
     r"rank 1 has taken \d+ steps on \d+ batches, rank 0 \d+ on \d+.*Decide together whether to leave a batch out"
-    r"|ranks disagree on an operation|ranks do not ask for the same"
+    r"|rank \d .*all_reduce.* rank \d .*leave out a batch or a step only where all do"
+    r"|rank \d .*all_gather.* rank \d .*leave out a batch or a step only where all do"
 )
 
 ODD = (

@@ -111,6 +111,7 @@ class ServerSynchronizer(Synchronizer):
         outcome = self._take(self._store.exchange(push))
         if self._steps == 1 or outcome.iteration >= pause_at:
             self._owned.accept(looks_closely=True)
+            self._combining.look_closely()
         return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:

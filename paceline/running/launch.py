@@ -109,6 +109,8 @@ def run(
         deadline_s=deadline_s,
         strict=strict,
     )
+    if strict and workers == 1:
+        raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
     if strict and not plan.traits.lock_step:
         raise UsageError(f"--strict has no effect under {name_of(plan)}, whose workers' parameters differ by design")
     task = _program(program, arguments)

@@ -18,9 +18,8 @@ Report = Mapping[str, Any]
 SHARE = 1e-3
 """Of the time of training, what checks may take."""
 _MEETING_S = 1e-3  # what a check takes besides the digest
-_LEAST_STEPS = (
-    16  # between two checks: a pause has all workers begin their next step together, which is not on the clock
-)
+# Between two late checks: a pause has all workers begin their next step together, which is not on the clock.
+_LEAST_STEPS = 16
 
 
 @final
@@ -36,7 +35,7 @@ class Agreement:
         """Whether there is anything to compare."""
         self._due_at = 0 if self.is_needed else NEVER
         self._rhythm = Rhythm()
-        self._took_s = 0.0
+        self._took_s = self._comparing_s = 0.0
         self._has_told = False
 
     def said(self, *, is_last: bool) -> dict[str, Any]:
@@ -58,7 +57,7 @@ class Agreement:
             "num_batches": handouts.num_batches,
             "settings": hashlib.blake2b(repr(settings_of(replica.optimizer)).encode(), digest_size=8).hexdigest(),
             "parameters": parameters,
-            "check_s": self._took_s,
+            "check_s": self._took_s + self._comparing_s,
         }
 
     def require(self, reports: Sequence[Report]) -> None:
@@ -74,8 +73,10 @@ class Agreement:
         self._require_same_steps(reports)
         if len({report["settings"] for report in reports}) > 1:
             self._compare_settings()
+        before_s = self._run.context.pacing.now_s()
         if len({report["parameters"] for report in reports}) > 1:
             self._compare_parameters()
+            self._comparing_s = self._run.context.pacing.now_s() - before_s
 
     def next_at(self, first: Report, *, iterations_per_s: float) -> int:
         """The iteration at which to compare parameters next, by rank 0's report: the first steps soon, later ones so

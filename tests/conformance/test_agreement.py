@@ -105,3 +105,5 @@ def test_rounding_is_told_once(tmp_path: Path) -> None:
 def test_strict_has_no_effect_where_workers_differ_by_design(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--strict has no effect under ps-asp"):
         paceline.run(train, strategy="ps-asp", workers=2, strict=True, out=tmp_path)
+    with pytest.raises(UsageError, match="--strict has no effect with one worker"):
+        paceline.run(train, strict=True, out=tmp_path)

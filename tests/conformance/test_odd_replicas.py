@@ -131,17 +131,6 @@ def replace_in_both(run: Run) -> None:
     run.optimizer.param_groups[0]["params"][0] = run.model[1].weight  # type: ignore[index]
 
 
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(10, 64, max_norm=0.5, dtype=torch.float64)
-        self.head = nn.Linear(64, NUM_CLASSES, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.words((x.flatten(1)[:, 0] * 1000).long() % 10))
-        return found
-
-
 def clamp_weights(run: Run) -> None:
     for parameter in run.model.parameters():
         parameter.data.clamp_(-0.05, 0.05)
@@ -275,7 +264,6 @@ ODD = (
     Odd("added", partial(train, stepped=add_parameter), {EVERYWHERE: "trains parameter that is not of the model"}),
     Odd("replaced", partial(train, prepared=replace_parameter), under(SERVERS, NO_GRADIENT)),
     Odd("replaced in both", partial(train, prepared=replace_in_both), {EVERYWHERE: STRANGE}),
-    Odd("renormalised", partial(train, model=Embedded), {"all-reduce": DRIFT, **under(SERVERS, IN_PLACE)}),
     Odd("clamped", partial(train, stepped=clamp_weights), under(SERVERS, IN_PLACE)),
     Odd("clamped before", partial(train, before=clamp_weights)),
     Odd("loaded", partial(train, prepared=partial(load_weights, on_all=True)), under(SERVERS, IN_PLACE)),

@@ -149,5 +149,6 @@ class Agreement:
             f"after step {self._run.iteration} parameter {name!r} is not the same on all ranks: on {ranks} it is up to "
             f"{distance[0]:.3g} from rank 0's (rounding explains {distance[1]:.1g}). Something changes parameters on "
             "each rank by itself: weights loaded on one rank, noise of a rank's own generator (give a torch.Generator "
-            "the same seed on every rank), or a change that depends on a rank's own data. Make the same change on every rank"
+            "the same seed on every rank), or a change that depends on a rank's own data. Make the "
+            "same change on every rank"
         )

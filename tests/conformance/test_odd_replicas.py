@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -24,7 +24,6 @@ from tests.conformance import local_engine, virtual_engine
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
     EXACT,
-    NUM_CLASSES,
     assert_close,
     launched,
     loader_of,

@@ -42,7 +42,7 @@ def run(
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
-            help="Iterations between checkpoints.", show_default="every 30 s, at an evaluation, and at the end"
+            help="Iterations between checkpoints.", show_default="a killed run loses at most 30 s; at the end"
         ),
     ] = None,
     target: Annotated[
@@ -51,6 +51,9 @@ def run(
     seed: Annotated[int, typer.Option(help="Of the model, the data order and every random generator.")] = 0,
     device: common_options.Device = "auto",
     deadline: common_options.Deadline = 300.0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Compare the workers' parameters after every step, not only now and then.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
@@ -117,6 +120,7 @@ def run(
                     seed=seed,
                     device=cast(DeviceChoice, device),
                     deadline_s=deadline,
+                    strict=strict,
                     out=directory,
                     resume=resume,
                     watcher=watcher,

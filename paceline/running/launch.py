@@ -60,6 +60,7 @@ def run(
     seed: int = 0,
     device: DeviceChoice = "auto",
     deadline_s: float = 300.0,
+    strict: bool = False,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     watcher: Watcher | None = None,
@@ -79,6 +80,7 @@ def run(
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         insecure: the cluster may be one that takes work from anybody, without a token.
         max_steps, max_time_s, target: what ends the run before the script does.
+        strict: workers compare their parameters after every step, not only now and then; lock-step strategies only.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
@@ -106,7 +108,12 @@ def run(
         seed=seed,
         device=device,
         deadline_s=deadline_s,
+        strict=strict,
     )
+    if strict and workers == 1:
+        raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
+    if strict and not plan.traits.lock_step:
+        raise UsageError(f"--strict has no effect under {name_of(plan)}, whose workers' parameters differ by design")
     task = _program(program, arguments)
     check_metric(task, config.target)
     raw = checkpoint = None

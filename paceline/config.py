@@ -66,12 +66,14 @@ class RunConfig:
     eval_every: int | None = None
     """Iterations between evaluations; none: only at the end."""
     checkpoint_every: int | None = None
-    """Iterations between checkpoints; none: at evaluations at least 30 s apart, and at the end."""
+    """Iterations between checkpoints; none: so often that a killed run loses at most 30 s, and at the end."""
     target: Target | None = None
     seed: int = 0
     device: DeviceChoice = "auto"
     deadline_s: float = 300.0
     """How long any wait for a peer may take."""
+    strict: bool = False
+    """Lock-step workers compare their parameters after every step."""
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "eval_every", "checkpoint_every", "max_time_s", "deadline_s"):

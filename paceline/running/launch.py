@@ -60,6 +60,7 @@ def run(
     seed: int = 0,
     device: DeviceChoice = "auto",
     deadline_s: float = 300.0,
+    strict: bool = False,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     watcher: Watcher | None = None,
@@ -68,9 +69,10 @@ def run(
 
     Args:
         program: the path of a script, a script that was read already, or a function that calls `paceline.init()`.
-        strategy: a name of `paceline strategies`, or a strategy such as `ParameterServer(servers=2)`.
+        strategy: a name of `paceline strategies`, with options as in `ps-asp:servers=2`, or a strategy such as
+            `ParameterServer(servers=2)`.
         workers: how many processes train.
-        options: of the strategy, where it is given by name.
+        options: of the strategy, where it is given by name; besides those that stand behind the name.
         arguments: the script's own; one that was read already has them.
         engine: `ray`: real processes; `virtual`: real gradients on a simulated cluster, whose network and clock are
             simulated too.
@@ -78,6 +80,7 @@ def run(
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         insecure: the cluster may be one that takes work from anybody, without a token.
         max_steps, max_time_s, target: what ends the run before the script does.
+        strict: workers compare their parameters after every step, not only now and then; lock-step strategies only.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
@@ -105,7 +108,12 @@ def run(
         seed=seed,
         device=device,
         deadline_s=deadline_s,
+        strict=strict,
     )
+    if strict and workers == 1:
+        raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
+    if strict and not plan.traits.lock_step:
+        raise UsageError(f"--strict has no effect under {name_of(plan)}, whose workers' parameters differ by design")
     task = _program(program, arguments)
     check_metric(task, config.target)
     raw = checkpoint = None

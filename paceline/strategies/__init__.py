@@ -1,17 +1,19 @@
 """Strategies by the names of the command line."""
 
 import importlib.metadata
-import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
+from paceline import pieces
 from paceline.errors import UsageError, unknown
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
+from paceline.strategies.gossip import Gossip
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
+from paceline.topology import Chain, OnePeerExponential
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,8 @@ class Entry:
     name: str
     strategy: type[Strategy]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options that begin otherwise than the strategy's own."""
     leaves_out: tuple[str, ...] = ()
     """Options that have no effect with those that are fixed."""
     summary: str = ""
@@ -28,14 +32,15 @@ class Entry:
 
     @property
     def is_another_name(self) -> bool:
-        """Whether it is an alias that fixes nothing of its own, as `ps-sync` does."""
-        return self.alias_of is not None and self.fixed == STRATEGIES[self.alias_of].fixed
+        """Whether it is an alias of what is the same unless options say otherwise, as `ps-sync` is."""
+        return self.alias_of is not None and build(self.name) == build(self.alias_of)
 
     @property
     def docs(self) -> dict[str, tuple[Any, str]]:
         """The options a user may set, with default and documentation."""
         hidden = {*self.fixed, *self.leaves_out}
-        return {name: doc for name, doc in option_docs(self.strategy).items() if name not in hidden}
+        docs = {name: doc for name, doc in option_docs(self.strategy).items() if name not in hidden}
+        return docs | {name: (value, docs[name][1]) for name, value in self.defaults.items()}
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -43,7 +48,6 @@ class Entry:
 
 
 _SYNCHRONOUS, _ASYNCHRONOUS = ("backup_workers", "combine"), ("torn_reads", "staleness")
-_TRUTHS = {"true": True, "false": False}
 _BSP = {"consistency": "bsp"}
 _ASP = {"consistency": "asp"}
 
@@ -112,6 +116,31 @@ for _entry in (
         summary="the same as ps-asp",
         alias_of="ps-asp",
     ),
+    Entry(name="gossip", strategy=Gossip, summary="models mixed with those of neighbours; nobody hears everybody"),
+    Entry(
+        name="d-psgd",
+        strategy=Gossip,
+        fixed={"mode": "average"},
+        summary="gossip with the weighted mean of the neighbours' models",
+        alias_of="gossip",
+    ),
+    Entry(
+        name="sgp",
+        strategy=Gossip,
+        fixed={"mode": "push-sum"},
+        defaults={"topology": OnePeerExponential()},
+        summary="gossip by push-sum, over links that need not go both ways",
+        alias_of="gossip",
+    ),
+    Entry(
+        name="relay",
+        strategy=Gossip,
+        fixed={"mode": "relay"},
+        defaults={"topology": Chain()},
+        leaves_out=("order",),
+        summary="gossip in which models travel along a tree, so that all count alike",
+        alias_of="gossip",
+    ),
 ):
     register(_entry)
 for _point in importlib.metadata.entry_points(group="paceline.strategies"):
@@ -121,30 +150,53 @@ for _point in importlib.metadata.entry_points(group="paceline.strategies"):
         warnings.warn(f"the strategy {_point.name!r} of {_point.value} cannot be loaded: {error!r}", stacklevel=1)
 
 
-def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:
-    """`option=value` texts, as `build` takes them. Raises UsageError if one has another form, or comes twice."""
-    options: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise UsageError(f"{where} {text!r} is not of the form option=value")
-        if key in options:
-            raise UsageError(f"{where} {key} is given twice")
-        options[key] = value
-    return options
+def build(text: str, options: Mapping[str, Any] | None = None) -> Strategy:
+    """The strategy of a text as `NAME` or `NAME:OPTION=VALUE:...`, with further options, whose values may be text.
 
+    `topology.rows` is an option of the piece that the option `topology` names.
 
-def build(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
-    """The strategy of that name; option values may be text. Raises UsageError, with near misses, for unknown ones."""
+    Raises:
+        UsageError: there is no such strategy or option, with near misses; or no such value, or an option comes twice.
+    """
+    name, *settings = text.strip().split(":")
     if name not in STRATEGIES:
         raise unknown("strategy", name, STRATEGIES)
     entry = STRATEGIES[name]
-    for key in options or {}:
-        if key not in entry.options:
-            raise unknown(f"option for {name}", key, entry.options)
+    written = pieces.parse_options(settings, where=f"strategy {text!r}:")
+    for key in written.keys() & (options or {}).keys():
+        raise UsageError(f"strategy {text!r}: {key} is given twice")
     hints = get_type_hints(entry.strategy)
-    given = {key: _read(key, value, hints[key]) for key, value in (options or {}).items()}
-    return entry.strategy(**entry.fixed, **given)
+    given: dict[str, Any] = {}
+    of_pieces: dict[str, dict[str, Any]] = {}
+    for key, value in {**written, **(options or {})}.items():
+        option, dot, own = key.partition(".")
+        if option not in entry.options or (dot and pieces.piece_in(hints[option]) is None):
+            raise unknown(f"option for {name}", key, entry.options)
+        if dot:
+            of_pieces.setdefault(option, {})[own] = value
+        else:
+            given[key] = value
+    for option in {**given, **of_pieces}:
+        kind = pieces.piece_in(hints[option])
+        value = given.get(option, entry.docs[option][0])
+        if kind is None:
+            given[option] = pieces.read_value(option, value, hints[option])
+        elif isinstance(value, str) or option in of_pieces:
+            given[option] = pieces.read(kind, str(value), of_pieces.get(option))
+    return entry.strategy(**{**entry.fixed, **entry.defaults, **given})
+
+
+def settings_of(strategy: Strategy) -> dict[str, str]:
+    """The options that are not as by default under the strategy's name, as texts that `build` takes."""
+    settings: dict[str, str] = {}
+    for key, (default, _) in STRATEGIES[name_of(strategy)].docs.items():
+        value = getattr(strategy, key)
+        if value == default:
+            continue
+        settings[key] = value.name if isinstance(value, pieces.Piece) else pieces.text_of(value)
+        if isinstance(value, pieces.Piece):
+            settings |= {f"{key}.{own}": text for own, text in pieces.settings_of(value).items()}
+    return settings
 
 
 def name_of(strategy: Strategy) -> str:
@@ -156,28 +208,9 @@ def name_of(strategy: Strategy) -> str:
         entry
         for entry in STRATEGIES.values()
         if type(strategy) is entry.strategy
+        and not entry.is_another_name
         and all(getattr(strategy, key) == value for key, value in entry.fixed.items())
     ]
     if not fitting:
         return type(strategy).__name__
     return max(fitting, key=lambda entry: len(entry.fixed)).name
-
-
-def _read(name: str, value: Any, hint: Any) -> Any:
-    """Text as the option's type; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    if get_origin(hint) in (Union, types.UnionType):
-        if any(value in get_args(part) for part in get_args(hint)):
-            return value
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    if get_origin(hint) is Literal or hint is str:
-        return value
-    if hint is bool:
-        if value not in _TRUTHS:
-            raise UsageError(f"option {name}={value!r} is neither true nor false")
-        return _TRUTHS[value]
-    try:
-        return hint(value)
-    except ValueError:
-        raise UsageError(f"option {name}={value!r} is not {'a whole number' if hint is int else 'a number'}") from None

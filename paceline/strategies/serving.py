@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 
@@ -13,9 +13,11 @@ from paceline.layout import by_group
 from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.combining import Combining, Mode
+from paceline.strategies.held_state import HeldState
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.replica import (
     Replica,
+    cannot_evaluate,
     hyperparameters,
     is_skipped_by_scaler,
     require_no_hooks,
@@ -64,11 +66,16 @@ class ServerSynchronizer(Synchronizer):
             is_partial=is_partial,
             find_nonfinite=self._buckets.find_any_nonfinite,
         )
+        self._held = HeldState(store, replica, context.collective)
         self._steps = 0
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
         self._parameters.to_host()
         store.attach(layout, replica.optimizer_spec, self._parameters.host, self._gradients.host)
+
+    def start(self) -> None:
+        self._parameters.to_host()
+        self._held.hand_over(iteration=self.iteration)
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -84,6 +91,9 @@ class ServerSynchronizer(Synchronizer):
             self._combining.only_accumulates()
         before, self._buckets.is_synchronizing = self._buckets.is_synchronizing, on
         return before
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        raise cannot_evaluate(self.replica.optimizer)
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
@@ -102,10 +112,16 @@ class ServerSynchronizer(Synchronizer):
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
-        return self._take(self._store.exchange(push))
+        outcome = self._take(self._store.exchange(push))
+        if self._steps == 1 or outcome.iteration >= pause_at:
+            self._owned.accept(looks_closely=True)
+            self._combining.look_closely()
+        return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
-        return self._take(self._store.wait_for_admission(pause_at=pause_at))
+        outcome = self._take(self._store.wait_for_admission(pause_at=pause_at))
+        self._owned.accept()
+        return outcome
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
@@ -126,10 +142,12 @@ class ServerSynchronizer(Synchronizer):
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         self._parameters.to_host()
         self._store.load_state(state, iteration=iteration)
+        self._held.drop()
         self.iteration = iteration
 
     def close(self) -> None:
         self._buckets.close()
+        self._held.close()
 
     def _refresh(self) -> None:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
@@ -156,8 +174,8 @@ class ServerSynchronizer(Synchronizer):
         if name is not None:
             raise UsageError(
                 f"step {self._steps}: parameter {name!r} has no gradient on rank {self.context.rank}, and "
-                "servers update every parameter at every step; freeze it with requires_grad_(False) or use "
-                "all-reduce"
+                "servers update every parameter at every step; freeze it with requires_grad_(False) before prepare, "
+                "or use all-reduce"
             )
 
     def _is_nonfinite(self) -> bool:

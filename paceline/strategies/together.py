@@ -32,6 +32,10 @@ class Together(Synchronizer):
         self._first = next(iter(self._parts.values()))
         self.facts = {f"{name}.{fact}": value for name, part in parts.items() for fact, value in part.facts.items()}
 
+    def start(self) -> None:
+        for part in self._parts.values():
+            part.start()
+
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         outcome = self._first.step(update, pause_at=pause_at)
         self.iteration = outcome.iteration

@@ -28,6 +28,26 @@ class EachHandouts:
     def __init__(self, each: Sequence[Handouts]) -> None:
         self._each = tuple(each)
 
+    @property
+    def num_batches(self) -> int:
+        """Of all loaders, as `Handouts.num_batches`."""
+        return sum(handouts.num_batches for handouts in self._each)
+
+    @property
+    def num_steps(self) -> int:
+        """As `Handouts.num_steps`."""
+        return self._each[0].num_steps
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a batch of any loader was trained on."""
+        return any(handouts.has_trained for handouts in self._each)
+
+    def take_what_was_set(self) -> None:
+        """As `Handouts.take_what_was_set`."""
+        for handouts in self._each:
+            handouts.take_what_was_set()
+
     def look_back(self) -> None:
         """As `Handouts.look_back`."""
         for handouts in self._each:

@@ -18,8 +18,15 @@ from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
-from paceline.strategies.replica import Replica, copy_from_first, require_same_tensors
-from paceline.strategies.several import as_one, describe_each, models_of, whole_of
+from paceline.strategies.replica import (
+    Replica,
+    copy_from_first,
+    may_evaluate,
+    require_joint_changes,
+    require_same_tensors,
+)
+from paceline.strategies.settings import require_same_settings
+from paceline.strategies.several import as_one, describe_each, whole_of
 from paceline.strategies.together import Together
 from paceline.training import snapshot
 from paceline.training.accounting import Account
@@ -33,6 +40,7 @@ from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Part, Place, ShardedLoader
 from paceline.training.unprepared import UnpreparedSteps
+from paceline.training.unstepped import Unstepped
 from paceline.training.worker_run import Prepared, WorkerRun
 
 Update = Callable[[], object]
@@ -64,7 +72,8 @@ class Session:
     ) -> None:
         self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
-        self._cadence = Cadence(config)
+        traits = strategy.traits
+        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
@@ -84,11 +93,14 @@ class Session:
             raise UsageError("prepare was called twice; give it everything at once, several of a kind by name")
         context, config = self.run.context, self.run.config
         model = as_one(given.models)
-        _move(model, given.optimizers.values(), context.device)
         replicas = describe_each(model, given.optimizers)
         whole = whole_of(replicas)
+        _move(model, given.optimizers.values(), context.device)
         if context.size > 1:
+            require_joint_changes(model)
             require_same_tensors(whole, context.collective)
+            for optimizer in given.optimizers.values():
+                require_same_settings(optimizer, context.collective)
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
         if context.size > 1:
@@ -102,20 +114,24 @@ class Session:
         if synchronizer.facts:
             self.run.tell("tuned", synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
-        models, rank = models_of(model), context.rank
-        feeds = {
-            name: Feed(loader, Handouts(models, whole.parameters, rank=rank, set_weight=synchronizer.set_weight))
-            for name, loader in loaders.items()
-        }
+        handouts_of = partial(
+            Handouts,
+            whole,
+            rank=context.rank,
+            set_weight=synchronizer.set_weight,
+            is_averaged=context.size > 1 and self.run.strategy.traits.is_synchronous,
+        )
+        feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
         optimizers, names = given.optimizers, given.optimizer_names
-        self.run.prepare(Prepared(model, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
-        self._lone_samples = LoneSamples(model, rank=rank)
+        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
+        self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
+        self._lone_samples = LoneSamples(model, rank=context.rank)
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             if part is first:
-                self._take_over(optimizer, self._begin_step, self._step)
+                self._take_over(optimizer, part, self._begin_step, self._step)
             else:
-                self._take_over(optimizer, self._begin_step_beside, partial(self._step_beside, part))
+                self._take_over(optimizer, part, self._begin_step_beside, partial(self._step_beside, part))
         self._unprepared = UnpreparedSteps(model, optimizers.values(), may_step=self._may_step_unprepared)
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
@@ -186,16 +202,21 @@ class Session:
         return self.run.strategy.bind(context, replica)
 
     def _take_over(
-        self, optimizer: torch.optim.Optimizer, begin_step: Callable[[], None], take_step: Callable[[Update], None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        synchronizer: Synchronizer,
+        begin_step: Callable[[], None],
+        take_step: Callable[..., None],
     ) -> None:
         """Replace the optimizer's step on this object alone, so that schedulers and scalers keep hold of it."""
         own_step = optimizer.step
-        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        evaluates = may_evaluate(optimizer)
 
         def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss: list[Any] = [None]
-            if is_lbfgs:
-                take_step(lambda: loss.append(own_step(closure)))
+            if evaluates and closure is not None:
+                evaluate = synchronizer.evaluating(closure)
+                take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
                 return loss[-1]
             if closure is not None:
                 begin_step()
@@ -209,15 +230,19 @@ class Session:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before counts on it
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def _step(self, update: Update) -> None:
+    def _step(self, update: Update, *, is_computed: bool = True) -> None:
         """One step of the first optimizer, and its record: what of its time was computing, moving tensors, and waiting
         for others.
+
+        `is_computed`: gradients are there, and `update` computes none.
 
         Right after a backward pass no code is in the caches: every call that this leaves out saves 2 us a step.
         """
         run, prepared = self.run, self.run.prepared
         self._begin_step()
         prepared.handouts.look_back()
+        if is_computed:
+            prepared.handouts.take_what_was_set()
         self._is_stepping = True
         outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
         self._is_stepping = False
@@ -243,7 +268,7 @@ class Session:
         self._take(outcome)
         self._unsettled = outcome
 
-    def _step_beside(self, synchronizer: Synchronizer, update: Update) -> None:
+    def _step_beside(self, synchronizer: Synchronizer, update: Update, *, is_computed: bool = True) -> None:
         """One step of another optimizer. It belongs to the first one's step before it in its round of the script's
         loop, or to the next one; so also to the last, after which the run has ended already."""
         self._begin_step_beside()
@@ -296,6 +321,7 @@ class Session:
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
         self._has_started = True
+        self.run.prepared.synchronizer.start()
         self.pauses.meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")
@@ -325,6 +351,8 @@ class Session:
     def _on_return(self, name: str) -> None:
         if not self._is_elsewhere:
             self.run.prepared.handouts.look_back()
+            if not self.run.steps:
+                self._unstepped.look(has_trained=self.run.prepared.handouts.has_trained)
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import nn
 
 from paceline.config import RunConfig
 from paceline.errors import UsageError
 from paceline.records import EventRecord, Reporter
 from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.replica import Replica
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
 from paceline.training.feeds import EachHandouts, Feed
@@ -22,8 +22,8 @@ from paceline.training.handouts import Handouts
 class Prepared:
     """What the script gave to `prepare`, joined to the strategy."""
 
-    model: nn.Module
-    """All models in one."""
+    replica: Replica
+    """All models and parameters in one, with the first optimizer."""
     optimizers: Mapping[str, torch.optim.Optimizer]
     optimizer_names: list[str]
     """As a checkpoint keeps them."""
@@ -51,6 +51,8 @@ class WorkerRun:
     samples: int = 0
     has_ended: bool = False
     """Nothing that the script does from here on is training."""
+    awaits_others: bool = False
+    """It waits in a pause, or at its end, for workers that have steps to go until there."""
     _prepared: Prepared | None = None
 
     def __post_init__(self) -> None:

@@ -35,6 +35,8 @@ class Row:
     updates_are_joint: bool = True
     """One update is made of all workers' gradients; else every gradient is an update."""
     drops_gradients: bool = False
+    workers_differ: bool = False
+    """Each worker has a model, a step and a gradient of its own; the global model is the mean."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
     """What a script that clips gradients has to ask for."""
 
@@ -58,6 +60,7 @@ class Row:
         )
 
 
+GOSSIP = {"own_scores": False}  # the checks count how often the script's evaluation is called
 ROWS = (
     Row("single", "single", 1),
     Row("all-reduce", "all-reduce", 2),
@@ -75,6 +78,10 @@ ROWS = (
     ),
     Row("ps-ssp", "ps-ssp", 2, {"staleness": 2, "servers": 2}, is_deterministic=False, updates_are_joint=False),
     Row("ps-asp", "ps-asp", 2, is_deterministic=False, updates_are_joint=False),
+    Row("gossip", "gossip", 2, GOSSIP, workers_differ=True),
+    Row("gossip-awc", "gossip", 3, {**GOSSIP, "topology": "one-peer", "order": "awc"}, workers_differ=True),
+    Row("sgp", "sgp", 3, GOSSIP, workers_differ=True),
+    Row("relay", "relay", 2, GOSSIP, workers_differ=True),
 )
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 every_deterministic_row = pytest.mark.parametrize(

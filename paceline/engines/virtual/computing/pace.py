@@ -13,6 +13,7 @@ from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
 from paceline.engines.virtual.computing.flops import ForwardCount
 from paceline.engines.virtual.process import Process
 from paceline.errors import UsageError
+from paceline.hooks import OwnHook
 from paceline.strategies.pacing import Pacing
 from paceline.strategies.replica import Replica
 from paceline.strategies.several import models_of
@@ -80,8 +81,10 @@ class _ModelPace:
         self._backward_s: float | None = None  # of a backward pass through what was computed last
         self._left_s = 0.0  # of the backward pass under way
         self._in_backward = False
-        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-        model.register_forward_hook(self._end_forward, with_kwargs=True)
+        # Time passes outside of what a script has compiled.
+        begin, end = map(torch.compiler.disable, (self._begin_forward, self._end_forward))
+        model.register_forward_pre_hook(OwnHook(begin), with_kwargs=True)
+        model.register_forward_hook(OwnHook(end), with_kwargs=True)
         for index, parameter in enumerate(parameters):
             when_gradient_is_ready(parameter, self._on_gradient, index)
 

@@ -97,7 +97,7 @@ def test_gan_equals_one_process(engine: str, strategy: str, options: dict[str, A
 def assert_learns(result: Any) -> None:
     """The discriminator tells what is real, and the generator's images change."""
     losses = [record.value for record in result.logged if record.name == "loss_d"]
-    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    assert sum(losses[-8:]) < 0.95 * sum(losses[:8])
     assert result.metrics["distance"] != result.evaluations[0].metrics["distance"]
 
 

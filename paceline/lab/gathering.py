@@ -52,6 +52,7 @@ def _read(
         "moved_bytes": int(totals.workers["moved_bytes"].sum()),
         "used_by_others": _used_by_others(directory),
     }
+    measured["ended_by"] = _ended_by(spec, totals, is_reached="reached" in measured)
     rows["trials"].append({**key, **_facts(spec, trial, outcome), **measured})
     rows["evaluations"] += [
         {**key, "iteration": e.iteration, "time_s": e.time_s, "samples": e.samples, "metric": metric, "value": value}
@@ -102,7 +103,7 @@ def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, tr
     reaching = first_reaching(evaluations, target) if target is not None else None
     if reaching is None:
         return {}
-    reached = reaching.evaluation
+    reached, num_servers = reaching.evaluation, trial.variant.strategy.traits.num_servers
     return {
         "reached": True,
         "time_to_target_s": reached.time_s,
@@ -110,8 +111,18 @@ def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, tr
         "iterations_to_target": reached.iteration,
         "samples_to_target": reached.samples,
         "worker_s_to_target": trial.workers * reached.time_s,
-        "server_s_to_target": trial.variant.strategy.traits.num_servers * reached.time_s,
+        "server_s_to_target": num_servers * reached.time_s,
+        "cost_s_to_target": (trial.workers + num_servers) * reached.time_s,
     }
+
+
+def _ended_by(spec: StudySpec, totals: StepTotals, *, is_reached: bool) -> str:
+    """Why the run ended: a limit that it came up to, or else the script's own end."""
+    if is_reached:
+        return "target"
+    if spec.max_steps is not None and totals.iterations >= spec.max_steps:
+        return "max-steps"
+    return "max-time" if spec.max_time_s is not None and totals.time_s >= spec.max_time_s else "script"
 
 
 def _metric_facts(evaluations: list[EvaluationRecord], target: Target | None) -> dict[str, Any]:

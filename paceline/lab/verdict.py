@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from paceline.config import Target, rises
-from paceline.lab import amdahl, binding, chance, words
+from paceline.lab import amdahl, binding, words
 from paceline.lab.analysis import num_tried, reliability, surest
-from paceline.lab.chance import Sample
+from paceline.lab.comparing import COST, METRIC, RATE, TIME
 from paceline.lab.frames import FAILED, FINISHED, MISSING, Frames
 from paceline.training import clock
 
@@ -21,7 +21,11 @@ _MAX_FAILURES = 8
 _MAX_REASON = 200
 _MAX_DISTURBED = 4
 _BUSY = 0.2  # of the machine: less is what a system does anyhow, and hardly seen in the time of a step
+_MAX_TIED = 3
 _COMBINATION = ("strategy", "workers")
+_MAY_BE = "; chance may explain their differences."
+_ENDED = {"max-steps": "ended by --max-steps", "max-time": "ended by --max-time", "script": "the script ended", "": "ended"}
+_NOTHING_KNOWN = "One run of each tells nothing of chance: give two seeds or more to learn which is first, and why."
 _VISIBLE = 0.02  # of a time: what is smaller is not seen in two digits
 _LARGE_RESIDUAL = 0.1  # of the best speed-up: beyond it, Amdahl's law does not describe what was measured
 
@@ -38,29 +42,6 @@ class Verdict:
 
 def judge(frames: Frames) -> Verdict:
     return Verdict(_Judge(frames).lines())
-
-
-def is_tie(one: Row, other: Row, quantity: str) -> bool:
-    """Whether two combinations' means of a quantity differ by no more than chance explains, or than is noticed.
-
-    A time to the target is the time of an evaluation, so that nothing shorter than evaluations are apart is noticed.
-    """
-    noticed = max(_resolution_of(one, quantity), _resolution_of(other, quantity))
-    margin = max(chance.margin(_sample(one, quantity), _sample(other, quantity)), noticed)
-    return bool(abs(one[quantity] - other[quantity]) <= margin)
-
-
-def _sample(row: Row, quantity: str) -> Sample:
-    num = int(row["reached"] if "to_target" in quantity else row["seeds"])
-    return Sample(row[quantity], row[f"{quantity}_std"], num)
-
-
-def _resolution_of(row: Row, quantity: str) -> float:
-    """How finely a quantity is known; 0 for those that evaluations do not cut into pieces."""
-    if quantity not in ("time_to_target_s", "worker_s_to_target"):
-        return 0.0
-    value = float(row["resolution_s"] * (row["workers"] if quantity == "worker_s_to_target" else 1))
-    return 0.0 if np.isnan(value) else value
 
 
 @dataclass(frozen=True)
@@ -98,28 +79,42 @@ class _Judge:
         if not reached:
             return [f"No run reached {goal}.", *self._nearest(measured), *self._rates(measured)]
         candidates = _each(surest(self.summary))
-        fastest = min(candidates, key=lambda row: row["time_to_target_s"])
+        first = self._first(candidates, TIME)
         return [
-            *self._fastest(fastest, candidates, goal),
-            *self._cheapest(fastest, candidates),
-            *self._what_binds(fastest),
-            *self._serial(fastest),
+            *self._fastest(first, goal),
+            *self._cheapest(first, candidates),
+            *self._what_binds(first.row),
+            *self._serial(first.row),
             *_unsure(reached),
-            *_never([row for row in measured if row["reached"] == 0], goal),
+            *self._never(first.row, [row for row in measured if row["reached"] == 0], goal),
         ]
 
-    def _fastest(self, fastest: Row, candidates: Sequence[Row], goal: str) -> list[str]:
-        caveat = f", in {_seeds(fastest)} only" if reliability(fastest) < 1 else ""
-        gain = f", {_gain(fastest)}" if _has_gain(fastest) else ""
-        line = f"Reach {goal} fastest with {_name(fastest)}{caveat}: {_time(fastest)}{gain}."
-        return [line, *_ties(fastest, candidates, "time_to_target_s", _time), *_resolution(fastest)]
+    def _first(self, rows: Sequence[Row], quantity: str, *, most: bool = False) -> "_First":
+        """The best of these rows, and those that may be better by what chance explains."""
+        compared = self.frames.compared(quantity)
+        may_be = [row for row in rows if bool(compared.loc[(row["strategy"], row["workers"]), "may_be_best"])]
+        ordered = sorted(may_be, key=lambda row: row[quantity], reverse=most)
+        is_known = len(rows) == 1 or bool(compared["spread"].notna().any())
+        return _First(ordered[0], ordered[1:], is_known)
 
-    def _cheapest(self, fastest: Row, candidates: Sequence[Row]) -> list[str]:
-        cheapest = min(candidates, key=lambda row: row["worker_s_to_target"])
-        cost = f"{self._cost(cheapest)}."
-        same = cheapest.name == fastest.name
-        line = f"It is also the cheapest: {cost}" if same else f"Cheapest with {_name(cheapest)}: {cost}"
-        return [line, *_ties(cheapest, candidates, "worker_s_to_target", self._cost)]
+    def _fastest(self, first: "_First", goal: str) -> list[str]:
+        row = first.row
+        caveat = f", in {_seeds(row)} only" if reliability(row) < 1 else ""
+        gain = f", {_gain(row)}" if _has_gain(row) else ""
+        if not first.is_known:
+            line = f"The shortest time to {goal}, of one run each: {_name(row)}{caveat}, {_time(row)}{gain}."
+            return [line, _NOTHING_KNOWN, *_resolution(row)]
+        if first.tied:
+            return [f"No winner at {goal}: {first.listed(_time)}{_MAY_BE}", *_resolution(row)]
+        return [f"Reach {goal} fastest with {_name(row)}{caveat}: {_time(row)}{gain}.", *_resolution(row)]
+
+    def _cheapest(self, fastest: "_First", candidates: Sequence[Row]) -> list[str]:
+        first = self._first(candidates, COST)
+        if first.is_known and first.tied:
+            return [f"Cheapest is one of {len(first.tied) + 1}: {first.listed(self._cost)}{_MAY_BE}"]
+        is_same = first.row.name == fastest.row.name and not fastest.tied
+        line = "It is also the cheapest" if is_same else f"Cheapest with {_name(first.row)}"
+        return [f"{line}: {self._cost(first.row)}."]
 
     def _cost(self, row: Row) -> str:
         virtual = "virtual " if row["engine"] == clock.VIRTUAL else ""
@@ -136,9 +131,11 @@ class _Judge:
         strategy, best = str(fastest["strategy"]), int(fastest["workers"])
         tried = self._rows(self.summary["strategy"] == strategy)
         rows = {int(row["workers"]): row for row in tried if row["reached"] > 0}
+        if max(row["reached"] for row in rows.values()) < 2:
+            return []  # of one run each nobody knows what is chance
         more = min((n for n in rows if n > best), default=None)
         if more is not None:
-            clause, change = self._bound(strategy, best, more), _change(fastest, rows[more])
+            clause, change = self._bound(strategy, best, more), self._change(fastest, rows[more])
             if not (clause or change):
                 return []
             said = ": ".join(part for part in (change, clause) if part) if change else f", {clause}"
@@ -151,208 +148,8 @@ class _Judge:
         costs = [binding.costs_of(self.trials, strategy=strategy, workers=workers) for workers in (fewer, more)]
         if costs[0] is None or costs[1] is None:
             return None
-        return str(binding.what_binds(costs[0], costs[1]))
+        return str(binding.what_binds(costs[0], costs[1], binding.noise_in(self.trials)))
 
-    def _serial(self, fastest: Row) -> list[str]:
-        """Amdahl's law, where it describes what was measured."""
-        strategy = fastest["strategy"]
-        fits = self.frames.amdahl[self.frames.amdahl["strategy"] == strategy]
-        if fits.empty:
-            return []
-        fit = fits.iloc[0]
-        own = self.summary[(self.summary["strategy"] == strategy) & self.summary["speedup"].notna()]
-        fitted = _each(own[own["workers"] <= fit["workers"]])
-        best = max(row["speedup"] for row in fitted)
-        limit = amdahl.speedup(float("inf"), serial_fraction=fit["serial_fraction"])
-        if limit < best or fit["residual"] > _LARGE_RESIDUAL * best:
-            return []
-        bounds = ""
-        if all(row["speedup_pairs"] > 1 for row in fitted):
-            low, high = (words.percent(fit[f"serial_fraction_{bound}"]) for bound in ("low", "high"))
-            bounds = f" ({low} to {high})" if low != high else ""
-        part = words.percent(fit["serial_fraction"]) if fit["serial_fraction"] > 0 else "no part"
-        extent = f": at most {words.ratio(limit)} times {_base(fastest)}" if fit["serial_fraction"] > 0 else ""
-        return [
-            f"Up to {words.workers(fit['workers'])}, {strategy} speeds up as if {part}{bounds} of the work were serial "
-            f"(Amdahl's law){extent}."
-        ]
-
-    # --- without ----------------------------------------------------------------------------------------------
-
-    def _rates(self, measured: Sequence[Row]) -> list[str]:
-        known = [row for row in measured if row["samples_per_s"] > 0]
-        if not known:
-            return []
-        first = max(known, key=lambda row: row["samples_per_s"])
-        line = f"Most samples a second with {_name(first)}: {_rate(first)}."
-        return [line, *_ties(first, known, "samples_per_s", _rate)]
-
-    def _nearest(self, measured: Sequence[Row]) -> list[str]:
-        known = [row for row in measured if row["last_metric"] == row["last_metric"]]
-        names = [name for name in self.trials["metric"].unique() if name]
-        if not known or not names:
-            return []
-        target = str(self.trials["target"].iloc[0])
-        is_rising = Target.parse(target).rising if target else rises(names[0])
-        best = (max if is_rising else min)(known, key=lambda row: row["last_metric"])
-        line = f"Best last {names[0]} with {_name(best)}: {_last(best)}."
-        return [line, *_ties(best, known, "last_metric", _last)]
-
-    # --- remarks ----------------------------------------------------------------------------------------------
-
-    def _one_seed(self, measured: Sequence[Row]) -> list[str]:
-        """Names the compared strategies that only one seed measured, so that their spread is not known."""
-        candidates = _each(surest(self.summary))
-        alone = [row for row in candidates or measured if row["reached" if candidates else "seeds"] == 1]
-        if not alone:
-            return []
-        if len(alone) == len(candidates or measured):
-            return ["One seed only: the spread is not known, and a difference may be chance."]
-        named = words.listed([_name(row) for row in alone])
-        return [f"One seed only of {named}: how it varies is not known, and a difference may be chance."]
-
-    def _disturbed(self) -> list[str]:
-        """Trials that began beside other programs, whose times are not the strategy's alone."""
-        trials = self.trials[self.trials["used_by_others"] > _BUSY]
-        if trials.empty:
-            return []
-        bases = {(row["base_strategy"], row["base_workers"]) for row in _each(self.summary)}
-        names = dict.fromkeys(zip(trials["strategy"], trials["workers"], strict=True))
-        named = words.listed([words.combination(*name) for name in names], most=_MAX_DISTURBED)
-        is_base = any(name in bases for name in names)
-        against = " What speed-ups are measured against is among them." if is_base else ""
-        return [
-            f"Other programs kept up to {words.percent(trials['used_by_others'].max())} of the machine busy as trials "
-            f"began, of {named}: their times mislead.{against} "
-            "Run the study again on a quiet machine."
-        ]
-
-    def _diverged(self) -> list[str]:
-        """Trials that trained to their end, and whose last evaluation is no number."""
-        trials = self.trials[(self.trials["status"] == FINISHED) & ~np.isfinite(self.trials["last_metric"])]
-        evaluations = self.frames.evaluations
-        trials = trials[trials["trial"].isin(evaluations.loc[evaluations["metric"].isin(trials["metric"]), "trial"])]
-        return [
-            f"Diverged: {words.combination(*key)}, {_seeds_of(group)}: "
-            f"the last {group['metric'].iloc[0]} is no finite number."
-            for key, group in trials.groupby([*_COMBINATION], sort=False)
-        ]
-
-    def _failed(self) -> list[str]:
-        """Each reason once a combination."""
-        failed = self.trials[self.trials["status"] == FAILED]
-        groups = list(
-            failed.assign(reason=failed["reason"].map(_first_line)).groupby([*_COMBINATION, "reason"], sort=False)
-        )
-        said = [
-            f"Failed: {words.combination(strategy, workers)}, {_seeds_of(group)}: {reason}."
-            for (strategy, workers, reason), group in groups[:_MAX_FAILURES]
-        ]
-        num_left = sum(len(group) for _, group in groups[_MAX_FAILURES:])
-        return [*said, f"Failed: {num_left} more trials."] if num_left else said
-
-    def _missing(self) -> list[str]:
-        num = int((self.trials["status"] == MISSING).sum())
-        return [f"{num} of {len(self.trials)} trials have not been run yet."] if num else []
-
-    def _simulated(self) -> list[str]:
-        first = self.trials.iloc[0]
-        if first["engine"] != clock.VIRTUAL:
-            return []
-        return [f"Times are virtual, those of the simulated cluster {first['cluster']}."]
-
-
-def _each(summary: pd.DataFrame) -> list[Row]:
-    return [row for _, row in summary.iterrows()]
-
-
-def _name(row: Row) -> str:
-    return words.combination(row["strategy"], row["workers"])
-
-
-def _seeds(row: Row) -> str:
-    return f"{row['reached']} of {num_tried(row)} seeds"
-
-
-def _seeds_of(trials: pd.DataFrame) -> str:
-    """`seed 3`, or `seeds 0 and 1`."""
-    seeds = [str(seed) for seed in trials["seed"]]
-    return f"seed{'s' * (len(seeds) > 1)} {words.listed(seeds)}"
-
-
-def _first_line(reason: str) -> str:
-    """The first line of an error's text, cut to what fits into a sentence."""
-    first = next((line.strip() for line in reason.splitlines() if line.strip()), "no reason known").rstrip(".")
-    return first if len(first) <= _MAX_REASON else first[:_MAX_REASON].rstrip() + " ..."
-
-
-def _time(row: Row) -> str:
-    return words.duration(row["time_to_target_s"], row["engine"])
-
-
-def _rate(row: Row) -> str:
-    return f"{row['samples_per_s']:,.0f} samples/{clock.unit(row['engine'])}"
-
-
-def _last(row: Row) -> str:
-    return f"{row['last_metric']:.4g}"
-
-
-def _has_gain(row: Row) -> bool:
-    """Whether there is somebody else to be faster than."""
-    return bool(
-        row["speedup"] == row["speedup"]
-        and (row["base_strategy"], row["base_workers"]) != (row["strategy"], row["workers"])
-    )
-
-
-def _base(row: Row) -> str:
-    is_own = (row["base_strategy"], row["base_workers"]) == (row["strategy"], 1)
-    return "one worker" if is_own else words.combination(row["base_strategy"], row["base_workers"])
-
-
-def _gain(row: Row) -> str:
-    """Its range is that of seeds that reached the target in both; what else it rests on is said."""
-    basis = ""
-    if row["speedup_pairs"] > 1:
-        basis = f" ({words.ratio(row['speedup_low'])} to {words.ratio(row['speedup_high'])})"
-    elif row["speedup_pairs"] == 0:
-        basis = " by the mean times, as no seed reached it in both"
-    elif row["reached"] > 1:
-        basis = " by the one seed that reached it in both"
-    return f"{words.ratio(row['speedup'])} times {_base(row)}{basis}"
-
-
-def _ties(best: Row, others: Sequence[Row], quantity: str, say: Callable[[Row], str]) -> list[str]:
-    tied = [row for row in others if row.name != best.name and is_tie(best, row, quantity)]
-    if not tied:
-        return []
-    named = words.listed([f"{_name(row)} ({say(row)})" for row in tied])
-    return [f"A tie with {named}: the difference may be chance."]
-
-
-def _resolution(fastest: Row) -> list[str]:
-    """How finely its time is known, where that can be seen in the number."""
-    if not fastest["resolution_s"] > _VISIBLE * fastest["time_to_target_s"]:
-        return []
-    return [
-        f"A target is noticed at evaluations, here {words.duration(fastest['resolution_s'], fastest['engine'])} apart."
-    ]
-
-
-def _change(best: Row, more: Row) -> str | None:
-    """How the time to the target changed; None where it fell, as of a combination that got there less surely."""
-    if more["time_to_target_s"] < best["time_to_target_s"]:
-        return None
-    return " the time does not fall" if is_tie(best, more, "time_to_target_s") else " the time rises"
-
-
-def _unsure(reached: Sequence[Row]) -> list[str]:
+    def _unsure(reached: Sequence[Row]) -> list[str]:
     partly = [row for row in reached if reliability(row) < 1]
     return [f"{_name(row)} reached it in {_seeds(row)}, there after {_time(row)}." for row in partly]
-
-
-def _never(rows: Sequence[Row], goal: str) -> list[str]:
-    if not rows:
-        return []
-    return [f"Never reached {goal}: {words.listed([f'{_name(row)} (last {_last(row)})' for row in rows])}."]

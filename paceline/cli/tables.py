@@ -14,8 +14,8 @@ from paceline.lab.frames import Frames
 from paceline.running.result import Result
 from paceline.training import clock
 
-_HEADINGS = ("to target, s", "speed-up", "samples/s", "worker-s")
-_VIRTUAL_HEADINGS = ("to target,\nvirtual s", "virtual\nspeed-up", "samples/\nvirtual s", "virtual\nworker-s")
+_HEADINGS = ("to target, s", "speed-up", "samples/s", "process-s")
+_VIRTUAL_HEADINGS = ("to target,\nvirtual s", "virtual\nspeed-up", "samples/\nvirtual s", "virtual\nprocess-s")
 
 
 def of_study(frames: Frames) -> Table:
@@ -43,7 +43,7 @@ def _target_cells(row: Any) -> list[str]:
         _spread(row, "time_to_target_s", _short) if row["reached"] else "never",
         _spread(row, "speedup", words.ratio),
         f"{row['samples_per_s']:,.0f}",
-        words.quantity(row["worker_s_to_target"]) if row["reached"] else "-",
+        words.quantity(row["cost_s_to_target"]) if row["reached"] else "-",
     ]
 
 

@@ -100,7 +100,7 @@ def _page_view(page: Page, subject: Subject) -> dict[str, Any]:
         "answer": page.answer or ["Nothing has finished yet."],
         "context": _context(page, subject),
         "summary": summary_table(
-            page.frames.summary, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
+            page.frames, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
         ),
         "failures": _failures(page.frames.trials),
         "command": page.command,

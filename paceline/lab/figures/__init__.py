@@ -42,7 +42,9 @@ _KINDS = (
     _Kind(
         "time-to-target",
         "Time to target",
-        "The shorter the bar, the sooner the target is reached. Whiskers reach from the lowest to the highest seed.",
+        "Large marks: what a run typically takes; small ones: every run; ▷ ended before it arrived. A bar that crosses the "
+        "best one's line may do so by chance (95 %, all comparisons together): ≈ and full marks. Hollow marks are "
+        "behind.",
         ranking.time_to_target,
     ),
     _Kind(
@@ -90,7 +92,7 @@ _KINDS = (
     _Kind(
         "cost",
         "Cost to target",
-        "Workers times seconds: what a cluster bills, servers left out.",
+        "Workers and servers times seconds: what a cluster bills. Marks and bars as of the time to target.",
         ranking.cost_to_target,
     ),
     _Kind(

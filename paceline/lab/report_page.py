@@ -99,6 +99,7 @@ def _page_view(page: Page, subject: Subject) -> dict[str, Any]:
         "name": page.name,
         "answer": page.answer or ["Nothing has finished yet."],
         "context": _context(page, subject),
+        "machine": page.facts.get("Machine", ""),
         "summary": summary_table(
             page.frames, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
         ),
@@ -140,7 +141,7 @@ def _figure_view(figure: Figure, subjects: Sequence[Subject]) -> dict[str, Any]:
             charts.append(_chart_view(figure, place, chart, subject, names_study=len(subjects) > 1))
     columns = len(subjects) if len(subjects) > 1 else max(1, min(2, len(charts)))
     texts = {"key": figure.key, "title": figure.title, "reading": figure.reading, "failure": figure.failure}
-    return {**texts, "columns": columns, "charts": charts}
+    return {**texts, "is_detail": figure.is_detail, "columns": columns, "charts": charts}
 
 
 def _chart_view(

@@ -346,7 +346,7 @@ def test_a_target_that_nobody_reached_leaves_only_words() -> None:
     assert "efficiency" not in drawn
     (ranking,) = drawn["time-to-target"].rows[0]
     assert ranking is not None
-    assert len(ranking.plot.data) == 0
+    assert not _typical(ranking.plot)
     assert "never reached" in ranking.alternative
 
 

@@ -58,9 +58,9 @@ class Subject:
     def strategy_styles(self) -> dict[str, Style]:
         return strategy_styles(self.all_strategies or self.strategies)
 
-    @cached_property
-    def worker_styles(self) -> dict[int, Style]:
-        return worker_styles(self.all_counts or self.counts)
+    def worker_styles(self, strategy: str) -> dict[int, Style]:
+        """How a strategy's numbers of workers look: in its colour."""
+        return worker_styles(self.all_counts or self.counts, colour=self.strategy_styles[strategy].colour)
 
     @cached_property
     def finished(self) -> pd.DataFrame:
@@ -172,7 +172,7 @@ def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **setting
     default."""
     line = {"color": style.colour, "dash": style.dash, "width": width, **settings.pop("line", {})}
     marker = {"symbol": style.marker, "size": size, "color": style.colour, **settings.pop("marker", {})}
-    given = {"mode": "lines+markers", "name": plain(name), "legendgroup": plain(name), **settings}
+    given = {"mode": "lines+markers", "opacity": style.opacity, "name": plain(name), "legendgroup": plain(name), **settings}
     return go.Scatter(line=line, marker=marker, **given)
 
 

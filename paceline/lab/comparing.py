@@ -8,7 +8,7 @@ import pandas as pd
 
 from paceline.config import Target, rises
 from paceline.lab import chance
-from paceline.lab.analysis import summarise, surest
+from paceline.lab.analysis import surest
 from paceline.lab.chance import Arm, Comparison, Floats, Run
 from paceline.lab.frames import FINISHED, table
 
@@ -16,27 +16,26 @@ TIME, COST, RATE, METRIC = "time_to_target_s", "cost_s_to_target", "samples_per_
 _TO_TARGET = (TIME, COST)
 
 
-def compare(trials: pd.DataFrame) -> pd.DataFrame:
+def compare(trials: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     """One row a quantity and combination that has a value of it. A run that trained to its end and never reached the
     target would have taken longer than it ran; nothing is learnt from one that failed."""
     rows: list[dict[str, Any]] = []
-    for _, study in trials.groupby("study", sort=False):
+    for name, study in trials.groupby("study", sort=False):
         for quantity in (TIME, COST, RATE, METRIC):
-            rows += _rows(study, quantity)
+            rows += _rows(study, summary[summary["study"] == name], quantity)
     return table("comparison", rows)
 
 
-def _rows(trials: pd.DataFrame, quantity: str) -> Iterator[dict[str, Any]]:
+def _rows(trials: pd.DataFrame, summary: pd.DataFrame, quantity: str) -> Iterator[dict[str, Any]]:
     """Values in the direction in which smaller is better; all but metrics by their logarithm."""
     sign = -1.0 if _more_is_better(trials, quantity) else 1.0
     runs = _runs(trials[trials["status"] == FINISHED], quantity, sign)
     found = chance.compare(runs)
     if not found.arms:
         return
-    arms = pd.MultiIndex.from_frame(trials[["strategy", "workers"]])
-    noticed = _noticed(trials.set_index(arms), found, quantity)
+    noticed = _noticed(trials, summary, found, quantity)
     margins = np.maximum(found.margins, noticed)
-    best = found.may_be_best(among=_candidates(trials, found, quantity), noticed=noticed)
+    best = found.may_be_best(among=_candidates(summary, found, quantity), noticed=noticed)
     leader = int(found.centres.argmin())
     first = trials.iloc[0]
     for index, arm in enumerate(found.arms):
@@ -88,18 +87,19 @@ def _arm(row: Any) -> Arm:
     return str(row.strategy), int(row.workers)
 
 
-def _candidates(trials: pd.DataFrame, found: Comparison, quantity: str) -> set[Arm]:
+def _candidates(summary: pd.DataFrame, found: Comparison, quantity: str) -> set[Arm]:
     if quantity not in _TO_TARGET:
         return set(found.arms)
-    return {_arm(row) for row in surest(summarise(trials)).itertuples()}
+    return {_arm(row) for row in surest(summary).itertuples()}
 
 
-def _noticed(by_arm: pd.DataFrame, found: Comparison, quantity: str) -> Floats | float:
+def _noticed(trials: pd.DataFrame, summary: pd.DataFrame, found: Comparison, quantity: str) -> Floats | float:
     """A time to the target is the time of an evaluation: nothing shorter than evaluations are apart is noticed."""
     if quantity not in _TO_TARGET:
         return 0.0
-    apart_s = np.array([by_arm.loc[[arm], "resolution_s"].mean() for arm in found.arms])
+    known = {_arm(row): row.resolution_s for row in summary.itertuples()}
+    apart_s = np.nan_to_num([known[arm] for arm in found.arms])
     if quantity == COST:
-        apart_s *= [workers + by_arm.loc[[(name, workers)], "servers"].iloc[0] for name, workers in found.arms]
-    apart_s = np.nan_to_num(apart_s)
+        servers = {_arm(row): row.servers for row in trials.itertuples()}
+        apart_s = apart_s * [arm[1] + servers[arm] for arm in found.arms]
     return np.log1p(np.maximum(apart_s[:, None], apart_s[None, :]) / np.exp(found.centres)[None, :])

@@ -54,6 +54,8 @@ COLUMNS: Mapping[str, Columns] = {
         "samples_per_s": "float64",
         "iterations_per_s": "float64",
         "target": "str",
+        "passed_targets": "str",  # on the way to it
+        "hold": "int64",  # evaluations in a row that count as reaching it
         "reached": "bool",
         "time_to_target_s": "float64",
         "resolution_s": "float64",  # since the evaluation before: the target was reached somewhere in between
@@ -155,7 +157,7 @@ class Frames:
         """One row a quantity and combination that has a value of it: whether chance explains that it is not the best."""
         from paceline.lab import comparing  # which reads these tables
 
-        return comparing.compare(self.trials)
+        return comparing.compare(self.trials, self.summary)
 
     def compared(self, quantity: str) -> pd.DataFrame:
         """The rows of `comparison` of a quantity, by strategy and workers."""

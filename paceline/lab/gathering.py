@@ -15,6 +15,7 @@ from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.step_totals import StepTotals
 from paceline.records import EvaluationRecord, read_records
 from paceline.running import manifest
+from paceline.training.holding import NUM_SAMPLES, Streak
 
 _Rows = Mapping[str, list[dict[str, Any]]]  # what has been read so far, by table
 _READ = ("trials", "evaluations", "workers", "staleness", "pace")
@@ -45,12 +46,13 @@ def _read(
     target = spec.config(trial.seed).target
     measured = {
         **_speeds(totals),
-        **_target_facts(evaluations, target, trial),
+        **_target_facts(evaluations, target, spec.hold, trial),
         **_metric_facts(evaluations, target),
         **_shares(totals),
         **_staleness_facts(totals),
         "moved_bytes": int(totals.workers["moved_bytes"].sum()),
         "used_by_others": _used_by_others(directory),
+        "hold": _hold(evaluations, target, spec.hold),
     }
     measured["ended_by"] = _ended_by(spec, totals, is_reached="reached" in measured)
     rows["trials"].append({**key, **_facts(spec, trial, outcome), **measured})
@@ -84,6 +86,7 @@ def _facts(spec: StudySpec, trial: Trial, outcome: TrialOutcome) -> dict[str, An
         "unit": trial.variant.strategy.traits.unit,
         "servers": trial.variant.strategy.traits.num_servers,
         "target": spec.target or "",
+        "passed_targets": " ".join(spec.passed_targets),
     }
 
 
@@ -98,9 +101,11 @@ def _speeds(totals: StepTotals) -> dict[str, Any]:
     }
 
 
-def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, trial: Trial) -> dict[str, Any]:
+def _target_facts(
+    evaluations: list[EvaluationRecord], target: Target | None, hold: int | None, trial: Trial
+) -> dict[str, Any]:
     """When the first evaluation reached the target, and what that cost."""
-    reaching = first_reaching(evaluations, target) if target is not None else None
+    reaching = first_reaching(evaluations, target, hold) if target is not None else None
     if reaching is None:
         return {}
     reached, num_servers = reaching.evaluation, trial.variant.strategy.traits.num_servers
@@ -116,9 +121,16 @@ def _target_facts(evaluations: list[EvaluationRecord], target: Target | None, tr
     }
 
 
+def _hold(evaluations: list[EvaluationRecord], target: Target | None, hold: int | None) -> int:
+    """How many evaluations in a row count as reaching the target; 0 where nobody knows."""
+    if target is None or not evaluations:
+        return 0
+    return Streak(target, hold).needed(evaluations[-1].metrics)
+
+
 def _ended_by(spec: StudySpec, totals: StepTotals, *, is_reached: bool) -> str:
     """Why the run ended: a limit that it came up to, or else the script's own end."""
-    if is_reached:
+    if is_reached and spec.after_target == "stop":
         return "target"
     if spec.max_steps is not None and totals.iterations >= spec.max_steps:
         return "max-steps"
@@ -127,7 +139,7 @@ def _ended_by(spec: StudySpec, totals: StepTotals, *, is_reached: bool) -> str:
 
 def _metric_facts(evaluations: list[EvaluationRecord], target: Target | None) -> dict[str, Any]:
     """The last and the best value of the target's metric, or else of the first that the script returns."""
-    metric = target.metric if target is not None else next((m for e in evaluations for m in e.metrics), "")
+    metric = target.metric if target is not None else next((m for e in evaluations for m in e.metrics if m != NUM_SAMPLES), "")
     values = [e.metrics[metric] for e in evaluations if metric in e.metrics]
     if not values:
         return {"metric": metric, "last_metric": math.nan, "best_metric": math.nan}
@@ -171,11 +183,12 @@ class Reaching:
     """Since the evaluation before, or since the start."""
 
 
-def first_reaching(evaluations: Sequence[EvaluationRecord], target: Target) -> Reaching | None:
-    """None: no evaluation reached the target."""
-    before_s = 0.0
-    for evaluation in evaluations:
-        if target.is_reached(evaluation.metrics.get(target.metric, math.nan)):
-            return Reaching(evaluation, evaluation.time_s - before_s)
-        before_s = evaluation.time_s
+def first_reaching(evaluations: Sequence[EvaluationRecord], target: Target, hold: int | None) -> Reaching | None:
+    """The first of those evaluations in a row that held the target; none: none did."""
+    streak = Streak(target, hold)
+    for place, evaluation in enumerate(evaluations):
+        if streak.add(evaluation.metrics, evaluation.time_s):
+            first = place + 1 - streak.num
+            before_s = evaluations[first - 1].time_s if first else 0.0
+            return Reaching(evaluations[first], evaluations[first].time_s - before_s)
     return None

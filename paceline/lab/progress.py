@@ -85,7 +85,7 @@ def _achieved(result: Result, spec: StudySpec, trial: Trial) -> str:
     target = spec.config(trial.seed).target
     if target is None:
         return metrics
-    reaching = first_reaching(result.evaluations, target)
+    reaching = first_reaching(result.evaluations, target, spec.hold)
     if reaching is None:
         return f"{metrics}, target not reached"
     return f"{metrics} after {words.duration(reaching.evaluation.time_s, result.engine)}"

@@ -21,6 +21,7 @@ from paceline.lab.study import Study
 from paceline.lab.summary_table import summary_table
 from paceline.lab.virtual_cluster import VirtualCluster
 from paceline.training import clock
+from paceline.training.holding import NUM_SAMPLES
 
 FILE_NAME = "report.html"
 _SIMULATED = "Gradients are real; the network and the clock are simulated. Figures and tables say so."
@@ -119,10 +120,19 @@ def _context(page: Page, subject: Subject) -> str:
     ]
     if subject.target is not None:
         sign = "≥" if subject.target.rising else "≤"
-        parts.append(f"Target: {subject.target.metric} {sign} {subject.target.value:g}.")
+        parts.append(f"Target: {subject.target.metric} {sign} {subject.target.value:g}, {_held(subject)}.")
     clock = f" are virtual, those of the simulated cluster {subject.cluster}, and" if subject.is_virtual else ""
     parts.append(f"Times{clock} leave evaluation out.")
     return " ".join(parts)
+
+
+def _held(subject: Subject) -> str:
+    """How surely it is known that a target was reached, and not touched by luck."""
+    num = int(subject.finished["hold"].max()) if len(subject.finished) else 0
+    if num > 1:
+        return f"held for {num} evaluations in a row"
+    is_known = NUM_SAMPLES in set(subject.frames.evaluations["metric"])
+    return "at one evaluation" + ("" if is_known else " (on how many samples is not known: luck may pass it)")
 
 
 def _failures(trials: pd.DataFrame) -> list[dict[str, str]]:
@@ -167,7 +177,8 @@ def _facts(study: Study) -> dict[str, str]:
     eval_every = spec.config(spec.seeds[0]).eval_every  # with what it is where none was asked for
     facts = {
         "Seeds": ", ".join(map(str, spec.seeds)),
-        "Target": spec.target or "none",
+        "Target": ", ".join(spec.targets) or "none",
+        "After the target": "training goes on" if spec.after_target == "continue" else "",
         "Engine": spec.engine,
         "Cluster": _cluster(spec.cluster) if spec.cluster is not None else "",
         "Evaluation": f"every {eval_every} iterations" if eval_every else "at the end of each run",

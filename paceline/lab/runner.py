@@ -223,6 +223,8 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         max_time_s=spec.max_time_s,
         eval_every=spec.eval_every,
         target=spec.config(trial.seed).target,
+        hold=spec.hold,
+        after_target=spec.config(trial.seed).after_target,
         seed=trial.seed,
         device=cast(DeviceChoice, spec.device),
         deadline_s=spec.deadline_s,

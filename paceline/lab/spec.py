@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.placement import place
-from paceline.config import RunConfig, Target
+from paceline.config import RunConfig, Target, in_order
 from paceline.engines.ray.nodes import chosen_address
 from paceline.engines.scripting import Script, read_script
 from paceline.errors import UsageError
@@ -64,6 +64,10 @@ class StudySpec:
     workers: tuple[int, ...]
     seeds: tuple[int, ...]
     target: str | None = None
+    passed_targets: tuple[str, ...] = ()
+    """Further targets, whose first reaching is shown; they end no run."""
+    hold: int | None = None
+    after_target: str = "stop"
     max_steps: int | None = None
     max_time_s: float | None = None
     eval_every: int | None = None
@@ -106,6 +110,7 @@ class StudySpec:
         engine: str = "ray",
         cluster: str | Path | None = None,
         address: str | None = None,
+        target: str | Sequence[str] | None = None,
         **settings: Any,
     ) -> "StudySpec":
         """The spec for a script, and for a cluster's file, as they lie there now; `settings` are the other fields.
@@ -117,6 +122,7 @@ class StudySpec:
         if not isinstance(script, str | Path):
             raise UsageError(f"a study takes the path of a script, not {script!r}; functions are for paceline.run")
         program = read_script(script, arguments)
+        targets = _targets(target)
         spec = cls(
             script=program.path,
             script_sha256=_digest(program),
@@ -127,9 +133,12 @@ class StudySpec:
             engine=engine,
             cluster=VirtualCluster.read(cluster) if cluster is not None else None,
             address=chosen_address(address) if engine == "ray" else address,
+            target=targets[-1] if targets else None,
+            passed_targets=tuple(targets[:-1]),
             **settings,
         )
-        launch.check_metric(program, spec.config(spec.seeds[0]).target)
+        for text in targets:
+            launch.check_metric(program, Target.parse(text))
         return spec
 
     def read_script(self) -> Script:
@@ -145,10 +154,17 @@ class StudySpec:
             max_time_s=self.max_time_s,
             eval_every=self.eval_every,
             target=None if self.target is None else Target.parse(self.target),
+            hold=self.hold,
+            after_target=self.after_target,  # type: ignore[arg-type]  # RunConfig checks it
             seed=seed,
             device=self.device,  # type: ignore[arg-type]  # RunConfig checks it
             deadline_s=self.deadline_s,
         )
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The last of them ends a run."""
+        return (*self.passed_targets, self.target) if self.target is not None else ()
 
     @property
     def title(self) -> str:
@@ -191,6 +207,7 @@ class StudySpec:
         """The inverse of `to_json`; needs no script. Raises UsageError if it is no spec of this version."""
         try:
             lists = {"arguments": tuple(plain["arguments"]), **{name: tuple(plain[name]) for name in _EXTENSIBLE}}
+            lists["passed_targets"] = tuple(plain.get("passed_targets", ()))
             lists["strategies"] = tuple(Variant.parse(text) for text in plain["strategies"])
             cluster = VirtualCluster(**plain["cluster"]) if plain.get("cluster") is not None else None
             return cls(**{**plain, **lists, "cluster": cluster})
@@ -203,7 +220,8 @@ class StudySpec:
             "--strategies": ",".join(variant.text for variant in self.strategies),
             "--workers": ",".join(map(str, self.workers)),
             "--seeds": _seeds_option(self.seeds),
-            "--target": self.target,
+            "--hold": self.hold,
+            "--after-target": None if self.after_target == "stop" else self.after_target,
             "--max-steps": self.max_steps,
             "--max-time": self.max_time_s,
             "--eval-every": self.eval_every,
@@ -219,6 +237,7 @@ class StudySpec:
             "paceline",
             "compare",
             self.script,
+            *(part for target in self.targets for part in ("--target", target)),
             *given,
             *(["--insecure"] if self.insecure else []),
             *(["--", *self.arguments] if self.arguments else []),
@@ -251,6 +270,13 @@ class StudySpec:
                 differences.append(f"{field.name} was {_shown(before)}, now {_shown(now)}")
         if differences:
             raise UsageError("; ".join(differences))
+
+
+def _targets(given: str | Sequence[str] | None) -> list[str]:
+    """As they were given, the hardest last."""
+    texts = [given] if isinstance(given, str) else list(given or ())
+    by_target = {Target.parse(text): text for text in texts}
+    return [by_target[target] for target in in_order(by_target)]
 
 
 def _digest(script: Script) -> str:

@@ -66,7 +66,9 @@ class Study:
         workers: Sequence[int],
         out: str | Path,
         seeds: int | Sequence[int] = 3,
-        target: str | None = None,
+        target: str | Sequence[str] | None = None,
+        hold: int | None = None,
+        after_target: str = "stop",
         max_steps: int | None = None,
         max_time_s: float | None = None,
         eval_every: int | None = None,
@@ -90,7 +92,8 @@ class Study:
             strategies: names, with options as in `ps-bsp:servers=2`, or objects such as `ParameterServer(servers=2)`.
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
-            target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments: as for
+            target: what ends a run; of several the hardest does, and the others' times are shown beside it.
+            hold, after_target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments: as for
                 `paceline.run`.
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
@@ -111,6 +114,8 @@ class Study:
             seeds=range(seeds) if isinstance(seeds, int) else seeds,
             arguments=arguments,
             target=target,
+            hold=hold,
+            after_target=after_target,
             max_steps=max_steps,
             max_time_s=max_time_s,
             eval_every=eval_every,

@@ -5,10 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
+from paceline.config import Target
 from paceline.lab import words
 from paceline.lab.analysis import num_tried
 from paceline.lab.comparing import TIME
-from paceline.lab.frames import Frames
+from paceline.lab.frames import FINISHED, Frames
+from paceline.training.holding import Streak
 
 NEVER, NONE = "never", "–"
 _TIE = "≈"
@@ -29,6 +33,9 @@ def summary_table(frames: Frames, *, has_target: bool, metric: str | None, secon
     virtual, seconds = seconds.removesuffix("s"), seconds.replace(" ", _NO_BREAK)
     columns: list[tuple[str, Callable[[Any], Cell]]] = []
     if has_target:
+        passed = passed_targets(frames)
+        for target, times_s in passed.items():
+            columns.append((f"time to {target} ({seconds})", lambda row, times_s=times_s: _passed(row, times_s)))
         columns += [
             (f"time to target ({seconds})", lambda row: _spread(row, "time_to_target_s", words.quantity)),
             (f"{virtual}speed-up", lambda row: _spread(row, "speedup", lambda value: f"{value:.2f}")),
@@ -59,6 +66,31 @@ def first_of(frames: Frames) -> set[tuple[str, int]]:
     """Each combination that may be the first to the target; none where nobody knows what chance explains."""
     first = frames.compared(TIME).query("may_be_best")
     return set(first.index) if len(first) == 1 or first["spread"].notna().any() else set()
+
+
+def passed_targets(frames: Frames) -> dict[str, pd.Series]:
+    """For each target on the way to the last one: when a trial first held it, by strategy and workers."""
+    trials = frames.trials[frames.trials["status"] == FINISHED]
+    found = {}
+    for text in next((str(text) for text in trials["passed_targets"] if text), "").split():
+        target, times_s = Target.parse(text), {}
+        rows = frames.evaluations[frames.evaluations["metric"] == target.metric].sort_values("time_s", kind="stable")
+        by_trial = dict(list(rows.groupby("trial", sort=False)))
+        for trial in trials.itertuples():
+            streak, own = Streak(target, int(trial.hold) or 1), by_trial.get(trial.trial, rows.iloc[:0])
+            is_held = any(streak.add({target.metric: row.value}, row.time_s) for row in own.itertuples())
+            times_s[trial.Index] = streak.began_s if is_held else math.nan
+        found[str(target)] = trials.assign(time_s=pd.Series(times_s)).set_index(["strategy", "workers"])["time_s"]
+    return found
+
+
+def _passed(row: Any, times_s: pd.Series) -> Cell:
+    """Mean of those that got there, and how many did where not all."""
+    own = times_s[times_s.index == (row["strategy"], row["workers"])]
+    known = own.dropna()
+    if known.empty:
+        return Cell(NEVER if len(own) else NONE)
+    return Cell(words.quantity(float(known.mean())), f"{len(known)} of {len(own)}" if len(known) < len(own) else "")
 
 
 def _spread(row: Any, quantity: str, shown: Callable[[float], str]) -> Cell:

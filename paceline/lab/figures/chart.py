@@ -69,8 +69,8 @@ class Subject:
 
     @cached_property
     def reached(self) -> frozenset[str]:
-        """The trials that reached the target, at which they ended."""
-        return frozenset(self.finished.loc[self.finished["reached"], "trial"])
+        """The trials that ended when they reached the target."""
+        return frozenset(self.finished.loc[self.finished["ended_by"] == "target", "trial"])
 
     @cached_property
     def target(self) -> Target | None:
@@ -82,7 +82,8 @@ class Subject:
         """The metric that figures show: the target's, else the first that was evaluated."""
         if self.target is not None:
             return self.target.metric
-        names = self.frames.evaluations["metric"]
+        names = self.frames.trials["metric"]
+        names = names[names != ""]
         return str(names.iloc[0]) if len(names) else None
 
     @cached_property

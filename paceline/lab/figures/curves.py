@@ -169,7 +169,8 @@ def _limit(subject: Subject, strategy: str, x: str) -> float:
     trials = subject.finished
     alike = trials[trials["unit"] == subject.unit_of(strategy)] if x == "iteration" else trials
     last = float(alike[arrivals[x]].max())
-    return _PAST_ARRIVAL * last if last > 0 else math.inf
+    trains_on = len(subject.reached) < trials["reached"].sum()
+    return _PAST_ARRIVAL * last if last > 0 and not trains_on else math.inf
 
 
 def band(curves: Sequence[Curve]) -> Band:

@@ -26,6 +26,14 @@ def compare(
     target: common_options.Targets = None,
     hold: common_options.Hold = None,
     after_target: common_options.AfterTarget = "stop",
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Values of a script's option to try, once for each combination, which is judged with its best; may be "
+            "repeated.",
+            metavar="OPTION=A,B",
+        ),
+    ] = None,
     seeds: Annotated[str, typer.Option(help="How many, as 3, or which, as 0,1,2.", metavar="N")] = "3",
     engine: common_options.Engine = "ray",
     cluster: common_options.SimulatedCluster = None,
@@ -68,6 +76,7 @@ def compare(
         target=target,
         hold=hold,
         after_target=after_target,
+        tune=tuple(tune or ()),
         max_steps=max_steps,
         max_time_s=max_time,
         eval_every=eval_every,

@@ -11,7 +11,7 @@ from paceline.config import Target
 from paceline.lab import words
 from paceline.lab.analysis import num_tried
 from paceline.lab.frames import Frames
-from paceline.lab.gathering import first_reaching
+from paceline.lab.reaching import first_reaching
 from paceline.running.result import Result
 from paceline.training import clock
 

@@ -44,6 +44,7 @@ COLUMNS: Mapping[str, Columns] = {
         **_TRIAL,
         "status": "str",
         "reason": "str",
+        "setting": "str",  # script options that suited this strategy and number of workers best
         "engine": "str",  # of `virtual`, all seconds are of the simulated clock of `cluster`
         "cluster": "str",
         "unit": "str",  # of an iteration: update, gradient or round

@@ -1,8 +1,7 @@
 """A study's tables, from the records in its trials' directories."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ from paceline.config import Target, rises
 from paceline.errors import UsageError
 from paceline.lab import analysis, runner, step_totals
 from paceline.lab.frames import FINISHED, MISSING, Frames, table
+from paceline.lab.reaching import first_reaching
 from paceline.lab.runner import TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.step_totals import StepTotals
+from paceline.lab.tuning import Choice
 from paceline.records import EvaluationRecord, read_records
 from paceline.running import manifest
 from paceline.training.holding import NUM_SAMPLES, Streak
@@ -25,21 +26,22 @@ def build(spec: StudySpec, directory: Path, *, name: str) -> Frames:
     """Read all trials of a study. Those that failed or were not run yet are rows of `trials` and of nothing else.
     Raises UsageError, which names the file, if a trial's records are damaged."""
     rows: _Rows = {name: [] for name in _READ}
-    outcomes = runner.outcomes(directory, spec.trials)
+    outcomes, choice = runner.outcomes(directory, spec.trials), runner.tuned(spec, directory)
     for trial in spec.trials:
         outcome = outcomes.get(trial, TrialOutcome(MISSING, "", 0.0))
         key = _key(spec, trial, name)
         if outcome.status != FINISHED:
-            rows["trials"].append({**key, **_facts(spec, trial, outcome)})
+            rows["trials"].append({**key, **_facts(spec, trial, outcome, choice)})
             continue
-        _read(rows, spec, trial, outcome, key, runner.directory_of(directory, trial))
+        facts = {**key, **_facts(spec, trial, outcome, choice)}
+        _read(rows, spec, trial, facts, key, runner.directory_of(directory, trial))
     read = {name: table(name, found) for name, found in rows.items()}
     summary = analysis.summarise(read["trials"])
     return Frames(**read, summary=summary, amdahl=analysis.fit_amdahl(summary))
 
 
 def _read(
-    rows: _Rows, spec: StudySpec, trial: Trial, outcome: TrialOutcome, key: Mapping[str, Any], directory: Path
+    rows: _Rows, spec: StudySpec, trial: Trial, facts: Mapping[str, Any], key: Mapping[str, Any], directory: Path
 ) -> None:
     totals = step_totals.read(directory)
     evaluations = read_records(directory, EvaluationRecord)
@@ -55,7 +57,7 @@ def _read(
         "hold": _hold(evaluations, target, spec.hold),
     }
     measured["ended_by"] = _ended_by(spec, totals, is_reached="reached" in measured)
-    rows["trials"].append({**key, **_facts(spec, trial, outcome), **measured})
+    rows["trials"].append({**facts, **measured})
     rows["evaluations"] += [
         {**key, "iteration": e.iteration, "time_s": e.time_s, "samples": e.samples, "metric": metric, "value": value}
         for e in evaluations
@@ -77,7 +79,7 @@ def _key(spec: StudySpec, trial: Trial, name: str) -> dict[str, Any]:
     }
 
 
-def _facts(spec: StudySpec, trial: Trial, outcome: TrialOutcome) -> dict[str, Any]:
+def _facts(spec: StudySpec, trial: Trial, outcome: TrialOutcome, choice: Choice) -> dict[str, Any]:
     return {
         "status": outcome.status,
         "reason": outcome.reason,
@@ -87,6 +89,7 @@ def _facts(spec: StudySpec, trial: Trial, outcome: TrialOutcome) -> dict[str, An
         "servers": trial.variant.strategy.traits.num_servers,
         "target": spec.target or "",
         "passed_targets": " ".join(spec.passed_targets),
+        "setting": choice.get((trial.variant.text, trial.workers), ""),
     }
 
 
@@ -172,23 +175,3 @@ def _staleness_facts(totals: StepTotals) -> dict[str, Any]:
     num = totals.staleness.total()
     weighted = sum(staleness * count for staleness, count in totals.staleness.items())
     return {"mean_staleness": weighted / num if num else math.nan, "max_staleness": max(totals.staleness, default=0)}
-
-
-@dataclass(frozen=True)
-class Reaching:
-    """The target was reached at an evaluation, or somewhere between it and the one before."""
-
-    evaluation: EvaluationRecord
-    resolution_s: float
-    """Since the evaluation before, or since the start."""
-
-
-def first_reaching(evaluations: Sequence[EvaluationRecord], target: Target, hold: int | None) -> Reaching | None:
-    """The first of those evaluations in a row that held the target; none: none did."""
-    streak = Streak(target, hold)
-    for place, evaluation in enumerate(evaluations):
-        if streak.add(evaluation.metrics, evaluation.time_s):
-            first = place + 1 - streak.num
-            before_s = evaluations[first - 1].time_s if first else 0.0
-            return Reaching(evaluations[first], evaluations[first].time_s - before_s)
-    return None

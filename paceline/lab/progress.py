@@ -13,7 +13,7 @@ from paceline.engines.standing import Watcher
 from paceline.lab import trace as timeline
 from paceline.lab import words
 from paceline.lab.frames import FINISHED
-from paceline.lab.gathering import first_reaching
+from paceline.lab.reaching import first_reaching
 from paceline.lab.runner import Position, TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking

@@ -123,6 +123,10 @@ def _context(page: Page, subject: Subject) -> str:
         parts.append(f"Target: {subject.target.metric} {sign} {subject.target.value:g}, {_held(subject)}.")
     clock = f" are virtual, those of the simulated cluster {subject.cluster}, and" if subject.is_virtual else ""
     parts.append(f"Times{clock} leave evaluation out.")
+    if (trials["setting"] != "").any():
+        parts.append("Each has the script's options that suited it best, tuned on a seed that is not judged.")
+    else:
+        parts.append("The script's options were the same for all, whichever they suit best.")
     return " ".join(parts)
 
 
@@ -178,6 +182,7 @@ def _facts(study: Study) -> dict[str, str]:
     facts = {
         "Seeds": ", ".join(map(str, spec.seeds)),
         "Target": ", ".join(spec.targets) or "none",
+        "Tuned": _tuned(study),
         "After the target": "training goes on" if spec.after_target == "continue" else "",
         "Engine": spec.engine,
         "Cluster": _cluster(spec.cluster) if spec.cluster is not None else "",
@@ -188,6 +193,12 @@ def _facts(study: Study) -> dict[str, str]:
     }
     facts |= origin(study.directory)
     return {name: value for name, value in facts.items() if value}
+
+
+def _tuned(study: Study) -> str:
+    """What each combination was judged with."""
+    rows = study.frames.trials[["strategy", "workers", "setting"]].drop_duplicates()
+    return "; ".join(f"{s} × {n}: {setting}" for s, n, setting in rows.itertuples(index=False) if setting)
 
 
 def _cluster(cluster: VirtualCluster) -> str:

@@ -69,6 +69,7 @@ class Study:
         target: str | Sequence[str] | None = None,
         hold: int | None = None,
         after_target: str = "stop",
+        tune: Sequence[str] = (),
         max_steps: int | None = None,
         max_time_s: float | None = None,
         eval_every: int | None = None,
@@ -95,6 +96,8 @@ class Study:
             target: what ends a run; of several the hardest does, and the others' times are shown beside it.
             hold, after_target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments: as for
                 `paceline.run`.
+            tune: script options with values to try, as `lr=0.01,0.1`: every combination is judged with those that suit
+                it best, found by as many runs as any other's on a seed that is not judged.
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
             retry_failed: run those trials again that failed.
@@ -116,6 +119,7 @@ class Study:
             target=target,
             hold=hold,
             after_target=after_target,
+            tune=tuple(tune),
             max_steps=max_steps,
             max_time_s=max_time_s,
             eval_every=eval_every,

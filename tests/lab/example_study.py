@@ -120,5 +120,6 @@ def _trial_row(
         "unit": "update" if synchronous else "gradient",
         "servers": servers,
     }
+    facts |= {"setting": "", "passed_targets": "", "ended_by": "", "hold": 1}
     facts["cluster"] = CLUSTER if engine == "virtual" else ""
     return {**key, **absent, **zero, **facts, "target": f"accuracy={TARGET}", "reached": False, "metric": "accuracy"}

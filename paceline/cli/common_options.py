@@ -31,7 +31,8 @@ Targets = Annotated[
 Hold = Annotated[
     int | None,
     typer.Option(
-        help="Evaluations in a row that must reach the target.", show_default="up to 3, by num_samples of the evaluation"
+        help="Evaluations in a row that must reach the target.",
+        show_default="up to 3, by num_samples of the evaluation",
     ),
 ]
 AfterTarget = Annotated[str, typer.Option(help="stop, or continue to the end of the budget.", metavar="stop|continue")]

@@ -3,8 +3,8 @@
 The time of n workers to a target is the samples it takes, times the worker-seconds a sample takes, over n. With n, the
 samples may grow (larger global batches, staler gradients), and so may each part of the worker-seconds: compute (workers
 share cores and memory), communication, waiting. Whichever lengthened the time by most is said to bind, unless chance
-explains as much: growth is paired by seed, enters by its logarithm, and varies alike from every number of workers to the
-next. Student's t decides, shared out over the four costs (Bonferroni).
+explains as much: growth is paired by seed, enters by its logarithm, and varies alike from every number of workers to
+the next. Student's t decides, shared out over the four costs (Bonferroni).
 """
 
 import math
@@ -191,7 +191,9 @@ def _growths(what: str, fewer: Costs, more: Costs) -> list[float]:
     """Logarithms of the factor by which each seed's time would be shorter had this one cost not grown."""
     if what == SAMPLES:
         common = fewer.samples.keys() & more.samples.keys()
-        return [math.log(more.samples[seed] / fewer.samples[seed]) for seed in sorted(common) if fewer.samples[seed] > 0]
+        return [
+            math.log(more.samples[seed] / fewer.samples[seed]) for seed in sorted(common) if fewer.samples[seed] > 0
+        ]
     before, after = fewer.worker_s[what], more.worker_s[what]
     growths = []
     for seed in sorted(before.keys() & after.keys()):

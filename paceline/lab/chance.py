@@ -54,7 +54,7 @@ class Comparison:
     freedom: int
     """Degrees of freedom of the spread."""
 
-    def may_be_best(self, *, among: Collection[Arm], noticed: float = 0.0) -> set[Arm]:
+    def may_be_best(self, *, among: Collection[Arm], noticed: Floats | float = 0.0) -> set[Arm]:
         """The arms of `among` that none of them beats by more than chance explains and than is `noticed`. All where
         the spread is not known."""
         chosen = [index for index, arm in enumerate(self.arms) if arm in among]
@@ -74,8 +74,8 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Fit all runs at once. Runs of which nothing can be learnt are left out: those of arms, and then of seeds, of which
-    none arrived."""
+    """Fit all runs at once, without those of which nothing can be learnt: of arms, and then of seeds, of which none
+    arrived."""
     kept = [run for run in runs if np.isfinite(run.value)]
     arms = tuple(dict.fromkeys(run.arm for run in kept if run.has_arrived))
     seeds = sorted({run.seed for run in kept if run.has_arrived})
@@ -91,7 +91,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     information = design.T @ design
     if not arrived.all():
         effects, spread, information = _censored(design, values, arrived, effects, spread)
-    covariance = np.linalg.pinv(information, hermitian=True)[: len(arms), : len(arms)]
+    covariance = np.linalg.pinv(information, hermitian=True)[: len(arms), : len(arms)].astype(np.float64)
     spread = spread * np.sqrt(num_arrived / freedom) if freedom > 0 else np.nan
     return Comparison(arms, effects[: len(arms)], covariance, _linked(design, len(arms)), float(spread), freedom)
 
@@ -112,7 +112,8 @@ def _linked(design: Floats, num_arms: int) -> NDArray[np.bool_]:
     """A difference can be known where it is a combination of rows of the design."""
     projection = (np.linalg.pinv(design) @ design)[:num_arms]
     off = projection - np.eye(*projection.shape)
-    return np.abs(off[:, None, :] - off[None, :, :]).max(axis=-1, initial=0.0) < 1e-6
+    is_linked: NDArray[np.bool_] = np.abs(off[:, None, :] - off[None, :, :]).max(axis=-1, initial=0.0) < 1e-6
+    return is_linked
 
 
 def _censored(
@@ -129,7 +130,8 @@ def _censored(
     rows = np.column_stack([-design, values])
 
     def hazard(z: Floats) -> Floats:
-        return np.exp(-0.5 * z * z - 0.5 * np.log(2 * np.pi) - log_ndtr(-z))
+        rate: Floats = np.exp(-0.5 * z * z - 0.5 * np.log(2 * np.pi) - log_ndtr(-z))
+        return rate
 
     def loss(point: Floats) -> tuple[float, Floats]:
         z, theta = rows @ point, point[-1]
@@ -156,7 +158,8 @@ def _censored(
 def _errors(covariance: Floats) -> Floats:
     """Standard errors of all differences, in units of the spread."""
     own = np.diag(covariance)
-    return np.sqrt(np.maximum(own[:, None] + own[None, :] - 2 * covariance, 0.0))
+    errors: Floats = np.sqrt(np.maximum(own[:, None] + own[None, :] - 2 * covariance, 0.0))
+    return errors
 
 
 @lru_cache(maxsize=64)
@@ -175,4 +178,5 @@ def _critical_values(covariance_bytes: bytes, num_arms: int, freedom: int) -> Fl
     noise /= np.sqrt(draws.chisquare(freedom, (_NUM_DRAWS, 1)) / freedom)
     errors = _errors(covariance) + np.diag(np.full(num_arms, np.inf))
     leads = [((noise[:, [arm]] - noise) / errors[arm]).max(axis=1) for arm in range(num_arms)]
-    return np.quantile(np.array(leads), CONFIDENCE, axis=1)
+    critical: Floats = np.quantile(np.array(leads), CONFIDENCE, axis=1)
+    return critical

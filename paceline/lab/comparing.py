@@ -102,4 +102,5 @@ def _noticed(trials: pd.DataFrame, summary: pd.DataFrame, found: Comparison, qua
     if quantity == COST:
         servers = {_arm(row): row.servers for row in trials.itertuples()}
         apart_s = apart_s * [arm[1] + servers[arm] for arm in found.arms]
-    return np.log1p(np.maximum(apart_s[:, None], apart_s[None, :]) / np.exp(found.centres)[None, :])
+    noticed: Floats = np.log1p(np.maximum(apart_s[:, None], apart_s[None, :]) / np.exp(found.centres)[None, :])
+    return noticed

@@ -155,7 +155,7 @@ class Frames:
 
     @cached_property
     def comparison(self) -> pd.DataFrame:
-        """One row a quantity and combination that has a value of it: whether chance explains that it is not the best."""
+        """One row a quantity and combination that has a value of it: whether it may be the best."""
         from paceline.lab import comparing  # which reads these tables
 
         return comparing.compare(self.trials, self.summary)

@@ -142,7 +142,11 @@ def _ended_by(spec: StudySpec, totals: StepTotals, *, is_reached: bool) -> str:
 
 def _metric_facts(evaluations: list[EvaluationRecord], target: Target | None) -> dict[str, Any]:
     """The last and the best value of the target's metric, or else of the first that the script returns."""
-    metric = target.metric if target is not None else next((m for e in evaluations for m in e.metrics if m != NUM_SAMPLES), "")
+    metric = (
+        target.metric
+        if target is not None
+        else next((m for e in evaluations for m in e.metrics if m != NUM_SAMPLES), "")
+    )
     values = [e.metrics[metric] for e in evaluations if metric in e.metrics]
     if not values:
         return {"metric": metric, "last_metric": math.nan, "best_metric": math.nan}

@@ -215,7 +215,9 @@ def _run(
 def _for_trial(spec: StudySpec, trial: Trial, script: Script, study: Path) -> Script:
     """The script with the options that the trial tries, or with those that suited its combination best."""
     setting = trial.setting or tuned(spec, study).get((trial.variant.text, trial.workers), "")
-    options = [part for option in setting.split() for part in (f"--{option.partition('=')[0]}", option.partition("=")[2])]
+    options = [
+        part for option in setting.split() for part in (f"--{option.partition('=')[0]}", option.partition("=")[2])
+    ]
     return replace(script, arguments=(*script.arguments, *options))
 
 

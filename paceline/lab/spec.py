@@ -46,7 +46,9 @@ class Trial:
 
     @property
     def label(self) -> str:
-        return f"{self.variant.label} x {self.workers} {f'tuning {self.setting}' if self.setting else f'seed {self.seed}'}"
+        return (
+            f"{self.variant.label} x {self.workers} {f'tuning {self.setting}' if self.setting else f'seed {self.seed}'}"
+        )
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ class Study:
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
             target: what ends a run; of several the hardest does, and the others' times are shown beside it.
-            hold, after_target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments: as for
-                `paceline.run`.
+            hold, after_target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments:
+                as for `paceline.run`.
             tune: script options with values to try, as `lr=0.01,0.1`: every combination is judged with those that suit
                 it best, found by as many runs as any other's on a seed that is not judged.
             engine: `ray`, or `virtual`: on a simulated cluster.

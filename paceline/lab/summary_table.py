@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -35,7 +36,7 @@ def summary_table(frames: Frames, *, has_target: bool, metric: str | None, secon
     if has_target:
         passed = passed_targets(frames)
         for target, times_s in passed.items():
-            columns.append((f"time to {target} ({seconds})", lambda row, times_s=times_s: _passed(row, times_s)))
+            columns.append((f"time to {target} ({seconds})", partial(_passed, times_s=times_s)))
         columns += [
             (f"time to target ({seconds})", lambda row: _spread(row, "time_to_target_s", words.quantity)),
             (f"{virtual}speed-up", lambda row: _spread(row, "speedup", lambda value: f"{value:.2f}")),
@@ -84,7 +85,7 @@ def passed_targets(frames: Frames) -> dict[str, pd.Series]:
     return found
 
 
-def _passed(row: Any, times_s: pd.Series) -> Cell:
+def _passed(row: Any, *, times_s: pd.Series) -> Cell:
     """Mean of those that got there, and how many did where not all."""
     own = times_s[times_s.index == (row["strategy"], row["workers"])]
     known = own.dropna()

@@ -24,7 +24,12 @@ _BUSY = 0.2  # of the machine: less is what a system does anyhow, and hardly see
 _MAX_TIED = 3
 _COMBINATION = ("strategy", "workers")
 _MAY_BE = "; chance may explain their differences."
-_ENDED = {"max-steps": "ended by --max-steps", "max-time": "ended by --max-time", "script": "the script ended", "": "ended"}
+_ENDED = {
+    "max-steps": "ended by --max-steps",
+    "max-time": "ended by --max-time",
+    "script": "the script ended",
+    "": "ended",
+}
 _NOTHING_KNOWN = "Runs are too few to tell what is chance: with more seeds the study says which is first, and why."
 _VISIBLE = 0.02  # of a time: what is smaller is not seen in two digits
 _LARGE_RESIDUAL = 0.1  # of the best speed-up: beyond it, Amdahl's law does not describe what was measured
@@ -224,7 +229,11 @@ class _Judge:
         if not alone:
             return []
         if len(alone) == len(candidates or measured):
-            return [] if len(candidates) > 1 else ["One seed only: the spread is not known, and a difference may be chance."]
+            return (
+                []
+                if len(candidates) > 1
+                else ["One seed only: the spread is not known, and a difference may be chance."]
+            )
         named = words.listed([_name(row) for row in alone])
         return [f"One seed only of {named}: it is taken to vary as others do."]
 

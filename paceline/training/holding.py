@@ -1,4 +1,4 @@
-"""When a target counts as reached: once several evaluations in a row hold it, so that a lucky one does not end a run."""
+"""When a target counts as reached: once several evaluations in a row hold it, so that luck does not end a run."""
 
 import math
 from collections.abc import Mapping

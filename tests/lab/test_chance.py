@@ -57,9 +57,9 @@ def test_many_arms_are_dunnetts_test() -> None:
 
 
 def test_an_unpaired_tie_is_a_difference_once_seeds_are_paired() -> None:
-    """Seeds differ by a factor of 3, and arms by a tenth with every seed: taken alone, the arms overlap nearly whole."""
+    """Seeds differ by a factor of 3, and arms by a tenth with every seed: taken alone, the arms overlap."""
     seeds = np.log([10.0, 17.0, 30.0])
-    values = {A: seeds, B: seeds + [0.10, 0.11, 0.12], C: seeds + [0.2, 0.21, 0.19]}
+    values = {A: seeds, B: np.add(seeds, [0.10, 0.11, 0.12]), C: np.add(seeds, [0.2, 0.21, 0.19])}
     assert stats.ttest_ind(values[A], values[B]).pvalue > 0.8
     assert may_be_best(runs_of(values)) == {A}
 

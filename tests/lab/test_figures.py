@@ -258,7 +258,9 @@ def test_every_run_has_its_dot_and_what_ended_is_told_from_what_arrived(
     subject: Subject, charts: dict[str, dict[str, Chart]]
 ) -> None:
     chart = charts["time-to-target"][""]
-    dots = {what: [x for t in chart.plot.data if t.name == what for x in t.x] for what in ("run", "ended before it arrived")}
+    dots = {
+        what: [x for t in chart.plot.data if t.name == what for x in t.x] for what in ("run", "ended before it arrived")
+    }
     finished = subject.finished
     assert sorted(dots["run"]) == pytest.approx(sorted(finished["time_to_target_s"].dropna()))
     ended = finished.loc[~finished["reached"], "training_time_s"]
@@ -271,7 +273,9 @@ def test_full_marks_cross_the_line_of_the_best_and_hollow_ones_do_not(charts: di
     plot = charts["time-to-target"][""].plot
     line = plot.layout.shapes[0].x0
     for trace in _typical(plot):
-        for label, x, below, symbol in zip(trace.y, trace.x, trace.error_x.arrayminus, trace.marker.symbol, strict=True):
+        for label, x, below, symbol in zip(
+            trace.y, trace.x, trace.error_x.arrayminus, trace.marker.symbol, strict=True
+        ):
             may_be_best = not symbol.endswith("-open")
             assert may_be_best == (x - below <= line * (1 + 1e-9)), label
             assert may_be_best or not label.startswith("≈")

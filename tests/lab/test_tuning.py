@@ -15,8 +15,8 @@ from paceline.lab.spec import TUNING_SEED, StudySpec
 from paceline.lab.study import Study
 from paceline.running import launch
 from paceline.strategies import name_of
-from tests.lab.made import reaching, write_trial
 from tests.lab.machine import Machine
+from tests.lab.made import reaching, write_trial
 
 BEST = {"all-reduce": "0.1", "ps-bsp": "0.01"}
 
@@ -76,7 +76,9 @@ def test_an_interrupted_study_tunes_no_trial_twice(bench: Bench, run: Callable[.
     assert [seed for _, seed, _ in bench.asked[num:]] == [2, 2]
 
 
-def test_where_none_gets_there_the_closest_is_taken_and_failures_are_not(bench: Bench, run: Callable[..., Study]) -> None:
+def test_where_none_gets_there_the_closest_is_taken_and_failures_are_not(
+    bench: Bench, run: Callable[..., Study]
+) -> None:
     bench.fails = lambda strategy, rate: rate == "3"
     study = run(**{**TUNE, "tune": ("lr=3,2,1",)})
     assert study.frames.trials["setting"].tolist() == ["lr=2"] * 4

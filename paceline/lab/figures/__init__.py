@@ -45,9 +45,9 @@ _KINDS = (
     _Kind(
         "time-to-target",
         "Time to target",
-        "Large marks: what a run typically takes; small ones: every run; ▷ ended before it arrived. A bar that crosses the "
-        "best one's line may do so by chance (95 %, all comparisons together): ≈ and full marks. Hollow marks are "
-        "behind.",
+        "Large marks: what a run typically takes; small ones: every run; ▷ ended before it arrived. Full marks may be "
+        "the first (≈ if several): their bars cross the line of the best, so that chance may explain the difference "
+        "(95 %, over all comparisons). Hollow marks are behind.",
         ranking.time_to_target,
     ),
     _Kind(

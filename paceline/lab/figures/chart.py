@@ -173,7 +173,13 @@ def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **setting
     default."""
     line = {"color": style.colour, "dash": style.dash, "width": width, **settings.pop("line", {})}
     marker = {"symbol": style.marker, "size": size, "color": style.colour, **settings.pop("marker", {})}
-    given = {"mode": "lines+markers", "opacity": style.opacity, "name": plain(name), "legendgroup": plain(name), **settings}
+    given = {
+        "mode": "lines+markers",
+        "opacity": style.opacity,
+        "name": plain(name),
+        "legendgroup": plain(name),
+        **settings,
+    }
     return go.Scatter(line=line, marker=marker, **given)
 
 

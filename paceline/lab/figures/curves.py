@@ -69,7 +69,9 @@ def iteration_rate(subject: Subject) -> list[Chart]:
         if not bands:
             continue
         plot = canvas(x_title=subject.time_title, y_title=_iterations_title(subject, strategy))
-        _draw(plot, {words.workers(n): found for n, found in bands.items()}, _named(subject, strategy), mean_along_x=True)
+        _draw(
+            plot, {words.workers(n): found for n, found in bands.items()}, _named(subject, strategy), mean_along_x=True
+        )
         fastest = {n: found.x[-1] / found.mean[-1] for n, found in bands.items() if found.mean[-1] > 0}
         rates = ", ".join(f"{words.workers(n)} {rate:.3g}" for n, rate in fastest.items())
         table = _table(bands, "workers", x="iterations", y=subject.seconds("time"))

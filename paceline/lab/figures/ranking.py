@@ -83,7 +83,10 @@ def _runs(subject: Subject, quantity: str) -> pd.DataFrame:
 
 def _draw_runs(plot: go.Figure, subject: Subject, strategy: str, runs: pd.DataFrame) -> None:
     colour = subject.strategy_styles[strategy].colour
-    for has_arrived, symbol, what in ((True, "circle", "run"), (False, "triangle-right-open", "ended before it arrived")):
+    for has_arrived, symbol, what in (
+        (True, "circle", "run"),
+        (False, "triangle-right-open", "ended before it arrived"),
+    ):
         own = runs[runs["reached"] == has_arrived]
         if len(own):
             marker = {"color": colour, "size": 6 if has_arrived else 9, "symbol": symbol, "opacity": 0.55}

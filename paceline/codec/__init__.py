@@ -1,45 +1,27 @@
-"""Forms of tensors on their way. `CODECS` has them by the names of the command line."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Forms of tensors on their way, by the names of the command line: `codec=top-k`, `codec.ratio=0.01`."""
 
 from paceline.codec.base import Codec, Form, JointCodec, Payload, Shape, TensorCodec, as_bytes, num_bytes
-from paceline.codec.blocks import Blocks
+from paceline.codec.blocks import FP8, Int8
 from paceline.codec.cosines import DCT
-from paceline.codec.halves import Half
+from paceline.codec.halves import BF16, FP16
 from paceline.codec.low_rank import PowerSGD
-from paceline.codec.memory import Encoded, ErrorFeedback, Forgetful, Memory, SharedEstimate, memory_of
+from paceline.codec.memory import Encoded, ErrorFeedback, Forgetful, Memory, SharedEstimate, left_out, memory_of
 from paceline.codec.quantised import QSGD, TernGrad
 from paceline.codec.signs import OneBit, Sign
 from paceline.codec.sparse import RandomK, TopK
 
-CODECS: Mapping[str, tuple[type[Codec], Mapping[str, Any]]] = {
-    "fp16": (Half, {"form": "fp16"}),
-    "bf16": (Half, {"form": "bf16"}),
-    "int8": (Blocks, {"form": "int8"}),
-    "fp8": (Blocks, {"form": "fp8"}),
-    "qsgd": (QSGD, {}),
-    "terngrad": (TernGrad, {}),
-    "one-bit": (OneBit, {}),
-    "sign": (Sign, {}),
-    "top-k": (TopK, {}),
-    "random-k": (RandomK, {}),
-    "powersgd": (PowerSGD, {}),
-    "dct": (DCT, {}),
-}
-"""By name: the class, and the options that the name fixes."""
-
 __all__ = [
-    "CODECS",
+    "BF16",
     "DCT",
+    "FP8",
+    "FP16",
     "QSGD",
-    "Blocks",
     "Codec",
     "Encoded",
     "ErrorFeedback",
     "Forgetful",
     "Form",
-    "Half",
+    "Int8",
     "JointCodec",
     "Memory",
     "OneBit",
@@ -53,6 +35,7 @@ __all__ = [
     "TernGrad",
     "TopK",
     "as_bytes",
+    "left_out",
     "memory_of",
     "num_bytes",
 ]

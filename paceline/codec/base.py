@@ -14,13 +14,15 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from paceline.pieces import Piece
+
 Payload = tuple[Tensor, ...]
 """What travels for one tensor. Shapes and dtypes follow from the tensor's shape alone."""
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codec(ABC):
+class Codec(Piece, ABC):
     """One form of tensors on their way."""
 
     linear: ClassVar[bool] = False

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DCT(TensorCodec):
+class DCT(TensorCodec, name="dct"):
     """Tiles of the flat vector are transformed, and the largest coefficients of each are sent; what is left out is
     momentum for the next gradients.
 

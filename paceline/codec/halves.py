@@ -1,17 +1,14 @@
 """Two bytes an element."""
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from paceline.codec.base import Payload, Shape, TensorCodec, doc
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class Half(TensorCodec):
     """Rounds each element to the nearest of two bytes.
@@ -21,15 +18,34 @@ class Half(TensorCodec):
     """
 
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.35, 0.3)
+    dtype: ClassVar[torch.dtype]
 
-    form: Literal["fp16", "bf16"] = doc("bf16", "fp16 (10 bits of mantissa, up to 65504) or bf16 (7 bits, any size)")
     feedback: bool = doc(True, "add what rounding leaves out to the next gradient")
 
+    @final
     def num_bytes(self, shape: Shape) -> int:
-        return 2 * torch.Size(shape).numel()
+        return 2 * math.prod(shape)
 
+    @final
     def encode(self, tensor: Tensor, *, seed: int) -> Payload:
-        return (tensor.to(_DTYPES[self.form], copy=True),)
+        return (tensor.to(self.dtype, copy=True),)
 
+    @final
     def decode(self, payload: Payload, like: Tensor, *, seed: int) -> Tensor:
         return payload[0].view(like.shape).to(like.dtype, copy=True)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FP16(Half, name="fp16"):
+    """10 bits of mantissa, magnitudes up to 65504."""
+
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BF16(Half, name="bf16"):
+    """7 bits of mantissa, magnitudes as of float32."""
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(JointCodec):
+class PowerSGD(JointCodec, name="powersgd"):
     """One step of subspace iteration on the workers' mean, from where the last one ended.
 
     Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization",

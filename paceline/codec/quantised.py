@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class QSGD(TensorCodec):
+class QSGD(TensorCodec, name="qsgd"):
     """Rounds each element, as a part of its block's norm, up or down at random.
 
     Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", NeurIPS 2017, sections
@@ -50,7 +50,7 @@ class QSGD(TensorCodec):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TernGrad(TensorCodec):
+class TernGrad(TensorCodec, name="terngrad"):
     """Each element becomes 0, or its block's largest magnitude with its own sign, at random.
 
     Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", NeurIPS 2017,

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class OneBit(TensorCodec):
+class OneBit(TensorCodec, name="one-bit"):
     """Each element's sign, times its block's mean magnitude.
 
     Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019, algorithm 1,
@@ -52,7 +52,7 @@ class OneBit(TensorCodec):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Sign(TensorCodec):
+class Sign(TensorCodec, name="sign"):
     """Each element's sign; of many workers, that of the majority. Where there is none, a draw decides.
 
     Bernstein et al., "signSGD: compressed optimisation for non-convex problems", ICML 2018, algorithm 3. An update is

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TopK(TensorCodec):
+class TopK(TensorCodec, name="top-k"):
     """The largest magnitudes, with their places.
 
     Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; Stich et al., "Sparsified SGD
@@ -44,7 +44,7 @@ class TopK(TensorCodec):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RandomK(TensorCodec):
+class RandomK(TensorCodec, name="random-k"):
     """Elements at random, the same ones on all workers, times d / k, so that the mean of many draws is the tensor.
 
     Stich et al., "Sparsified SGD with memory", NeurIPS 2018, definition 2.1, made unbiased. Places follow from the

@@ -1,8 +1,8 @@
 """In what form tensors travel: encoded before they leave, decoded where they arrive.
 
 A codec is a pair of pure functions; it knows no network, and keeps nothing (`codec/memory.py` does). What it says of
-itself decides where it may be used, and how what several workers encoded is joined. The bytes that move are those of the
-payload, counted and never estimated.
+itself decides where it may be used, and how what several workers encoded is joined. The bytes that move are those of
+the payload, counted and never estimated.
 """
 
 import math
@@ -71,7 +71,7 @@ class TensorCodec(Codec):
 
     @property
     def block(self) -> int:
-        """Elements that are encoded together: a flat tensor that is cut at multiples of so many has the same payload."""
+        """Elements that are encoded together: a flat tensor may be cut at multiples of so many."""
         return 1
 
     @abstractmethod

@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.codec.base import Payload, Shape, TensorCodec, doc, from_blocks, in_blocks
 from paceline.errors import UsageError
 
+
 @dataclass(frozen=True, kw_only=True)
 class Blocks(TensorCodec):
     """Divides each block by its largest magnitude, and rounds to the nearest of one byte.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.codec.base import Payload, Shape, TensorCodec, doc
 
+
 @dataclass(frozen=True, kw_only=True)
 class Half(TensorCodec):
     """Rounds each element to the nearest of two bytes.

@@ -215,7 +215,7 @@ def test_an_estimate_comes_to_what_it_is_of() -> None:
 def test_the_mean_of_many_draws_is_the_tensor(codec: TensorCodec) -> None:
     tensor = random(1000)
     draws = torch.stack([codec.decode(codec.encode(tensor, seed=seed), tensor, seed=seed) for seed in SEEDS])
-    errors = (draws.mean(dim=0) - tensor).abs()
+    errors = (draws.double().mean(dim=0) - tensor).abs()
     assert bool((errors <= 4 * (variance(codec, tensor) / len(draws)).sqrt() + 1e-6).all())
 
 

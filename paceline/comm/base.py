@@ -109,6 +109,18 @@ class Collective(ABC):
         """As `persistent_all_reduce`, of works that tell whether the mean is finite; None where that is not seen."""
         return None
 
+    def mean_across(self, tensor: Tensor, cross: "Cross", *, is_whole: bool) -> Callable[[], Work]:
+        """What averages `tensor`, which is in memory from `allocate`, in place each time it is called: the ranks of a
+        host join theirs, then hosts by what `cross` prepares, then the ranks of a host get the result. By default
+        each rank is on a host of its own.
+
+        Args:
+            cross: given the ranks, of different hosts, who hold the same share of a host's tensor, and the share,
+                prepares its average among them. It is not asked of a rank that holds no share.
+            is_whole: one rank of a host is to hold everything.
+        """
+        return cross(self, tensor)
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         """Overwrite `tensor` with the root's, in place; shape and dtype must agree."""
@@ -190,6 +202,10 @@ class Collective(ABC):
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise TensorMismatch(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
+
+
+Cross = Callable[[Collective, Tensor], Callable[[], Work]]
+"""Prepares what averages a tensor over a group in place, each time it is called."""
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -43,6 +43,8 @@ class Context:
     """Only for strategies that have servers."""
     pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
+    seed: int = 0
+    """The run's, the same on every worker."""
 
     @property
     def size(self) -> int:
@@ -71,7 +73,7 @@ class Synchronizer(ABC):
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
-    facts: Mapping[str, float] = {}
+    facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
 
     def __init__(self, context: Context, replica: Replica) -> None:

@@ -4,6 +4,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -52,7 +53,7 @@ class Session:
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run = WorkerRun(context, strategy, config, reporter)
+        self.run = WorkerRun(replace(context, seed=config.seed), strategy, config, reporter)
         self._checkpoint = checkpoint
         self._cadence = Cadence(config)
         self._checkpoints = Checkpoints(self.run)

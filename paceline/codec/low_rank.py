@@ -102,4 +102,5 @@ def _cut(flat: Tensor, forms: Sequence[tuple[int, int, int]], side: int) -> list
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
-    return torch.linalg.qr(matrix).Q
+    basis: Tensor = torch.linalg.qr(matrix).Q
+    return basis

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import TensorMismatch
 from paceline.layout import Layout
+from paceline.server.coded_push import PushCoding
 from paceline.server.spec import OptimizerSpec, Push, Reply
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
@@ -250,13 +251,24 @@ class Store(ABC):
     """A group of servers that own the model's parameters, seen from one worker."""
 
     timing: Timing
+    is_coded: bool = False
+    """Some worker's pushes go through a codec; known once it is attached."""
 
     @abstractmethod
-    def attach(self, layout: Layout, spec: OptimizerSpec, parameters: Tensor, gradients: Tensor) -> None:
+    def attach(
+        self,
+        layout: Layout,
+        spec: OptimizerSpec,
+        parameters: Tensor,
+        gradients: Tensor,
+        *,
+        coding: PushCoding | None = None,
+    ) -> None:
         """Hand the servers the layout, the optimizer and (from rank 0) the initial parameters.
 
         Collective call. `parameters` and `gradients` are uint8 buffers of `layout.num_bytes` made by `allocate`;
-        later calls read gradients from and write parameters to them.
+        later calls read gradients from and write parameters to them. Where `coding` has servers read gradients here
+        themselves, an exchange leaves there what its codec makes of them.
         """
 
     @abstractmethod

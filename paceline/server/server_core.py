@@ -26,6 +26,7 @@ from paceline.messages import (
 )
 from paceline.records import UpdateRecord
 from paceline.server.admission import ProtocolError
+from paceline.server.coded_push import decode_push
 from paceline.server.part import Part, build_part, require_fitting
 from paceline.server.part_state import initialise, set_state, state_fields
 from paceline.server.ranges import in_shards
@@ -222,7 +223,7 @@ class ServerCore:
         groups = body.get("groups")
         for index, part in self._parts_of(message):
             if client.parameters is None and not is_void:
-                from_frames(message.payload, client.gradients[index])
+                self._read_push(message, index, client.gradients[index])
             answers = part.shard.push(
                 message.sender,
                 message.clock,
@@ -235,6 +236,13 @@ class ServerCore:
             yield from self._answer(index, part, answers, now_s)
         if "contributors" in body:
             yield from self._follow(client, message, now_s)
+
+    def _read_push(self, message: Message, index: int, gradients: Sequence[Tensor]) -> None:
+        codec = None if self._spec is None else self._spec.codec
+        if codec is None:
+            from_frames(message.payload, gradients)
+        else:
+            decode_push(codec, message, gradients, server=self.index, shard=index)
 
     def _follow(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         """A worker brings what the first server decided."""

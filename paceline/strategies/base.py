@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import MEAN, Aggregator
+from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.membership import Membership
@@ -184,6 +185,10 @@ class Strategy(ABC):
     def aggregator(self) -> Aggregator:
         """How servers join the contributions to one update."""
         return MEAN
+
+    def codec_of_pushes(self) -> TensorCodec | None:
+        """What servers decode that workers on other hosts push; none: gradients come as they are."""
+        return None
 
 
 def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:

@@ -1,12 +1,12 @@
 """What a strategy's options say of codecs, and what does not go together."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, final
 
 from paceline.codec import Codec
 from paceline.errors import UsageError
 from paceline.strategies.base import Context
+from paceline.strategies.pacing import Pacing, RealTime
 
 Scope = Literal["links", "all"]
 CODEC_DOC = "the form in which gradients travel, such as int8, top-k or powersgd; none: as they are"
@@ -24,15 +24,15 @@ class Coding:
     """Draws derive from it, and from the step."""
     among_hosts: bool = False
     """Workers of a host join their tensors first, as they are, so that only what leaves it is coded."""
-    spend: Callable[[float], None] = staticmethod(lambda seconds: None)
-    """Where time is simulated: coding has taken so many seconds."""
+    pacing: Pacing = field(default_factory=RealTime)
+    """The worker's clock, which is told what coding takes."""
 
 
 def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | None:
     """None where nothing is coded: no codec was asked for, or none of its bytes leaves a host."""
     if codec is None or (scope == "links" and context.local_size == context.size):
         return None
-    return Coding(codec, context.seed, scope == "links", context.pacing.spend)
+    return Coding(codec, context.seed, scope == "links", context.pacing)
 
 
 def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = False) -> None:

@@ -22,7 +22,8 @@ class Combining:
     Args:
         flats: all gradients.
         mode: whether to combine.
-        is_partial: not every worker's gradient counts, so there is no mean to change.
+        obstacle: why the first step's gradients are not averaged on trial, and what to ask for instead, for the error
+            of scripts that change gradients; none: they are.
         find_nonfinite: the name of a parameter whose gradient is not finite.
     """
 
@@ -32,13 +33,13 @@ class Combining:
         flats: Sequence[Tensor],
         *,
         mode: Mode,
-        is_partial: bool,
+        obstacle: str | None = None,
         find_nonfinite: Callable[[], str | None],
     ) -> None:
         self._collective, self._flats, self._find_nonfinite = collective, flats, find_nonfinite
-        self._is_partial = is_partial
+        self._obstacle = obstacle
         self._is_undecided = mode == "auto" and collective.size > 1
-        self._averages = mode == "always" or (self._is_undecided and not is_partial)
+        self._averages = mode == "always" or (self._is_undecided and obstacle is None)
         self._refuses_change = mode == "auto" and collective.size > 1
         self._seen: list[int] | None = None  # what `_versions` gave after backward
         self._sums: list[int] = []
@@ -102,13 +103,10 @@ class Combining:
         """Keep averaging if the script changed the gradients of its first step on any worker, or is about to."""
         changed = self._seen is not None and (is_scaled or self._is_changed() or self._sums != self._checksums())
         self._is_undecided = False
-        if not self._is_partial:
+        if self._obstacle is None:
             self._averages = any(self._collective.all_gather_object(changed))
         elif changed:  # alone, since workers need not be at the same step
-            raise UsageError(
-                "the script changes gradients between backward() and step(), and under ps-bsp with backup_workers "
-                "there is no mean gradient to change; use --option combine=never to change each worker's own"
-            )
+            raise UsageError(f"the script changes gradients between backward() and step(), and {self._obstacle}")
 
     def _is_changed(self) -> bool:
         return self._seen is not None and self._seen != self._versions()

@@ -1,6 +1,5 @@
 """Between a bucket of values and the wire: encode, move, decode, join."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -11,6 +10,7 @@ from paceline.buckets import NONFINITE, Bucket
 from paceline.codec.joining import Kept, Region, beginnings, coding_s, join
 from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
+from paceline.comm.works import WhenWaitedFor
 from paceline.layout import Layout
 from paceline.strategies.coding import Coding
 from paceline.strategies.own_state import Fate, OwnState
@@ -157,33 +157,20 @@ class _Coded(Work):
             regions = [Region(slot.offset, slot.spec.shape) for slot in self._slots]
         codec, seed = self._coding.codec, self._coding.seed
         self.kept = beginnings(codec, regions, flat, rank=group.rank, size=group.size, seed=seed)
-        return lambda: _WhenWaitedFor(lambda: self._join(group, flat, regions))
+        return lambda: WhenWaitedFor(lambda: self._join(group, flat, regions))
 
     def _join(self, group: Collective, flat: Tensor, regions: Sequence[Region]) -> None:
         codec, peers = self._coding.codec, _Peers(group)
         if self.step < codec.first_step:
             peers.average(flat)
             return
-        began_s, before_s = time.perf_counter(), _exchanged_s(group)
+        pacing = self._coding.pacing
+        began_s, before_s = pacing.now_s(), _exchanged_s(group)
         path = (self.step, self._index)
         mean, self._pending = join(codec, peers, flat, self.kept, regions=regions, path=path, seed=self._coding.seed)
         flat.copy_(mean)
-        self._coding.spend(coding_s(codec, flat.numel(), group.size))
-        self._timing.communication_s += time.perf_counter() - began_s - (_exchanged_s(group) - before_s)
-
-
-@final
-class _WhenWaitedFor(Work):
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
-
-    def poll(self) -> bool:
-        return self._run is None
-
-    def wait(self) -> None:
-        if self._run is not None:
-            self._run()
-        self._run = None
+        pacing.spend(coding_s(codec, flat.numel(), group.size))
+        self._timing.communication_s += pacing.now_s() - began_s - (_exchanged_s(group) - before_s)
 
 
 @final

@@ -115,7 +115,7 @@ def combined(collective: Collective) -> tuple[str | None, bool]:
     def find_nonfinite() -> str | None:
         return None if bool(flat.isfinite().all()) else "weight"
 
-    combining = Combining(collective, [flat], mode="always", is_partial=False, find_nonfinite=find_nonfinite)
+    combining = Combining(collective, [flat], mode="always", find_nonfinite=find_nonfinite)
     combining.after_backward(1.0)
     return combining.culprit, bool(flat.isfinite().all())
 

@@ -1,7 +1,7 @@
 """Few levels, drawn so that the mean of many draws is what was encoded."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class QSGD(TensorCodec, name="qsgd"):
     feedback: ClassVar[bool] = False
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (2.5, 1.5)
 
-    bits: Literal[2, 4, 8] = doc(4, "bits of an element, its sign included: 2, 4 or 8, so 1, 7 or 127 levels above 0")
+    bits: int = doc(4, "bits of an element, its sign included: 2, 4 or 8, so 1, 7 or 127 levels above 0")
     size: int = doc(512, "elements of a block")
 
     def __post_init__(self) -> None:

@@ -28,7 +28,6 @@ from paceline.strategies.replica import (
 )
 from paceline.strategies.server_owned import ServerOwned
 
-
 NO_MEAN = (
     "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
     "worker's own"

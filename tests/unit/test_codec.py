@@ -376,7 +376,7 @@ def _first_q(state: Any, columns: int) -> Tensor:
     [
         lambda: TopK(ratio=0),
         lambda: RandomK(ratio=1.5),
-        lambda: QSGD(bits=3),  # type: ignore[arg-type]
+        lambda: QSGD(bits=3),
         lambda: QSGD(size=0),
         lambda: TernGrad(size=0),
         lambda: OneBit(size=12),

@@ -115,7 +115,7 @@ class _Coded(Work):
         self.step = 0
         self.kept: Kept = {}
         self._bucket, self._coding, self._timing, self._index = bucket, coding, timing, index
-        self._slots = layout.segments[index].slots if layout is not None else ()
+        self._segment = layout.segments[index] if layout is not None else None
         self._pending: Kept = {}
         self._flags: Work | None = None
         self._average_flags = average(bucket.flags)
@@ -139,6 +139,8 @@ class _Coded(Work):
             return
         self._flags.wait()
         self._average().wait()
+        if self._segment is not None:
+            self._segment.zero_padding(self._bucket.values)
         flags = self._bucket.flags
         # A codec may not hold what was finite; all workers have the same mean, and so decide alike.
         if flags.numel() and not is_finite(self._bucket.values):
@@ -153,8 +155,8 @@ class _Coded(Work):
     def _prepare(self, group: Collective, flat: Tensor) -> Callable[[], Work]:
         """What averages a tensor over a group, each time it is called."""
         regions = [Region(0, (flat.numel(),))]
-        if self._coding.codec.shaped and self._slots:
-            regions = [Region(slot.offset, slot.spec.shape) for slot in self._slots]
+        if self._coding.codec.shaped and self._segment is not None:
+            regions = [Region(slot.offset, slot.spec.shape) for slot in self._segment.slots]
         codec, seed = self._coding.codec, self._coding.seed
         self.kept = beginnings(codec, regions, flat, rank=group.rank, size=group.size, seed=seed)
         return lambda: WhenWaitedFor(lambda: self._join(group, flat, regions))

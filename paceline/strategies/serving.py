@@ -129,7 +129,11 @@ class ServerSynchronizer(Synchronizer):
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
-        return self._take(self._store.exchange(push))
+        outcome = self._take(self._store.exchange(push))
+        if self._store.is_coded:
+            for segment, flat in zip(self._buckets.layout.segments, self._flats, strict=True):
+                segment.zero_padding(flat)
+        return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         return self._take(self._store.wait_for_admission(pause_at=pause_at))

@@ -85,7 +85,7 @@ def test_on_one_host_nothing_is_coded_and_that_is_recorded(strategy: str, tmp_pa
     assert not torch.equal(parameters(everything), parameters(plain))
 
 
-@pytest.mark.parametrize("codec", ["int8", "top-k:ratio=0.2", "random-k:ratio=0.5"])
+@pytest.mark.parametrize("codec", ["int8", "one-bit", "random-k:ratio=0.5"])
 def test_processes_and_simulated_hosts_train_alike(codec: str, tmp_path: Path) -> None:
     """Bytes that are decoded by a server elsewhere are what the simulated worker leaves in its memory."""
     real = run(tmp_path / "real", "ps-bsp", codec, engine=local_engine, workers=2, servers_are_local=False)

@@ -76,7 +76,8 @@ class CodedPushes:
 
     def encode(self, *, step: int) -> None:
         """The gradients are there."""
-        codec, encode_s = self._coding.codec, sum(self._coding.codec.seconds_per_gbyte)
+        codec = self._coding.codec
+        encode_s, decode_s = codec.seconds_per_gbyte
         self._seed = derive(self._coding.seed, "push", step, self._rank)
         for shard, part in enumerate(self._shards):
             payloads: list[Tensor] = []
@@ -90,7 +91,7 @@ class CodedPushes:
                     part.left_next.append(after)
                 if self._in_place:
                     tensor.copy_(codec.decode(payload, tensor, seed=seed))
-                self._coding.spend(encode_s * 4 * tensor.numel() / 1e9)
+                self._coding.spend((encode_s + decode_s * codec.feedback) * 4 * tensor.numel() / 1e9)
             part.raw = as_bytes(tuple(payloads))
 
     def shard_bytes(self, shard: int) -> int:

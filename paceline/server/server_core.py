@@ -200,6 +200,12 @@ class ServerCore:
         is_complete = are_beside and self._spec is not None and len(self._clients) == self._spec.rule.members.size
         return is_complete and all(part.shard.is_quiet for part in self.parts)
 
+    def decode_s(self, message: Message) -> float:
+        """How long a core decodes a worker's push, where time is simulated."""
+        codec = None if self._spec is None else self._spec.codec
+        num_bytes = sum(part.tensor_bytes for _, part in self._parts_of(message))
+        return 0.0 if codec is None else codec.seconds_per_gbyte[1] * num_bytes / 1e9
+
     def close(self) -> None:
         """Let go of all memory."""
         self._clients.clear()

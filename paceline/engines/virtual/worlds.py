@@ -73,6 +73,7 @@ class Worlds:
                 memory_bytes_per_s=self._hosts[host].memory_gbyte_per_s * 1e9,
                 request_s=cluster.servers.request_us * _US,
                 reporter=reporter,
+                speed=self._hosts[host].speed,
             )
             for index, host in enumerate(self.places.servers)
         ]

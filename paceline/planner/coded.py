@@ -1,0 +1,84 @@
+"""What a codec makes of an exchange: other bytes on links, and time to encode and to decode."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, final
+
+import numpy as np
+
+from paceline.codec import Codec, Shape
+from paceline.codec.joining import coding_s
+from paceline.planner.demand import StepWork
+from paceline.planner.fabric import Loads, Numbers
+from paceline.planner.setting import RingReduction, Setting
+
+
+@final
+class CodedMean(NamedTuple):
+    """An average of all gradients through a codec, all workers beginning at once."""
+
+    time_s: float
+    loads: Loads
+
+
+def coded_mean(codec: Codec, scope: Literal["links", "all"], setting: Setting) -> CodedMean | None:
+    """None where nothing is coded, since all workers are on one host."""
+    leaders = setting.ring.leaders
+    if scope == "links" and len(leaders) == 1:
+        return None
+    hosts = leaders if scope == "links" else np.array(setting.places.workers)
+    fabric, size = setting.fabric, len(hosts)
+    total = payload_bytes(codec, setting.work)
+    num_elements = setting.work.parameter_bytes // 4
+    speed = min(setting.cluster.each_host()[host].speed for host in hosts.tolist())
+    time_s = coding_s(codec, num_elements, size) / speed
+    loads = fabric.nothing
+    if size > 1 and (codec.joint or codec.linear):
+        ring = RingReduction(fabric, hosts, np.zeros_like(hosts), setting.message_s)
+        rounds = 2 if codec.joint else 1
+        time_s += rounds * sum(ring.parts_s(total / rounds))
+        loads = loads + ring.loads(total)
+    elif size > 1 and codec.sparse:
+        gathered_s, gathered = _all_gather(setting, hosts, total)
+        time_s, loads = time_s + gathered_s, loads + gathered
+    elif size > 1:
+        gathered_s, gathered = _all_gather(setting, hosts, total / size)
+        among = fabric.everyone_to_everyone(hosts, hosts, total / size) + fabric.messages(hosts, hosts, -total / size)
+        latency_s = float(fabric.farthest_s(hosts, hosts).max()) + setting.message_s
+        time_s += gathered_s + fabric.busiest(among).busy_s + latency_s
+        loads = loads + gathered + among
+    if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
+        inner = fabric.messages(leaders, leaders, 2.0 * setting.work.parameter_bytes * setting.ring.num_inner)
+        time_s += fabric.busiest(inner).busy_s
+        loads = loads + inner
+    return CodedMean(time_s, loads)
+
+
+def payload_bytes(codec: Codec, work: StepWork) -> float:
+    """Of one worker's gradients."""
+    shapes = shapes_of(work)
+    if not codec.shaped:
+        shapes = [(sum(math.prod(shape) for shape in shapes),)]
+    return float(sum(codec.num_bytes(shape) for shape in shapes))
+
+
+def shapes_of(work: StepWork) -> Sequence[Shape]:
+    """Tensors of unknown shapes count as square matrices."""
+    if work.tensor_shapes:
+        return work.tensor_shapes
+    counts = [max(1, size // 4) for size in work.tensor_bytes]
+    return [(max(1, math.isqrt(count)), count // max(1, math.isqrt(count))) for count in counts]
+
+
+def _all_gather(setting: Setting, hosts: Numbers, num_bytes: float) -> tuple[float, Loads]:
+    """Bruck's, as `network.patterns.all_gather`: each rank passes on all that it has, in log2(n) rounds."""
+    fabric, size = setting.fabric, len(hosts)
+    time_s, loads, distance = 0.0, fabric.nothing, 1
+    while distance < size:
+        there = np.roll(hosts, distance)
+        passed = min(distance, size - distance) * num_bytes
+        slowest = float(fabric.shares_per_s(hosts, there).min())
+        time_s += passed / slowest + float(fabric.latency_s(hosts, there).max()) + setting.message_s
+        loads = loads + fabric.messages(hosts, there, passed)
+        distance *= 2
+    return time_s, loads

@@ -5,7 +5,7 @@ from paceline.codec.blocks import FP8, Int8
 from paceline.codec.cosines import DCT
 from paceline.codec.halves import BF16, FP16
 from paceline.codec.low_rank import PowerSGD
-from paceline.codec.memory import Encoded, ErrorFeedback, Forgetful, Memory, SharedEstimate, left_out, memory_of
+from paceline.codec.memory import Encoded, ErrorFeedback, Forgetful, Memory, SharedEstimate, memory_of, owed
 from paceline.codec.quantised import QSGD, TernGrad
 from paceline.codec.signs import OneBit, Sign
 from paceline.codec.sparse import RandomK, TopK
@@ -35,7 +35,7 @@ __all__ = [
     "TernGrad",
     "TopK",
     "as_bytes",
-    "left_out",
     "memory_of",
     "num_bytes",
+    "owed",
 ]

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from paceline.codec.base import Payload, Shape, TensorCodec, doc, from_blocks, in_blocks
+from paceline.codec.base import Payload, Shape, TensorCodec, doc, from_blocks, in_blocks, largest_of
 from paceline.errors import UsageError
 
 
@@ -49,8 +49,7 @@ class Blocks(TensorCodec):
     @final
     def encode(self, tensor: Tensor, *, seed: int) -> Payload:
         blocks = in_blocks(tensor, self._width(tuple(tensor.shape)))
-        low, high = blocks.aminmax(dim=1)
-        scales = torch.maximum(high, -low).div_(self.largest)
+        scales = largest_of(blocks).div_(self.largest)
         scaled = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         return scales, self.rounded(scaled).view(-1)[: tensor.numel()].clone()
 

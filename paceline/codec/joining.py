@@ -1,23 +1,25 @@
 """How what several workers encoded becomes their mean, and what that moves and takes, for each kind of codec.
 
-Every function averages one flat tensor over a group of workers, and returns the mean with what this worker keeps for
-the next. Arguments are not changed. The group is whatever has the operations of `Peers`.
+Every function averages one flat tensor over a group of workers, in place, and returns what this worker keeps for the
+next; what it kept before is not changed. The group is whatever has the operations of `Peers`.
 """
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
 from paceline.codec.base import Codec, Form, JointCodec, Payload, Shape, TensorCodec, as_bytes
-from paceline.codec.memory import left_out, memory_of
+from paceline.codec.memory import memory_of, owed
 from paceline.division import divide
 from paceline.seeding import derive
 
+PIECE_ELEMENTS = 1 << 17
+"""Of a flat tensor that are encoded at once, where that makes no difference: they stay in a core's cache."""
 Kept = Mapping[str, Tensor]
 """`left`: what this worker left out. `part`: what it left out of the mean that it encoded for all. `q`: of a codec."""
 
@@ -31,9 +33,8 @@ class Peers(Protocol):
     def average(self, tensor: Tensor) -> None:
         """In place."""
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]: ...
-
-    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send the i-th of these uint8 tensors to rank i; returns what each rank sent here, of so many bytes."""
 
 
 @final
@@ -50,11 +51,6 @@ class Region:
 
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.num_elements].view(self.shape)
-
-
-class Mean(NamedTuple):
-    mean: Tensor
-    kept: Kept
 
 
 def beginnings(codec: Codec, regions: Sequence[Region], like: Tensor, *, rank: int, size: int, seed: int) -> Kept:
@@ -82,17 +78,19 @@ def parts_of(codec: Codec, regions: Sequence[Region], size: int) -> list[list[Re
         return parts
     assert isinstance(codec, TensorCodec)
     step = -(-total // (size * codec.block)) * codec.block
+    piece = max(1, PIECE_ELEMENTS // codec.block) * codec.block
     for rank, start in enumerate(range(0, total, step)):
-        parts[rank].append(Region(start, (min(step, total - start),)))
+        stop = min(start + step, total)
+        parts[rank] += [Region(at, (min(piece, stop - at),)) for at in range(start, stop, piece)]
     return parts
 
 
 def join(
     codec: Codec, peers: Peers, values: Tensor, kept: Kept, *, regions: Sequence[Region], path: Sequence[int], seed: int
-) -> Mean:
+) -> Kept:
     """
     Args:
-        values: this worker's, 1-D; the same regions on every worker.
+        values: this worker's, 1-D, which become the mean; the same regions on every worker.
         path: what tells this exchange from others with the same seed, such as step and bucket.
     """
     if isinstance(codec, JointCodec):
@@ -109,60 +107,59 @@ def join(
 
 def _by_sums(
     codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
-) -> Mean:
+) -> Kept:
     """Payloads are averaged."""
     payloads, now = _encoded(codec, values, kept, "left", regions, seed)
     for payload in payloads:
         for tensor in payload:
             peers.average(tensor)
-    mean = torch.zeros_like(values)
-    _add(codec, payloads, mean, regions, seed)
-    return Mean(mean, now)
+    _decode(codec, payloads, values, regions, seed)
+    return now
 
 
 def _by_gathering(
     codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
-) -> Mean:
+) -> Kept:
     """Everyone gets everyone's payloads."""
     payloads, now = _encoded(codec, values, kept, "left", regions, seed)
-    mean = torch.zeros_like(values)
-    for raw in peers.all_gather(_joined(payloads, values)):
-        _add(codec, _read(codec, raw, regions), mean, regions, seed)
-    divide(mean, peers.size)
-    return Mean(mean, now)
+    mine = _joined(payloads, values)
+    everyones = peers.all_to_all([mine] * peers.size, [mine.numel()] * peers.size)
+    for rank, raw in enumerate(everyones):
+        _decode(codec, _read(codec, raw, regions), values, regions, seed, is_added=rank > 0)
+    divide(values, peers.size)
+    return now
 
 
 def _by_parts(
     codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
-) -> Mean:
+) -> Kept:
     """Everyone gets everyone's payloads of its own part, and sends its mean, encoded once more, to all. So payloads
     move as an all-reduce would move them, at any number of workers (Tang et al., "1-bit Adam", ICML 2021, figure 3)."""
-    parts = parts_of(codec, regions, peers.size)
+    parts, rank, size = parts_of(codec, regions, peers.size), peers.rank, peers.size
     payloads, now = _encoded(codec, values, kept, "left", regions=[r for part in parts for r in part], seed=seed)
     queue = iter(payloads)
     outgoing = [_joined([next(queue) for _ in part], values) for part in parts]
     own, start = [], 0
-    for region in parts[peers.rank]:  # as they lie in the mean of this part alone
+    for region in parts[rank]:  # as they lie in the mean of this part alone
         own.append(Region(start, region.shape))
         start += region.num_elements
-    part_mean = values.new_zeros(start)
-    for raw in peers.all_to_all(outgoing):
-        _add(codec, _read(codec, raw, own), part_mean, own, seed)
-    divide(part_mean, peers.size)
-    payloads, of_part = _encoded(codec, part_mean, kept, "part", own, derive(seed, "mean"))
-    mean = torch.zeros_like(values)
-    for part, raw in zip(parts, peers.all_gather(_joined(payloads, values)), strict=True):
-        _add(codec, _read(codec, raw, part), mean, part, seed)
-    return Mean(mean, {**now, **of_part})
+    mean = values.new_empty(start)
+    for number, raw in enumerate(peers.all_to_all(outgoing, [outgoing[rank].numel()] * size)):
+        _decode(codec, _read(codec, raw, own), mean, own, seed, is_added=number > 0)
+    divide(mean, size)
+    payloads, of_part = _encoded(codec, mean, kept, "part", own, derive(seed, "mean"))
+    means = peers.all_to_all([_joined(payloads, values)] * size, [raw.numel() for raw in outgoing])
+    for part, raw in zip(parts, means, strict=True):
+        _decode(codec, _read(codec, raw, part), values, part, seed)
+    return {**now, **of_part}
 
 
-def _by_means(codec: JointCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region]) -> Mean:
-    whole = values + kept["left"] if codec.feedback else values
+def _by_means(codec: JointCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region]) -> Kept:
+    whole = values + kept["left"] if codec.feedback else values.clone()
     tensors, q = codec.average([region.of(whole) for region in regions], kept["q"], mean=peers.average)
-    mean = torch.zeros_like(values)
     for region, tensor in zip(regions, tensors, strict=True):
-        region.of(mean).copy_(tensor)
-    return Mean(mean, {"q": q, **({"left": left_out(whole, mean)} if codec.feedback else {})})
+        region.of(values).copy_(tensor)
+    return {"q": q, **({"left": owed(whole.sub_(values))} if codec.feedback else {})}
 
 
 def _encoded(
@@ -170,7 +167,7 @@ def _encoded(
 ) -> tuple[list[Payload], dict[str, Tensor]]:
     """Each region's payload, and what is kept under that name from here on."""
     before, memory = kept.get(name), memory_of(codec)
-    after = None if before is None else torch.zeros_like(values)
+    after = None if before is None else (torch.zeros_like if codec.shaped else torch.empty_like)(before)
     payloads = []
     for number, region in enumerate(regions):
         left = None if before is None else region.of(before)
@@ -181,10 +178,19 @@ def _encoded(
     return payloads, {} if after is None else {name: after}
 
 
-def _add(codec: TensorCodec, payloads: Sequence[Payload], total: Tensor, regions: Sequence[Region], seed: int) -> None:
+def _decode(
+    codec: TensorCodec,
+    payloads: Sequence[Payload],
+    out: Tensor,
+    regions: Sequence[Region],
+    seed: int,
+    *,
+    is_added: bool = False,
+) -> None:
     for number, (region, payload) in enumerate(zip(regions, payloads, strict=True)):
-        target = region.of(total)
-        target.add_(codec.decode(payload, target, seed=derive(seed, number) if number else seed))
+        target = region.of(out)
+        decoded = codec.decode(payload, target, seed=derive(seed, number) if number else seed)
+        target.add_(decoded) if is_added else target.copy_(decoded)
 
 
 def _joined(payloads: Sequence[Payload], like: Tensor) -> Tensor:

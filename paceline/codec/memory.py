@@ -59,7 +59,8 @@ class ErrorFeedback(Memory):
     def encode(self, codec: TensorCodec, tensor: Tensor, memory: Tensor | None, *, seed: int) -> Encoded:
         whole = tensor if memory is None else torch.add(tensor, memory, alpha=self.decay)
         payload = codec.encode(whole, seed=seed)
-        return Encoded(payload, left_out(whole, codec.decode(payload, whole, seed=seed)))
+        left = torch.sub(whole, codec.decode(payload, whole, seed=seed), out=None if whole is tensor else whole)
+        return Encoded(payload, owed(left))
 
 
 @final
@@ -89,7 +90,6 @@ def memory_of(codec: Codec) -> Memory:
     return ErrorFeedback(codec.decay) if codec.feedback else Forgetful()
 
 
-def left_out(whole: Tensor, sent: Tensor) -> Tensor:
-    """Nothing of an element that is not finite, or that the form cannot hold, is owed to the next tensor."""
-    left = whole - sent
-    return left.where(left.isfinite(), 0.0)
+def owed(left: Tensor) -> Tensor:
+    """Nothing of an element that is not finite, or that the form cannot hold, is owed to the next tensor. In place."""
+    return left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec import bits
-from paceline.codec.base import Payload, Shape, TensorCodec, doc, drawing, from_blocks, in_blocks
+from paceline.codec.base import Payload, Shape, TensorCodec, doc, drawing, from_blocks, in_blocks, largest_of
 from paceline.errors import UsageError
 
 
@@ -76,8 +76,7 @@ class TernGrad(TensorCodec, name="terngrad"):
 
     def encode(self, tensor: Tensor, *, seed: int) -> Payload:
         blocks = in_blocks(tensor, self.size)
-        low, high = blocks.aminmax(dim=1)
-        return _drawn(blocks, torch.maximum(high, -low), 2, tensor.numel(), seed)
+        return _drawn(blocks, largest_of(blocks), 2, tensor.numel(), seed)
 
     def decode(self, payload: Payload, like: Tensor, *, seed: int) -> Tensor:
         return _levels(payload, 2, self.size, like)

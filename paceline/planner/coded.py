@@ -9,7 +9,7 @@ import numpy as np
 from paceline.codec import Codec, Shape
 from paceline.codec.joining import coding_s
 from paceline.planner.demand import StepWork
-from paceline.planner.fabric import Loads, Numbers
+from paceline.planner.fabric import Loads
 from paceline.planner.setting import RingReduction, Setting
 
 
@@ -38,15 +38,12 @@ def coded_mean(codec: Codec, scope: Literal["links", "all"], setting: Setting) -
         rounds = 2 if codec.joint else 1
         time_s += rounds * sum(ring.parts_s(total / rounds))
         loads = loads + ring.loads(total)
-    elif size > 1 and codec.sparse:
-        gathered_s, gathered = _all_gather(setting, hosts, total)
-        time_s, loads = time_s + gathered_s, loads + gathered
     elif size > 1:
-        gathered_s, gathered = _all_gather(setting, hosts, total / size)
-        among = fabric.everyone_to_everyone(hosts, hosts, total / size) + fabric.messages(hosts, hosts, -total / size)
-        latency_s = float(fabric.farthest_s(hosts, hosts).max()) + setting.message_s
-        time_s += gathered_s + fabric.busiest(among).busy_s + latency_s
-        loads = loads + gathered + among
+        each, rounds = (total, 1) if codec.sparse else (total / size, 2)
+        among = fabric.everyone_to_everyone(hosts, hosts, each) + fabric.messages(hosts, hosts, -each)
+        latency_s = float(fabric.farthest_s(hosts, hosts).max()) + (size - 1) * setting.message_s
+        time_s += rounds * (fabric.busiest(among).busy_s + latency_s)
+        loads = loads + among * rounds
     if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
         inner = fabric.messages(leaders, leaders, 2.0 * setting.work.parameter_bytes * setting.ring.num_inner)
         time_s += fabric.busiest(inner).busy_s
@@ -68,17 +65,3 @@ def shapes_of(work: StepWork) -> Sequence[Shape]:
         return work.tensor_shapes
     counts = [max(1, size // 4) for size in work.tensor_bytes]
     return [(max(1, math.isqrt(count)), count // max(1, math.isqrt(count))) for count in counts]
-
-
-def _all_gather(setting: Setting, hosts: Numbers, num_bytes: float) -> tuple[float, Loads]:
-    """Bruck's, as `network.patterns.all_gather`: each rank passes on all that it has, in log2(n) rounds."""
-    fabric, size = setting.fabric, len(hosts)
-    time_s, loads, distance = 0.0, fabric.nothing, 1
-    while distance < size:
-        there = np.roll(hosts, distance)
-        passed = min(distance, size - distance) * num_bytes
-        slowest = float(fabric.shares_per_s(hosts, there).min())
-        time_s += passed / slowest + float(fabric.latency_s(hosts, there).max()) + setting.message_s
-        loads = loads + fabric.messages(hosts, there, passed)
-        distance *= 2
-    return time_s, loads

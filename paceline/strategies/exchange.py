@@ -169,8 +169,7 @@ class _Coded(Work):
         pacing = self._coding.pacing
         began_s, before_s = pacing.now_s(), _exchanged_s(group)
         path = (self.step, self._index)
-        mean, self._pending = join(codec, peers, flat, self.kept, regions=regions, path=path, seed=self._coding.seed)
-        flat.copy_(mean)
+        self._pending = join(codec, peers, flat, self.kept, regions=regions, path=path, seed=self._coding.seed)
         pacing.spend(coding_s(codec, flat.numel(), group.size))
         self._timing.communication_s += pacing.now_s() - began_s - (_exchanged_s(group) - before_s)
 
@@ -181,11 +180,24 @@ class _Peers:
 
     def __init__(self, group: Collective) -> None:
         self.rank, self.size = group.rank, group.size
-        self.all_gather, self.all_to_all = group.all_gather, group.all_to_all
         self._group = group
 
     def average(self, tensor: Tensor) -> None:
         self._group.all_reduce(tensor, op="mean").wait()
+
+    def all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """By messages where that is possible: sizes are known, and nobody need be told; over gloo 8 MB each way take
+        9 ms, and its own all-to-all 47 ms."""
+        if not self._group.can_receive_first:
+            return self._group.all_to_all(tensors)
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        found = [tensors[rank].new_empty(size) for rank, size in enumerate(sizes)]
+        found[self.rank] = tensors[self.rank]
+        works = [self._group.recv(found[rank], source=rank) for rank in reversed(others) if sizes[rank]]
+        works += [self._group.send(tensors[rank], destination=rank) for rank in others if tensors[rank].numel()]
+        for work in works:
+            work.wait()
+        return found
 
 
 def _exchanged_s(group: Collective) -> float:

@@ -35,9 +35,9 @@ from paceline.codec import (
     TernGrad,
     TopK,
     as_bytes,
-    left_out,
     memory_of,
     num_bytes,
+    owed,
 )
 from paceline.codec import bits as packing
 from paceline.errors import UsageError
@@ -260,7 +260,7 @@ def averaged(codec: PowerSGD, rounds: list[list[list[Tensor]]]) -> tuple[list[li
         results.append(outcomes[0][0])
         kept = [outcome[1] for outcome in outcomes]
         memories = [
-            [left_out(t, s) for t, s in zip(whole, outcome[0], strict=True)]
+            [owed(t - s) for t, s in zip(whole, outcome[0], strict=True)]
             for whole, outcome in zip(wholes, outcomes, strict=True)
         ]
     return results, memories
@@ -334,7 +334,7 @@ def test_powersgd_is_torch_s(tmp_path: Any) -> None:
             mine = gradient
         else:
             (mine,), kept = codec.average([gradient + memory], kept, mean=lambda tensor: None)
-            memory = left_out(gradient + memory, mine)
+            memory = owed(gradient + memory - mine)
         assert float((mine - theirs[step]).abs().max()) <= 1e-4 * float(gradient.abs().max())
 
 

@@ -41,13 +41,11 @@ class _Thread:
         self.sent_bytes += 2 * (self.size - 1) / self.size * tensor.nbytes
         tensor.copy_(torch.stack(self._all(tensor.clone())).mean(0))
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self.sent_bytes += (self.size - 1) * tensor.nbytes
-        return self._all(tensor)
-
-    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         self.sent_bytes += sum(tensor.nbytes for rank, tensor in enumerate(tensors) if rank != self.rank)
-        return [given[self.rank] for given in self._all(tensors)]
+        found = [given[self.rank] for given in self._all(tensors)]
+        assert [tensor.numel() for tensor in found] == list(sizes)
+        return found
 
     def _all(self, value: Any) -> list[Any]:
         self._meeting.given[self.rank] = value
@@ -81,9 +79,11 @@ def exchanged(
         kept[rank] = beginnings(codec, regions, gradient(0, 0, total), rank=rank, size=size, seed=9)
         for step in range(steps):
             values = gradient(rank, step, total)
-            mean, kept[rank] = join(codec, peers[rank], values, kept[rank], regions=regions, path=(step,), seed=9)
-            assert torch.equal(values, gradient(rank, step, total))
-            means[rank].append(mean)
+            before = {name: tensor.clone() for name, tensor in kept[rank].items()}
+            now = join(codec, peers[rank], values, kept[rank], regions=regions, path=(step,), seed=9)
+            assert all(torch.equal(kept[rank][name], before[name]) for name in before)
+            kept[rank] = now
+            means[rank].append(values)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:

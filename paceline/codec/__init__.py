@@ -1,5 +1,6 @@
 """Forms of tensors on their way, by the names of the command line: `codec=top-k`, `codec.ratio=0.01`."""
 
+from paceline.codec.automatic import Auto, chosen
 from paceline.codec.base import Codec, Form, JointCodec, Payload, Shape, TensorCodec, as_bytes, num_bytes
 from paceline.codec.blocks import FP8, Int8
 from paceline.codec.cosines import DCT
@@ -16,6 +17,7 @@ __all__ = [
     "FP8",
     "FP16",
     "QSGD",
+    "Auto",
     "Codec",
     "Encoded",
     "ErrorFeedback",
@@ -35,6 +37,7 @@ __all__ = [
     "TernGrad",
     "TopK",
     "as_bytes",
+    "chosen",
     "memory_of",
     "num_bytes",
     "owed",

@@ -36,6 +36,8 @@ class Codec(Piece, ABC):
     """Workers' tensors are joined by the sign of their sum, which has no size."""
     joint: ClassVar[bool] = False
     """A mean of all workers is taken half-way, so one worker alone can neither encode nor decode."""
+    adapts: ClassVar[bool] = False
+    """It stands for one of several, and is none itself."""
     seconds_per_gbyte: ClassVar[tuple[float, float]]
     """To encode and to decode float32 tensors on one core, as `benchmarks/codecs.py` measured it: for plans and
     simulated clusters."""

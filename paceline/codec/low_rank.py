@@ -23,7 +23,7 @@ class PowerSGD(JointCodec, name="powersgd"):
     """
 
     feedback: ClassVar[bool] = True
-    seconds_per_gbyte: ClassVar[tuple[float, float]] = (1.5, 0.5)
+    seconds_per_gbyte: ClassVar[tuple[float, float]] = (2.25, 0.0)
 
     rank: int = doc(4, "columns of the thin matrices")
     start: int = doc(1000, "steps before the first one that is coded: early gradients need more than a low rank")

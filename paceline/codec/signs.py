@@ -22,7 +22,7 @@ class OneBit(TensorCodec, name="one-bit"):
     """
 
     feedback: ClassVar[bool] = True
-    seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.6, 0.6)
+    seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.38, 0.28)
 
     size: int = doc(2048, "elements that share a scale")
 
@@ -61,7 +61,7 @@ class Sign(TensorCodec, name="sign"):
 
     votes: ClassVar[bool] = True
     feedback: ClassVar[bool] = False
-    seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.4, 0.4)
+    seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.36, 0.21)
 
     @property
     def block(self) -> int:

@@ -1,16 +1,18 @@
 """What a codec makes of an exchange: other bytes on links, and time to encode and to decode."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, final
 
 import numpy as np
 
-from paceline.codec import Codec, Shape
+from paceline.codec import Auto, Codec, Shape, chosen
 from paceline.codec.joining import coding_s
 from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Loads
 from paceline.planner.setting import RingReduction, Setting
+from paceline.strategies.traits import AllReduced
 
 
 @final
@@ -19,6 +21,23 @@ class CodedMean(NamedTuple):
 
     time_s: float
     loads: Loads
+
+
+def settled(traffic: AllReduced, setting: Setting, step_s: Callable[[AllReduced], float]) -> AllReduced:
+    """With the codec that `auto` would choose, if it is to choose one.
+
+    Args:
+        step_s: what steps take with such an exchange.
+    """
+    if not isinstance(traffic.codec, Auto):
+        return traffic
+    plain = replace(traffic, codec=None)
+    if setting.num_workers == 1:
+        return plain
+    coded = [replace(traffic, codec=codec, behind_backward=False) for codec in traffic.codec.candidates]
+    steps_s = {each.codec: step_s(each) for each in coded if each.codec is not None}
+    codec, _ = chosen(step_s(plain), steps_s)
+    return plain if codec is None else replace(traffic, codec=codec, behind_backward=False)
 
 
 def coded_mean(codec: Codec, scope: Literal["links", "all"], setting: Setting) -> CodedMean | None:
@@ -45,7 +64,9 @@ def coded_mean(codec: Codec, scope: Literal["links", "all"], setting: Setting) -
         time_s += rounds * (fabric.busiest(among).busy_s + latency_s)
         loads = loads + among * rounds
     if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
-        inner = fabric.messages(leaders, leaders, 2.0 * setting.work.parameter_bytes * setting.ring.num_inner)
+        inner = fabric.messages(
+            leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * setting.work.parameter_bytes
+        )
         time_s += fabric.busiest(inner).busy_s
         loads = loads + inner
     return CodedMean(time_s, loads)

@@ -7,7 +7,7 @@ import numpy as np
 
 from paceline.planner import algorithms, costs, neighbours, stragglers
 from paceline.planner import filling as buckets
-from paceline.planner.coded import coded_mean
+from paceline.planner.coded import coded_mean, settled
 from paceline.planner.fabric import Loads
 from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
@@ -47,6 +47,7 @@ def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:
 
 
 def _of_all_reduced(traffic: AllReduced, setting: Setting) -> Cycle:
+    traffic = settled(traffic, setting, lambda each: _of_all_reduced(each, setting).end_s)
     step_s = stragglers.expected_s(setting.groups, num_steps=traffic.every)
     slowest_s, before_s = traffic.every * step_s, (traffic.every - 1) * step_s
     if setting.num_workers == 1:

@@ -1,17 +1,19 @@
 """All-reduce: every worker updates its own copy with the mean of all gradients."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final, get_args
 
 from torch import Tensor
 
 from paceline.buckets import GradientBuckets
-from paceline.codec import Codec
+from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing, Work
 from paceline.errors import UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
+from paceline.strategies.bucket_size import MIN_BYTES, measured
 from paceline.strategies.bucketing import laid_out
+from paceline.strategies.choosing import Choosing
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.overlap import Overlap
@@ -61,7 +63,7 @@ class AllReduce(Strategy):
     def behind_backward(self) -> bool:
         """Whether exchanges run behind backward; those over send and receive, and coded ones, run when they are waited
         for."""
-        return self.algorithm == "auto" and self.codec is None
+        return self.algorithm == "auto" and (self.codec is None or self.codec.adapts)
 
     @property
     def traits(self) -> Traits:
@@ -99,8 +101,16 @@ class _AllReduceSynchronizer(Synchronizer):
             replica.parameters, layout, buffer, on_bucket=self._on_bucket, on_backward_end=self._finish_backward
         )
         coding = coding_of(strategy.codec, strategy.codec_scope, context)
-        if strategy.codec is not None:
-            self.facts = {**self.facts, "codec": str(strategy.codec) if coding is not None else NOTHING_CODED}
+        self._choosing: Choosing | None = None
+        if coding is None and strategy.codec is not None:
+            self.facts = {**self.facts, "codec": NOTHING_CODED}
+        elif isinstance(strategy.codec, Auto):
+            scratch = buffer if buffer.numel() >= MIN_BYTES else context.collective.allocate(MIN_BYTES)
+            found = measured(context.collective, lambda flat: average(flat)(), scratch, now_s=context.pacing.now_s)
+            self._choosing = Choosing(strategy.codec, context, found, [spec.shape for spec in replica.specs])
+            self._layout, self._coding, coding = layout, coding, None
+        elif coding is not None:
+            self.facts = {**self.facts, "codec": str(coding.codec)}
         self._exchange = Exchange(
             context.collective,
             self._buckets.buckets,
@@ -187,8 +197,25 @@ class _AllReduceSynchronizer(Synchronizer):
         elif not self._is_nonfinite:
             update()
             self.iteration += 1
+        if self._choosing is not None:
+            self._choose(self._choosing)
         stop, self._stop = self._stop, False
         return StepOutcome(self.iteration, stop=stop, staleness=0 if self.iteration > before else -1)
+
+    def _choose(self, choosing: Choosing) -> None:
+        """Go on with a codec, if one is worth it."""
+        outcome = choosing.step_ended()
+        if outcome is None:
+            return
+        codec, why = outcome
+        self.facts = {"codec": why}
+        self._choosing = None
+        if codec is not None and self._coding is not None:
+            coding = replace(self._coding, codec=codec)
+            buckets = self._buckets.buckets
+            self._exchange = Exchange(self.context.collective, buckets, coding=coding, layout=self._layout)
+            self._behind_backward = False
+            self._looks_first = self._nonfinite != "allow"
 
     def own_state(self) -> dict[str, OwnState]:
         return self._exchange.own_state()

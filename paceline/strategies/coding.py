@@ -45,6 +45,10 @@ def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = F
         if scope != "links":
             raise UsageError(f"codec_scope={scope} has no effect without a codec")
         return
+    if of_servers and codec.adapts:
+        raise UsageError(
+            f"codec={codec} is chosen after some steps, and servers are told at the start; name one (`paceline plan`)"
+        )
     if of_servers and codec.joint:
         raise UsageError(
             f"codec={codec} averages among workers half-way, and workers push to servers one by one; use all-reduce"

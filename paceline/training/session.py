@@ -89,8 +89,8 @@ class Session:
         context.pacing.watch(replica)
         synchronizer = self.run.strategy.bind(context, replica)
         synchronizer.stop_vote = self.run.wants_stop
-        if synchronizer.facts:
-            self.run.tell("tuned", synchronizer.facts)
+        self._told: Mapping[str, object] = {}
+        self._tell_facts(synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
         handouts = Handouts(model, replica.parameters, rank=context.rank, set_weight=synchronizer.set_weight)
         self.run.prepare(Prepared(replica, synchronizer, sharded, handouts, account, extra))
@@ -186,6 +186,8 @@ class Session:
         self._begin_step()
         prepared.handouts.look_back()
         outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
+        if prepared.synchronizer.facts is not self._told:
+            self._tell_facts(prepared.synchronizer.facts)
         samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
@@ -207,6 +209,12 @@ class Session:
         )
         self._take(outcome)
         self._unsettled = outcome
+
+    def _tell_facts(self, facts: Mapping[str, object]) -> None:
+        """What the strategy has measured or chosen, when it is new."""
+        if facts:
+            self.run.tell("tuned", facts)
+        self._told = facts
 
     def _begin_step(self) -> None:
         self._require_readable()

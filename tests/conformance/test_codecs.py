@@ -16,6 +16,7 @@ from torch.optim import SGD
 from paceline.cluster.description import Cluster, Hosts, Servers
 from paceline.codec.joining import coding_s
 from paceline.errors import UsageError
+from paceline.planner import StepWork, predict
 from paceline.running.result import Result
 from paceline.strategies import build, settings_of
 from paceline.training.worker import Worker
@@ -154,6 +155,33 @@ def test_coding_takes_its_time_and_bytes_pass_links(tmp_path: Path) -> None:
     assert step_s(result) == pytest.approx(STEP_S + coding + 2_000_044 * (1 + 4 / 256) / GIGABIT, rel=0.02)
 
 
+@pytest.mark.parametrize(("gbit_per_s", "takes"), [(0.05, True), (1000.0, False)])
+def test_auto_takes_a_codec_where_it_makes_steps_shorter(gbit_per_s: float, takes: bool, tmp_path: Path) -> None:
+    """And says why; a plan chooses the same."""
+    result = run(
+        tmp_path,
+        "all-reduce",
+        "auto:among=bf16+int8",
+        script=large,
+        workers=3,
+        cluster=cluster_of(gbit_per_s=gbit_per_s),
+        max_steps=16,
+    )
+    told = [event.details["codec"] for event in result.events if event.name == "tuned" and "codec" in event.details]
+    assert len(told) == 1
+    assert told[0].startswith("int8: a step of" if takes else "none: a step of")
+    ends = [step.time_s for step in result.steps if step.worker == 0]
+    before_s, after_s = ends[6] - ends[5], ends[-1] - ends[-2]
+    assert (after_s < 0.6 * before_s) == takes
+    work = StepWork(tensor_bytes=(8_000_000, 160, 16), samples=4)
+    found, plain = (
+        predict(cluster_of(gbit_per_s=gbit_per_s), strategy="all-reduce", workers=3, work=work, options=options)
+        for options in ({"codec": "auto:among=bf16+int8"}, {})
+    )
+    assert (found.step_s < 0.6 * plain.step_s) == takes
+    assert found.step_s == pytest.approx(after_s, rel=0.1)
+
+
 # --- what does not go together ---------------------------------------------------------------------------------------
 
 
@@ -162,6 +190,8 @@ def test_coding_takes_its_time_and_bytes_pass_links(tmp_path: Path) -> None:
     [
         ("ps-bsp", {"codec": "powersgd"}, "averages among workers half-way"),
         ("ps-asp", {"codec": "sign"}, "joined by a vote"),
+        ("ps-bsp", {"codec": "auto"}, "servers are told at the start"),
+        ("all-reduce", {"codec": "auto:among=int9"}, "none of bf16"),
         ("all-reduce", {"codec_scope": "all"}, "no effect without a codec"),
         ("ring", {"codec": "int8"}, "leave out algorithm=ring"),
         ("all-reduce", {"codec": "top-k", "codec.ratio": "2"}, "ratio must be above 0"),

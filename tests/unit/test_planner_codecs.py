@@ -26,8 +26,18 @@ def cluster_of(*, workers: int = 1, gbit_per_s: float = 1.0) -> Cluster:
     return Cluster(hosts=(hosts,), compute=Compute(step_s=0.05))
 
 
-@pytest.mark.parametrize("codec", ["int8", "one-bit", "top-k", "random-k", "bf16"])
-@pytest.mark.parametrize(("strategy", "workers"), [("all-reduce", 2), ("all-reduce", 5), ("ps-bsp", 3), ("ps-asp", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "workers", "codec"),
+    [
+        ("all-reduce", 2, "one-bit"),
+        ("all-reduce", 5, "int8"),
+        ("all-reduce", 5, "top-k"),
+        ("all-reduce", 5, "random-k"),
+        ("ps-bsp", 3, "bf16"),
+        ("ps-bsp", 3, "top-k"),
+        ("ps-asp", 3, "int8"),
+    ],
+)
 def test_plans_come_true(strategy: str, workers: int, codec: str, tmp_path: Path) -> None:
     cluster = cluster_of()
     options: dict[str, Any] = {"codec": codec} | (PLAIN if strategy == "ps-bsp" else {})

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, final
 
+import torch
+
 from paceline.codec import Codec
 from paceline.errors import UsageError
 from paceline.strategies.base import Context
@@ -57,3 +59,9 @@ def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = F
         raise UsageError(
             f"codec={codec} is joined by a vote of all workers, and servers average: use codec=one-bit, or all-reduce"
         )
+
+
+def require_real(codec: Codec, dtype: torch.dtype) -> None:
+    """Raises UsageError for gradients that no codec knows."""
+    if dtype.is_complex:
+        raise UsageError(f"codec={codec} takes real gradients, and some parameters are complex; leave the codec out")

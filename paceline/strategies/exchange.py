@@ -12,7 +12,7 @@ from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
 from paceline.comm.works import WhenWaitedFor
 from paceline.layout import Layout
-from paceline.strategies.coding import Coding
+from paceline.strategies.coding import Coding, require_real
 from paceline.strategies.own_state import Fate, OwnState
 
 _FATES: Mapping[str, Fate] = {"left": "average", "part": "reset", "q": "average"}
@@ -30,6 +30,7 @@ class Exchange:
         algorithm: `auto`, or one of those over send and receive.
         coding: what encodes values; none: they travel as they are.
         layout: of the buckets, for codecs that look at tensors in their shapes.
+        timing: where to count what coding takes.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Exchange:
         algorithm: str = "auto",
         coding: Coding | None = None,
         layout: Layout | None = None,
+        timing: Timing | None = None,
     ) -> None:
-        self.timing = Timing()
+        self.timing = timing or Timing()
         """What coding takes."""
         self._coded: list[_Coded] = []
         average = averaging(collective, algorithm)
@@ -112,6 +114,7 @@ class _Coded(Work):
         index: int,
         layout: Layout | None,
     ) -> None:
+        require_real(coding.codec, bucket.values.dtype)
         self.step = 0
         self.kept: Kept = {}
         self._bucket, self._coding, self._timing, self._index = bucket, coding, timing, index

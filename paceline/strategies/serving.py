@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,13 @@ from paceline.layout import Layout, by_group
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
-from paceline.strategies.coding import NOTHING_CODED, Scope
+from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import (
     Replica,
+    cannot_evaluate,
     hyperparameters,
     is_skipped_by_scaler,
     require_no_hooks,
@@ -112,6 +113,9 @@ class ServerSynchronizer(Synchronizer):
         before, self._buckets.is_synchronizing = self._buckets.is_synchronizing, on
         return before
 
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        raise cannot_evaluate(self.replica.optimizer)
+
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
         optimizer = self.replica.optimizer
@@ -170,6 +174,8 @@ class ServerSynchronizer(Synchronizer):
     def _coding(self, codec: TensorCodec | None, scope: Scope, layout: Layout) -> PushCoding | None:
         if codec is None:
             return None
+        for segment in layout.segments:
+            require_real(codec, segment.dtype)
         left = torch.zeros(layout.num_bytes, dtype=torch.uint8) if codec.feedback else None
         if left is not None:
             self._left = [segment.view(left) for segment in layout.segments]

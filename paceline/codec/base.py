@@ -39,7 +39,7 @@ class Codec(Piece, ABC):
     adapts: ClassVar[bool] = False
     """It stands for one of several, and is none itself."""
     seconds_per_gbyte: ClassVar[tuple[float, float]]
-    """To encode and to decode float32 tensors on one core, as `benchmarks/codecs.py` measured it: for plans and
+    """To encode and to decode float32 tensors on one core, as `benchmarks/coding.py` measured it: for plans and
     simulated clusters."""
 
     @property

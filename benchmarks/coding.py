@@ -1,8 +1,9 @@
 """How fast codecs encode and decode on one core, and how long an average of gradients takes through them between two
 processes over gloo, beside torch's own hooks of DistributedDataParallel.
 
-    python benchmarks/codecs.py speed      # seconds for a GB of float32, what `seconds_per_gbyte` says
-    python benchmarks/codecs.py hooks      # milliseconds of an average of 33 MB of gradients
+    python benchmarks/coding.py speed      # seconds for a GB of float32, what `seconds_per_gbyte` says
+    python benchmarks/coding.py hooks      # milliseconds of an average of 33 MB of gradients
+    python benchmarks/coding.py figure     # docs/figures/codecs.svg: predicted steps against bandwidth
 """
 
 from __future__ import annotations
@@ -14,33 +15,44 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from plots import Series, line_chart
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from paceline.buckets import Bucket
+from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.codec import FP16, Codec, Int8, JointCodec, PowerSGD, TensorCodec
 from paceline.comm.process_group.collective import connect_gloo
 from paceline.layout import Layout, TensorSpec, in_buckets
 from paceline.memory import keep_freed_memory
+from paceline.models import registry
 from paceline.pieces import named
+from paceline.planner import StepWork, predict
 from paceline.strategies.coding import Coding
 from paceline.strategies.exchange import Exchange
 
 NUM_ELEMENTS = 1 << 20
 SHAPES = [(1024, 1024)] * 8
 NUM_ROUNDS = 24
+GBIT_PER_S = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
+STEP_S = 0.3
+FIGURE = Path(__file__).parents[1] / "docs/figures/codecs.svg"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "hooks"])
-    if parser.parse_args().what == "speed":
+    parser.add_argument("what", choices=["speed", "hooks", "figure"])
+    what = parser.parse_args().what
+    if what == "speed":
         speed()
+    elif what == "figure":
+        FIGURE.write_text(figure())
     else:
         mp.spawn(compare, args=(2, _free_port()), nprocs=2)
 
@@ -85,6 +97,41 @@ def timed(call: Callable[[], object]) -> float:
 
 def _nothing(tensor: Tensor) -> None:
     pass
+
+
+# --- against bandwidth -----------------------------------------------------------------------------------------------
+
+
+def figure() -> str:
+    """Plans for the gradients of ResNet-18 on 8 hosts, which compute a step in 0.3 s."""
+    model = registry.build("resnet18")
+    parameters = list(model.parameters())
+    work = StepWork(
+        tensor_bytes=tuple(parameter.nbytes for parameter in parameters),
+        tensor_shapes=tuple(tuple(parameter.shape) for parameter in parameters),
+        samples=32,
+    )
+    series = []
+    for codec in (None, "bf16", "int8", "one-bit", "top-k", "powersgd"):
+        points = []
+        for gbit_per_s in GBIT_PER_S:
+            hosts = Hosts(count=8, bandwidth_gbit_per_s=gbit_per_s, latency_us=100.0)
+            options = {} if codec is None else {"codec": codec}
+            found = predict(
+                Cluster(hosts=(hosts,), compute=Compute(step_s=STEP_S)),
+                strategy="all-reduce",
+                workers=8,
+                work=work,
+                options=options,
+            )
+            points.append((gbit_per_s, found.step_s))
+        series.append(Series(codec or "none", points))
+    return line_chart(
+        series,
+        title="A step of ResNet-18 on 8 hosts, all-reduce",
+        x_label="bandwidth of a link, Gbit/s",
+        y_label="predicted step, s",
+    )
 
 
 # --- beside torch's hooks --------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
 from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
+from paceline.planner.coded import coded_mean, settled
+from paceline.planner.cycles import cycle_of
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
@@ -96,6 +98,11 @@ def _exchange_of(traffic: Traffic | None, setting: Setting) -> _Exchange:
         return partial(_among_neighbours, neighbours.rounds_of(traffic.topology, setting), traffic.behind_computing)
     if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
         return lambda number, now_s, computing_s: now_s + computing_s
+    traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
+    coded = None if traffic.codec is None else coded_mean(traffic.codec, traffic.codec_scope, setting)
+    if coded is not None:
+        exchange_s = coded.time_s + algorithms.operation_s(traffic.algorithm, setting)
+        return lambda number, now_s, computing_s: np.full_like(now_s, float((now_s + computing_s).max()) + exchange_s)
     sizes = buckets.of(traffic, setting)
     num_bytes = [bucket.num_bytes for bucket in sizes]
     if traffic.behind_backward:

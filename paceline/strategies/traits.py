@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, final
 
+from paceline.codec import Codec
 from paceline.topology import Topology
 
 Unit = Literal["update", "gradient", "round"]
@@ -22,6 +23,8 @@ class AllReduced:
     """Each bucket leaves as soon as backward has filled it."""
     every: int = 1
     """Steps from one exchange to the next."""
+    codec: Codec | None = None
+    codec_scope: Literal["links", "all"] = "links"
 
 
 @final
@@ -35,6 +38,9 @@ class Served:
     """Pushes of a clock that nobody waits for."""
     every: int = 1
     """Steps from one exchange to the next."""
+    codec: Codec | None = None
+    """Of what is pushed."""
+    codec_scope: Literal["links", "all"] = "links"
 
     @property
     def is_bounded(self) -> bool:

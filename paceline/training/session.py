@@ -4,6 +4,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -60,7 +61,7 @@ class Session:
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run = WorkerRun(context, strategy, config, reporter)
+        self.run = WorkerRun(replace(context, seed=config.seed), strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
         self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
@@ -99,8 +100,8 @@ class Session:
         context.pacing.watch(replica)
         synchronizer = self.run.strategy.bind(context, replica)
         synchronizer.stop_vote = self.run.wants_stop
-        if synchronizer.facts:
-            self.run.tell("tuned", synchronizer.facts)
+        self._told: Mapping[str, object] = {}
+        self._tell_facts(synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
         handouts = Handouts(
             replica,
@@ -207,6 +208,8 @@ class Session:
         if is_computed:
             prepared.handouts.take_what_was_set()
         outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
+        if prepared.synchronizer.facts is not self._told:
+            self._tell_facts(prepared.synchronizer.facts)
         samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
@@ -228,6 +231,12 @@ class Session:
         )
         self._take(outcome)
         self._unsettled = outcome
+
+    def _tell_facts(self, facts: Mapping[str, object]) -> None:
+        """What the strategy has measured or chosen, when it is new."""
+        if facts:
+            self.run.tell("tuned", facts)
+        self._told = facts
 
     def _begin_step(self) -> None:
         self._require_readable()

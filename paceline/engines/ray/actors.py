@@ -306,7 +306,15 @@ def _configure(
     for server, pieces in zip(servers, ranges, strict=True):
         rule = spec.strategy.admission_rule(spec.membership)
         assert rule is not None
-        own = ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps, spec.strategy.aggregator())
+        own = ServerSpec(
+            layout,
+            pieces,
+            optimizer,
+            rule,
+            spec.config.max_steps,
+            spec.strategy.aggregator(),
+            spec.strategy.codec_of_pushes(),
+        )
         requests.append(server.configure.remote(own))
     ray.get(requests)
 

@@ -51,6 +51,9 @@ class Pace(Pacing):
     def now_s(self) -> float:
         return self._process.now_s
 
+    def spend(self, seconds: float) -> None:
+        self._process.advance(self._cost.on_this_host_s(seconds))
+
     def watch(self, replica: Replica) -> None:
         """Hook this model before anyone else does, so that the clock is right when other hooks are called. Raises
         UsageError if the cluster was measured with another model."""

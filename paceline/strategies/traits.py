@@ -22,6 +22,10 @@ class AllReduced:
     """Each bucket leaves as soon as backward has filled it."""
     every: int = 1
     """Steps from one exchange to the next."""
+    fragments: int = 1
+    """Parts that are as large as one another, and are exchanged one after the other in so many steps."""
+    delay: int = 0
+    """Steps that workers go on while an exchange is under way."""
 
 
 @final
@@ -70,6 +74,11 @@ class Traits:
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None
     """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
+
+    @property
+    def takes_equal_steps(self) -> bool:
+        """Whether workers need one another until the last step, so that all are to have as many batches."""
+        return self.lock_step or (self.is_synchronous and not self.num_servers)
 
     @property
     def is_synchronous(self) -> bool:

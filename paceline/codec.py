@@ -10,6 +10,8 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
+from paceline.pieces import Piece
+
 Payload = tuple[Tensor, ...]
 """What travels for one tensor."""
 
@@ -26,7 +28,7 @@ class Encoded(NamedTuple):
         return sum(tensor.nbytes for tensor in self.payload)
 
 
-class Codec(ABC):
+class Codec(Piece, ABC):
     """One form of a tensor on its way."""
 
     linear: ClassVar[bool]

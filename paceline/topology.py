@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from paceline.pieces import Piece
+
 if TYPE_CHECKING:
     import networkx
 
 
 @dataclass(frozen=True)
-class Topology(ABC):
+class Topology(Piece, ABC):
     """Neighbours of every worker at every step."""
 
     @abstractmethod
@@ -71,7 +73,7 @@ class Neighbours:
 
 @final
 @dataclass(frozen=True)
-class Everybody(Topology):
+class Everybody(Topology, name="everybody"):
     """All workers with equal weights: what all-reduce does."""
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
@@ -80,7 +82,7 @@ class Everybody(Topology):
 
 @final
 @dataclass(frozen=True)
-class Ring(Topology):
+class Ring(Topology, name="ring"):
     """The two workers beside this one, a third each (Lian et al., NeurIPS 2017, section 5).
 
     >>> round(Ring().contraction(8), 4)

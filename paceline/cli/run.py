@@ -73,8 +73,9 @@ def run(
     program = read_script(script, arguments or ())
     crowding.warn(console, workers, engine=engine, address=address)
     with beginning.ray_beside_imports(engine=engine, address=address, insecure=insecure, num_workers=workers):
+        from paceline.pieces import parse_options
         from paceline.running import launch
-        from paceline.strategies import build, parse_options
+        from paceline.strategies import build
 
         options = parse_options(option or [], where="--option")
         directory = out or resume or launch.new_directory(build(strategy, options), workers=workers)

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.strategies import STRATEGIES, build, name_of, parse_options
+from paceline.pieces import parse_options
+from paceline.strategies import STRATEGIES, build, name_of, settings_of
 from paceline.strategies.base import Strategy
 
 
@@ -31,8 +32,7 @@ class Variant:
         name = name_of(strategy)
         if name not in STRATEGIES:
             raise UsageError(f"{name} has no name in studies: give it one with paceline.strategies.register")
-        options = {key: (default, getattr(strategy, key)) for key, (default, _) in STRATEGIES[name].docs.items()}
-        settings = [f"{key}={_text(value)}" for key, (default, value) in options.items() if value != default]
+        settings = [f"{key}={text}" for key, text in settings_of(strategy).items()]
         return cls(":".join([name, *settings]), strategy)
 
     @property
@@ -43,10 +43,3 @@ class Variant:
     @property
     def file_name(self) -> str:
         return re.sub(r"[^\w.=+-]", "_", self.text)
-
-
-def _text(value: object) -> str:
-    """As options are written on the command line."""
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

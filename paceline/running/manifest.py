@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from paceline.config import RunConfig
 from paceline.errors import UsageError
+from paceline.pieces import Piece
 from paceline.strategies import name_of
 from paceline.strategies.base import Strategy
 
@@ -34,7 +35,7 @@ def describe_run(
         "working_directory": os.getcwd(),
         "program": program,
         "arguments": list(arguments),
-        "strategy": {"name": name_of(strategy), **asdict(strategy)},
+        "strategy": {"name": name_of(strategy), **_options(strategy)},
         "unit": strategy.traits.unit,
         "num_workers": num_workers,
         "config": asdict(config),
@@ -70,6 +71,12 @@ def read(directory: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise UsageError(f"{path} is no manifest")
     return manifest
+
+
+def _options(strategy: Strategy) -> dict[str, Any]:
+    """Every option, with pieces as their texts."""
+    values = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    return {name: str(value) if isinstance(value, Piece) else value for name, value in values.items()}
 
 
 def _version(package: str) -> str | None:

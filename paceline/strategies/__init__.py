@@ -1,12 +1,12 @@
 """Strategies by the names of the command line."""
 
 import importlib.metadata
-import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
+from paceline import pieces
 from paceline.errors import UsageError, unknown
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
@@ -43,7 +43,6 @@ class Entry:
 
 
 _SYNCHRONOUS, _ASYNCHRONOUS = ("backup_workers", "combine"), ("torn_reads", "staleness")
-_TRUTHS = {"true": True, "false": False}
 _BSP = {"consistency": "bsp"}
 _ASP = {"consistency": "asp"}
 
@@ -121,30 +120,44 @@ for _point in importlib.metadata.entry_points(group="paceline.strategies"):
         warnings.warn(f"the strategy {_point.name!r} of {_point.value} cannot be loaded: {error!r}", stacklevel=1)
 
 
-def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:
-    """`option=value` texts, as `build` takes them. Raises UsageError if one has another form, or comes twice."""
-    options: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise UsageError(f"{where} {text!r} is not of the form option=value")
-        if key in options:
-            raise UsageError(f"{where} {key} is given twice")
-        options[key] = value
-    return options
-
-
 def build(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
-    """The strategy of that name; option values may be text. Raises UsageError, with near misses, for unknown ones."""
+    """The strategy of that name; option values may be text. `topology.rows` is an option of the piece that the option
+    `topology` names. Raises UsageError, with near misses, for unknown ones."""
     if name not in STRATEGIES:
         raise unknown("strategy", name, STRATEGIES)
     entry = STRATEGIES[name]
-    for key in options or {}:
-        if key not in entry.options:
-            raise unknown(f"option for {name}", key, entry.options)
     hints = get_type_hints(entry.strategy)
-    given = {key: _read(key, value, hints[key]) for key, value in (options or {}).items()}
+    given: dict[str, Any] = {}
+    of_pieces: dict[str, dict[str, Any]] = {}
+    for key, value in (options or {}).items():
+        option, dot, own = key.partition(".")
+        if option not in entry.options or (dot and pieces.piece_in(hints[option]) is None):
+            raise unknown(f"option for {name}", key, entry.options)
+        if dot:
+            of_pieces.setdefault(option, {})[own] = value
+        else:
+            given[key] = value
+    for option in {**given, **of_pieces}:
+        kind = pieces.piece_in(hints[option])
+        value = given.get(option, entry.docs[option][0])
+        if kind is None:
+            given[option] = pieces.read_value(option, value, hints[option])
+        elif isinstance(value, str) or option in of_pieces:
+            given[option] = pieces.read(kind, str(value), of_pieces.get(option))
     return entry.strategy(**entry.fixed, **given)
+
+
+def settings_of(strategy: Strategy) -> dict[str, str]:
+    """The options that are not as by default under the strategy's name, as texts that `build` takes."""
+    settings: dict[str, str] = {}
+    for key, (default, _) in STRATEGIES[name_of(strategy)].docs.items():
+        value = getattr(strategy, key)
+        if value == default:
+            continue
+        settings[key] = value.name if isinstance(value, pieces.Piece) else pieces.text_of(value)
+        if isinstance(value, pieces.Piece):
+            settings |= {f"{key}.{own}": text for own, text in pieces.settings_of(value).items()}
+    return settings
 
 
 def name_of(strategy: Strategy) -> str:
@@ -161,23 +174,3 @@ def name_of(strategy: Strategy) -> str:
     if not fitting:
         return type(strategy).__name__
     return max(fitting, key=lambda entry: len(entry.fixed)).name
-
-
-def _read(name: str, value: Any, hint: Any) -> Any:
-    """Text as the option's type; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    if get_origin(hint) in (Union, types.UnionType):
-        if any(value in get_args(part) for part in get_args(hint)):
-            return value
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    if get_origin(hint) is Literal or hint is str:
-        return value
-    if hint is bool:
-        if value not in _TRUTHS:
-            raise UsageError(f"option {name}={value!r} is neither true nor false")
-        return _TRUTHS[value]
-    try:
-        return hint(value)
-    except ValueError:
-        raise UsageError(f"option {name}={value!r} is not {'a whole number' if hint is int else 'a number'}") from None

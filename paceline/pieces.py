@@ -1,0 +1,132 @@
+"""Pieces that options name: `topology=torus`, and `topology.rows=2` for what the torus itself may be told.
+
+A kind of piece is a subclass of `Piece`, such as `Topology`; a piece is a frozen dataclass below it with a name:
+
+>>> class Shape(Piece): ...
+>>> @dataclass(frozen=True)
+... class Box(Shape, name="box"):
+...     "Four corners."
+...     width: int = 1
+>>> read(Shape, "box:width=3"), read(Shape, "box", {"width": "3"}), str(Box(3)), str(Box())
+(Box(width=3), Box(width=3), 'box:width=3', 'box')
+"""
+
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from paceline.errors import UsageError, unknown
+
+P = TypeVar("P", bound="Piece")
+_TRUTHS = {"true": True, "false": False}
+
+
+class Piece:
+    """What an option can name. Its text is its name with the fields that are not as by default."""
+
+    name: ClassVar[str]
+    """On the command line; none: the piece is for strategies of one's own."""
+
+    def __init_subclass__(cls, *, name: str | None = None) -> None:
+        if name is not None:
+            cls.name = name
+
+    def __str__(self) -> str:
+        settings = [f"{key}={value}" for key, value in settings_of(self).items()]
+        return ":".join([type(self).name if is_named(type(self)) else type(self).__name__, *settings])
+
+
+def is_named(kind: type) -> bool:
+    """Whether the class itself has a name, rather than one that it inherits."""
+    return "name" in vars(kind)
+
+
+def named(kind: type[P]) -> dict[str, type[P]]:
+    """Every piece of a kind by its name."""
+    own = {kind.name: kind} if is_named(kind) else {}
+    return own | {name: below for child in kind.__subclasses__() for name, below in named(child).items()}
+
+
+def read(kind: type[P], text: str, settings: Mapping[str, Any] | None = None) -> P:
+    """The piece of a text as `NAME` or `NAME:OPTION=VALUE:...`, with further settings.
+
+    Raises:
+        UsageError: no piece of the kind has the name, or it takes no such option, or none of that value; or an option
+            comes twice.
+    """
+    name, *texts = text.strip().split(":")
+    what = kind.__name__.lower()
+    pieces = named(kind)
+    if name not in pieces:
+        raise unknown(what, name, pieces)
+    given: dict[str, Any] = {**parse_options(texts, where=f"{what} {text!r}:")}
+    for key, value in (settings or {}).items():
+        if key in given:
+            raise UsageError(f"{what} {name}: {key} is given twice")
+        given[key] = value
+    known = {field.name: field for field in fields(pieces[name])}  # type: ignore[arg-type]  # pieces are dataclasses
+    for key in given:
+        if key not in known:
+            raise unknown(f"option for {what} {name}", key, known)
+    for key, field in known.items():
+        if key not in given and _default(field) is MISSING:
+            raise UsageError(f"{what} {name} needs {key}, as in {what}={name} and {what}.{key}=...")
+    hints = get_type_hints(pieces[name])
+    return pieces[name](**{key: read_value(key, value, hints[key]) for key, value in given.items()})
+
+
+def settings_of(piece: Piece) -> dict[str, str]:
+    """The texts of the fields that are not as by default."""
+    values = {field: getattr(piece, field.name) for field in fields(piece)}  # type: ignore[arg-type]
+    return {field.name: text_of(value) for field, value in values.items() if value != _default(field)}
+
+
+def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:
+    """`option=value` texts as a dictionary. Raises UsageError if one has another form, or comes twice."""
+    options: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{where} {text!r} is not of the form option=value")
+        if key in options:
+            raise UsageError(f"{where} {key} is given twice")
+        options[key] = value
+    return options
+
+
+def piece_in(hint: Any) -> type[Piece] | None:
+    """The kind of piece that a field of this type holds, if it holds one."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, Piece)), None)
+
+
+def read_value(name: str, value: Any, hint: Any) -> Any:
+    """Text as the type that an option has; other values as they are. Raises UsageError if the text is not of it."""
+    if not isinstance(value, str):
+        return value
+    if get_origin(hint) in (Union, types.UnionType):
+        if any(value in get_args(part) for part in get_args(hint)):
+            return value
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is Literal or hint is str:
+        return value
+    if hint is bool:
+        if value not in _TRUTHS:
+            raise UsageError(f"option {name}={value!r} is neither true nor false")
+        return _TRUTHS[value]
+    try:
+        return hint(value)
+    except ValueError:
+        raise UsageError(f"option {name}={value!r} is not {'a whole number' if hint is int else 'a number'}") from None
+
+
+def text_of(value: object) -> str:
+    """A value as options are written on the command line."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _default(field: "Field[Any]") -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default

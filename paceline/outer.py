@@ -4,54 +4,106 @@ A pseudo-gradient is what a worker's local steps took off the shared parameters 
 optimization", ICLR 2021, section 2). An outer optimizer steps with the mean of all workers' ones.
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from paceline.errors import UsageError, unknown
-
-_PRESETS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {
-    "average": (SGD, {"lr": 1.0}),
-    "momentum": (SGD, {"lr": 1.0, "momentum": 0.5}),
-    "nesterov": (SGD, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
-}
-_OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    name.lower(): kind
-    for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and name not in ("Optimizer", "LBFGS", "SparseAdam")
-}
+from paceline.pieces import Piece
 
 
-def named(name: str, *, lr: float | None = None, momentum: float | None = None) -> "partial[Optimizer]":
-    """What makes an outer optimizer of parameters: `average`, `momentum`, `nesterov`, or one of `torch.optim`.
+class Outer(Piece, ABC):
+    """What steps with the workers' mean pseudo-gradient."""
 
-    Args:
-        lr: none: the optimizer's own.
-        momentum: none: the optimizer's own.
+    @abstractmethod
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """Of the shared parameters. Raises ValueError for a setting that is out of range."""
 
-    Raises:
-        UsageError: there is no such optimizer, a number is out of range, or it has no effect on this optimizer.
-    """
-    if name not in _PRESETS and name not in _OPTIMIZERS:
-        raise unknown("outer optimizer", name, [*_PRESETS, *_OPTIMIZERS])
-    if name == "average" and (lr is not None or momentum is not None):
-        raise UsageError("outer=average takes the mean as it is; to weigh it use outer=momentum, nesterov or sgd")
-    kind, settings = _PRESETS.get(name) or (_OPTIMIZERS[name], {})
-    given = {key: value for key, value in (("lr", lr), ("momentum", momentum)) if value is not None}
-    for key in given:
-        if key not in inspect.signature(kind).parameters:
-            raise UsageError(f"outer_{key} has no effect on outer={name}, which has no {key}")
-    make = partial(kind, **{**settings, **given})
+
+@final
+@dataclass(frozen=True)
+class Average(Outer, name="average"):
+    """The mean of the workers' parameters, as it is (local SGD)."""
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=1.0)
+
+
+@final
+@dataclass(frozen=True)
+class Momentum(Outer, name="momentum"):
+    """Heavy-ball momentum (SlowMo: Wang et al., ICLR 2020, algorithm 1, lines 6 and 7).
+
+    There a change is divided by the inner learning rate and multiplied by it again. Here it is not, which is the same
+    as long as that rate stays the same."""
+
+    lr: float = 1.0
+    momentum: float = 0.5
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=self.lr, momentum=self.momentum)
+
+
+@final
+@dataclass(frozen=True)
+class Nesterov(Outer, name="nesterov"):
+    """Nesterov momentum (DiLoCo: Douillard et al., 2023, section 2 and table 5)."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=True)
+
+
+@final
+@dataclass(frozen=True)
+class Adam(Outer, name="adam"):
+    """Adaptive steps (FedAdam: Reddi et al., ICLR 2021, algorithm 2, here with the bias correction of Adam)."""
+
+    lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-3
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.Adam(parameters, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
+
+
+@final
+@dataclass(frozen=True)
+class OfTorch(Outer, name="torch"):
+    """Any optimizer of `torch.optim`, by its name there."""
+
+    kind: str
+    lr: float
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        known = {
+            name: value
+            for name, value in vars(torch.optim).items()
+            if isinstance(value, type) and issubclass(value, Optimizer) and name not in _UNFIT
+        }
+        if self.kind not in known:
+            raise unknown("optimizer of torch.optim", self.kind, known)
+        return known[self.kind](parameters, lr=self.lr)  # type: ignore[call-arg]  # every one of them has it
+
+
+_UNFIT = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+"""What is no optimizer, evaluates the model, or takes sparse gradients or matrices alone."""
+
+
+def require_in_range(outer: Outer) -> None:
+    """Raises UsageError, which names the piece, for settings with which there is no optimizer."""
     try:
-        make([torch.zeros(1)])
+        outer.optimizer([nn.Parameter(torch.zeros(1))])
     except ValueError as error:
-        raise UsageError(f"outer={name}: {error}") from None
-    return make
+        raise UsageError(f"outer={outer}: {error}") from None
 
 
 @torch.no_grad()

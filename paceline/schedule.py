@@ -68,7 +68,9 @@ class Rounds(Schedule):
             if getattr(self, name) < number:
                 raise ValueError(f"{name} must be at least {number}, not {getattr(self, name)}")
         if self.fragments > self.every:
-            raise ValueError(f"fragments must be at most every, {self.every}, not {self.fragments}: one is due at a time")
+            raise ValueError(
+                f"fragments must be at most every, {self.every}, not {self.fragments}: one is due at a time"
+            )
         if self.delay >= self.every // self.fragments:
             raise ValueError(
                 f"delay must be below the {self.every // self.fragments} steps from one fragment to the next, "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
-from paceline.outer import named
+from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option
 from paceline.strategies.finite import may_step
@@ -29,9 +29,8 @@ class LocalUpdates(Strategy):
     """Rounds of local steps with the script's own optimizer; then an outer optimizer steps with the mean change.
 
     With `outer=average` local SGD (Stich, ICLR 2019, algorithm 1), which is post-local SGD with `post_local_from` (Lin
-    et al., ICLR 2020); with `momentum` SlowMo (Wang et al., ICLR 2020, algorithm 1; here a change is not divided by the
-    inner learning rate, which tells from there only while a schedule changes that); with `nesterov` DiLoCo (Douillard
-    et al., 2023, algorithm 1); with `fragments` or `delay` Streaming DiLoCo (Douillard et al., 2025).
+    et al., ICLR 2020); with `momentum` SlowMo (Wang et al., ICLR 2020, algorithm 1); with `nesterov` DiLoCo (Douillard
+    et al., 2023, algorithm 1), and with `fragments` or `delay`, too, Streaming DiLoCo (Douillard et al., 2025).
 
     The inner optimizer's state stays with its worker. Changes count by the samples that they were made from.
 
@@ -40,13 +39,9 @@ class LocalUpdates(Strategy):
     """
 
     every: int = option(50, "local steps of a round")
-    outer: str = option(
-        "average",
-        "what steps with the workers' mean change: average (takes it as it is), momentum, nesterov, or an optimizer of "
-        "torch.optim, such as adam",
+    outer: Outer = option(
+        Average(), "what steps with the workers' mean change: average, momentum, nesterov, adam or torch"
     )
-    outer_lr: float | None = option(None, "its learning rate; none: its own (momentum: 1; nesterov: 0.7)")
-    outer_momentum: float | None = option(None, "its momentum; none: its own (momentum: 0.5; nesterov: 0.9)")
     post_local_from: int = option(0, "the first so many rounds have one step each")
     warmup: int = option(0, "so many rounds, after these, grow evenly from one step to `every`")
     fragments: int = option(1, "parts of the model, which are exchanged one after the other in a round")
@@ -58,10 +53,10 @@ class LocalUpdates(Strategy):
             _ = self.schedule
         except ValueError as error:
             raise UsageError(str(error).replace("single", "post_local_from")) from None
-        named(self.outer, lr=self.outer_lr, momentum=self.outer_momentum)
+        require_in_range(self.outer)
         if not 0 <= self.alpha <= 1:
             raise UsageError(f"alpha must be 0 to 1, not {self.alpha}")
-        if self.alpha == 1 and self.outer == "average":
+        if self.alpha == 1 and self.outer == Average():
             raise UsageError("alpha=1 with outer=average has no effect on any worker: each goes on alone")
         for name in ("post_local_from", "warmup"):
             if self.every == 1 and getattr(self, name):
@@ -92,8 +87,7 @@ class _LocalSynchronizer(Synchronizer):
     def __init__(self, strategy: LocalUpdates, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, strategy.schedule
-        make_optimizer = named(strategy.outer, lr=strategy.outer_lr, momentum=strategy.outer_momentum)
-        self._outer = OuterModel(context, replica, num_fragments=strategy.fragments, make_optimizer=make_optimizer)
+        self._outer = OuterModel(context, replica, num_fragments=strategy.fragments, outer=strategy.outer)
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._steps = 0
         self._weight = 1.0

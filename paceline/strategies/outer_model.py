@@ -1,20 +1,19 @@
 """The parameters that workers share while each trains its own: in fragments, which are exchanged one by one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.arrays import is_finite
 from paceline.buckets import Bucket
 from paceline.comm.base import Work
 from paceline.errors import UsageError
 from paceline.layout import by_group
-from paceline.outer import dealt_out, mix, take_changes
+from paceline.outer import Outer, dealt_out, mix, take_changes
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
@@ -28,20 +27,13 @@ class OuterModel:
     """One copy of the trained parameters, and as much memory for their pseudo-gradients. Collective call.
 
     Args:
-        make_optimizer: of the outer parameters.
+        outer: what steps with the mean pseudo-gradient.
 
     Raises:
         UsageError: the model has fewer tensors than fragments.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        replica: Replica,
-        *,
-        num_fragments: int,
-        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
-    ) -> None:
+    def __init__(self, context: Context, replica: Replica, *, num_fragments: int, outer: Outer) -> None:
         if num_fragments > len(replica.specs):
             raise UsageError(
                 f"fragments must be at most {len(replica.specs)}, as many as the model has trained tensors, "
@@ -62,7 +54,7 @@ class OuterModel:
         self._flats = flats
         self._members = [[i for i, own in enumerate(fragments) if own == n] for n in range(num_fragments)]
         self._buckets = [[i for i, s in enumerate(layout.segments) if s.group == n] for n in range(num_fragments)]
-        self._optimizer = make_optimizer(self._parameters)
+        self._optimizer = outer.optimizer(self._parameters)
         self._works: dict[int, list[Work]] = {}
 
     def take(self, fragment: int, *, weight: float) -> str | None:
@@ -88,7 +80,8 @@ class OuterModel:
 
     def is_under_way(self) -> bool:
         """Whether a fragment is; moves it on."""
-        return not all([work.poll() for works in self._works.values() for work in works])
+        under_way = [work for works in self._works.values() for work in works if not work.poll()]
+        return bool(under_way)
 
     def join(self, fragment: int, *, alpha: float) -> None:
         """Wait for the mean, step with it, and have this worker go on from there, or part of the way."""

@@ -58,7 +58,9 @@ class ShardedLoader:
         self._on_part, self._on_position = on_part, on_position
         self._source: Source
         if isinstance(loader.dataset, IterableDataset):
-            self._source = Stream(loader, rank=rank, size=size, seed=seed, gather=gather, takes_equal_steps=takes_equal_steps)
+            self._source = Stream(
+                loader, rank=rank, size=size, seed=seed, gather=gather, takes_equal_steps=takes_equal_steps
+            )
         else:
             self._source = Orders(loader, rank=rank, size=size, seed=seed)
         self.place = Place(0, 0)

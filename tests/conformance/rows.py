@@ -35,8 +35,17 @@ class Row:
     updates_are_joint: bool = True
     """One update is made of all workers' gradients; else every gradient is an update."""
     drops_gradients: bool = False
+    steps_an_iteration: int = 1
+    """Local steps of a round, where an iteration is one."""
+    is_plain: bool = True
+    """An iteration takes what workers found as it is, and leaves all of them with it."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
     """What a script that clips gradients has to ask for."""
+
+    @property
+    def is_local(self) -> bool:
+        """Workers take steps alone."""
+        return self.steps_an_iteration > 1
 
     @property
     def num_servers(self) -> int:
@@ -75,6 +84,15 @@ ROWS = (
     ),
     Row("ps-ssp", "ps-ssp", 2, {"staleness": 2, "servers": 2}, is_deterministic=False, updates_are_joint=False),
     Row("ps-asp", "ps-asp", 2, is_deterministic=False, updates_are_joint=False),
+    Row("local-sgd", "local-sgd", 2, {"every": 3}, steps_an_iteration=3),
+    Row(
+        "diloco-fragments",
+        "diloco",
+        2,
+        {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5},
+        steps_an_iteration=4,
+        is_plain=False,
+    ),
 )
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 every_deterministic_row = pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Who is to blame for a failed run: one error, from what every member said last."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,10 @@ class Statement:
     @property
     def is_worker(self) -> bool:
         return self.name.startswith("worker")
+
+    def is_named_in(self, message: str) -> bool:
+        """Whether the message is about this worker's own rank."""
+        return re.search(rf"\brank {self.name.partition('-')[2]}(?!\d)", message) is not None
 
     @property
     def last_step(self) -> int:
@@ -59,8 +64,8 @@ def _death(member: Statement, members: Sequence[Statement], is_training: bool, i
 
 
 def _failure(causes: Sequence[tuple[Statement, Outcome]], *, is_alone: bool) -> PacelineError:
-    # Where every rank reports the same trouble, the one that names its own tensor or rank knows most.
-    member, outcome = min(causes, key=lambda cause: ("another rank" in cause[1].message, cause[0].name))
+    # Where every rank reports the same trouble, the one whose own tensor it is knows most.
+    member, outcome = min(causes, key=lambda cause: (not cause[0].is_named_in(cause[1].message), cause[0].name))
     where = f"{member.who} failed after step {outcome.num_steps}: "
     if outcome.is_usage:
         # What every rank says alike is nobody's in particular.

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import outcome_of
-from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost, RunFailed, UsageError
+from paceline.errors import Aborted, DeadlineExceeded, NonFiniteGradient, PacelineError, PeerLost, RunFailed, UsageError
 from paceline.strategies import build
 
 
@@ -79,3 +79,9 @@ def test_hanging_worker_is_named_by_those_who_gave_up() -> None:
 )
 def test_which_strategies_keep_workers_in_step(name: str, options: dict[str, int], expected: bool) -> None:
     assert build(name, options).traits.lock_step is expected
+
+
+def test_of_those_who_say_the_same_the_one_that_it_is_about_is_named() -> None:
+    said = "step 4: the gradient of parameter '0.weight' on rank 1 is not finite"
+    error = verdict(*(worker(rank, 3, NonFiniteGradient(said)) for rank in (0, 1, 10)))
+    assert str(error) == f"worker 1 (process 101) failed after step 3: {said}"

@@ -128,9 +128,16 @@ def dealt_out(sizes: Sequence[int], num_fragments: int) -> list[int]:
     """The fragment of each tensor: the largest first, each to the fragment that has least (Graham, "Bounds on
     multiprocessing timing anomalies", 1969). So all are about as large, and have parts of all depths.
 
+    Raises:
+        UsageError: there are fewer tensors than fragments.
+
     >>> dealt_out([4, 1, 3, 1], 2)
     [0, 1, 1, 0]
     """
+    if num_fragments > len(sizes):
+        raise UsageError(
+            f"fragments must be at most {len(sizes)}, one a trained tensor of the model, not {num_fragments}"
+        )
     totals, found = [0] * num_fragments, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         found[index] = totals.index(min(totals))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from paceline.arrays import is_finite
 from paceline.buckets import Bucket
 from paceline.comm.base import Work
-from paceline.errors import UsageError
 from paceline.layout import by_group
 from paceline.outer import Outer, dealt_out, mix, take_changes
 from paceline.server.state import export_state, import_state
@@ -34,11 +33,6 @@ class OuterModel:
     """
 
     def __init__(self, context: Context, replica: Replica, *, num_fragments: int, outer: Outer) -> None:
-        if num_fragments > len(replica.specs):
-            raise UsageError(
-                f"fragments must be at most {len(replica.specs)}, as many as the model has trained tensors, "
-                f"not {num_fragments}"
-            )
         fragments = dealt_out([spec.num_bytes for spec in replica.specs], num_fragments)
         layout = by_group([replace(spec, group=own) for spec, own in zip(replica.specs, fragments, strict=True)])
         buffer = allocated(context, layout.num_bytes)

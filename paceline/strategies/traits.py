@@ -23,9 +23,13 @@ class AllReduced:
     every: int = 1
     """Steps from one exchange to the next."""
     fragments: int = 1
-    """Parts that are as large as one another, and are exchanged one after the other in so many steps."""
+    """Parts that are about as large as one another, and are exchanged one after the other within these steps."""
     delay: int = 0
-    """Steps that workers go on while an exchange is under way."""
+    """Steps that workers go on while a part is under way."""
+
+    @property
+    def is_in_fragments(self) -> bool:
+        return self.fragments > 1 or self.delay > 0
 
 
 @final

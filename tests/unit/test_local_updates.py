@@ -402,6 +402,6 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
 
 
 def test_more_fragments_than_tensors_are_refused() -> None:
-    with pytest.raises(Exception, match="fragments must be at most 6, as many as the model has trained tensors, not 7"):
+    with pytest.raises(Exception, match="fragments must be at most 6, one a trained tensor of the model, not 7"):
         run_alone(LocalUpdates(fragments=7), 1, train, build=with_sgd)
     assert LocalUpdates().outer == Average()

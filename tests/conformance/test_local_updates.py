@@ -97,9 +97,7 @@ def test_local_sgd_moves_an_hth_of_all_reduce(tmp_path: Path, monkeypatch: pytes
     """Over 48 steps: of values, with a cache line for the flags of all-reduce less."""
     always = payload_of(monkeypatch, tmp_path / "all-reduce", "all-reduce")
     assert len(always) == 48
-    seldom = {
-        every: payload_of(monkeypatch, tmp_path / str(every), "local-sgd", every=every) for every in (1, 4, 12)
-    }
+    seldom = {every: payload_of(monkeypatch, tmp_path / str(every), "local-sgd", every=every) for every in (1, 4, 12)}
     assert {every: every * sum(sizes) for every, sizes in seldom.items()} == dict.fromkeys(seldom, sum(seldom[1]))
     assert 0 <= max(always) - max(seldom[1]) < 64
     parts = payload_of(monkeypatch, tmp_path / "parts", "diloco", every=4, fragments=2, delay=1)
@@ -175,9 +173,7 @@ def test_data_that_ends_in_a_round_ends_it(engine: ModuleType, tmp_path: Path) -
     options = {"every": 4, "fragments": 2, "delay": 1}
     begun = run(engine, train_eleven_steps, tmp_path / "begun", "diloco", options=options)
     assert Checkpoint.decode((tmp_path / "begun" / FILE_NAME).read_bytes(), where="").iteration == 3
-    again = run(
-        engine, train_eleven_steps, tmp_path / "again", "diloco", options=options, resume=tmp_path / "begun"
-    )
+    again = run(engine, train_eleven_steps, tmp_path / "again", "diloco", options=options, resume=tmp_path / "begun")
     assert not again.steps
     for name, tensor in begun.model_state().items():
         assert torch.equal(again.model_state()[name], tensor)
@@ -195,7 +191,9 @@ def test_a_checkpoint_holds_the_outer_state_once(tmp_path: Path) -> None:
     assert set(first.own) - of_outer == set(second.own)
 
 
-@pytest.mark.parametrize(("first", "second"), [("all-reduce", "diloco"), ("diloco", "all-reduce"), ("diloco", "slowmo")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("all-reduce", "diloco"), ("diloco", "all-reduce"), ("diloco", "slowmo")]
+)
 def test_another_strategy_goes_on_from_the_outer_parameters(first: str, second: str, tmp_path: Path) -> None:
     options = {"all-reduce": {}, "diloco": {"every": 4, "fragments": 2, "alpha": 0.5}, "slowmo": {"every": 3}}
     begun = run(local_engine, train, tmp_path / "begun", first, options=options[first], max_steps=4)

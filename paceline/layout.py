@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NUM_FLAGS = 3
+"""Flags of a bucket, besides one a tensor."""
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
 
 
@@ -99,8 +101,8 @@ def by_group(specs: Sequence[TensorSpec]) -> Layout:
 def in_buckets(specs: Sequence[TensorSpec], *, bucket_bytes: int, first_bucket_bytes: int | None = None) -> Layout:
     """Segments of about `bucket_bytes` in reverse order of use: what leaves during backward.
 
-    Each has a tail of two flags and one element a tensor. The first bucket may be smaller, so that communication
-    starts early in backward (Li et al., "PyTorch Distributed", 2020, section 4.2.3).
+    Each has a tail of `NUM_FLAGS` flags and one element a tensor. The first bucket may be smaller, so that
+    communication starts early in backward (Li et al., "PyTorch Distributed", 2020, section 4.2.3).
     """
     runs: list[list[int]] = []
     open_runs: dict[torch.dtype, list[int]] = {}
@@ -116,7 +118,7 @@ def in_buckets(specs: Sequence[TensorSpec], *, bucket_bytes: int, first_bucket_b
             runs.append(open_runs.pop(dtype))
             sizes.pop(dtype)
     runs.extend(open_runs.values())
-    return _lay_out(specs, runs, flags=2)
+    return _lay_out(specs, runs, flags=NUM_FLAGS)
 
 
 def _lay_out(specs: Sequence[TensorSpec], runs: Iterable[Sequence[int]], *, flags: int = 0) -> Layout:

@@ -12,7 +12,11 @@ from paceline.cli import commands, exit_codes
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
-    name="paceline", cls=commands.Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="paceline",
+    cls=commands.Commands,
+    epilog=commands.what_can_be_named(),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 commands.add_to(app)
 

@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline import cli
+from paceline.cluster.reading import shipped
 
 SUMMARIES = {
     "run": "Train SCRIPT under one strategy: real processes, on this machine or a Ray cluster, or on a simulated one.",
@@ -14,13 +15,26 @@ SUMMARIES = {
     "cluster.",
     "report": "Make the report of a study again, from its records; of several studies, side by side in one report.",
     "timeline": "Write what every worker and server did when, from a run's records: open it at ui.perfetto.dev.",
-    "demo": "Compare three strategies with 1 and 2 workers: which trains a small conv net on digits to 95 % first?",
+    "demo": "Train a small conv net on digits on this machine, then on a simulated laboratory: which strategy is first "
+    "where?",
     "doctor": "Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is "
     "wrong.",
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
     "strategies": "List every strategy with its options, one line each.",
 }
 """What the list of commands says, which loads none: the first line of each one's own help."""
+
+DATA_SETS = ("digits", "mnist", "fashion-mnist", "cifar10")
+"""Those of `paceline.data`, which loads torch."""
+
+
+def what_can_be_named() -> str:
+    """What the list of commands says below them."""
+    return (
+        f"Clusters, for --cluster: {', '.join(shipped())}; or a TOML file of your own.\n\n"
+        f"Data sets, for paceline.data.load: {', '.join(DATA_SETS)}.\n\n"
+        "Strategies: paceline strategies."
+    )
 
 
 @final

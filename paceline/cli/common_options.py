@@ -5,6 +5,14 @@ from typing import Annotated
 
 import typer
 
+from paceline.cluster.reading import shipped
+
+
+
+def _clusters(incomplete: str) -> list[str]:
+    return [name for name in shipped() if name.startswith(incomplete)]
+
+
 Script = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
 Arguments = Annotated[
     list[str] | None, typer.Argument(help="The script's own arguments, after --.", show_default=False)
@@ -12,7 +20,14 @@ Arguments = Annotated[
 Engine = Annotated[str, typer.Option(help="ray: real processes; virtual: real gradients on a simulated cluster.")]
 SimulatedCluster = Annotated[
     str | None,
-    typer.Option(help="What --engine virtual simulates: a TOML file or a shipped name.", metavar="FILE|NAME"),
+    typer.Option(
+        help="What --engine virtual simulates: a TOML file or a shipped name.",
+        metavar="FILE|NAME",
+        autocompletion=_clusters,
+    ),
+]
+Cluster = Annotated[
+    str, typer.Option(help="A TOML file or a shipped name.", metavar="FILE|NAME", autocompletion=_clusters)
 ]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Use a Ray cluster that takes work from anybody, without a token.")

@@ -1,5 +1,6 @@
 """`paceline compare`: one script under several strategies and numbers of workers, measured, compared and explained."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -78,13 +79,13 @@ def compare(
     )
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
     out = out or Path("studies") / script.stem
-    conduct(spec, out, retry_failed=retry_failed, tracking=tracking, timelines=timelines)
+    finish([conduct(spec, out, retry_failed=retry_failed, tracking=tracking, timelines=timelines)])
 
 
 def conduct(
     spec: StudySpec, out: Path, *, retry_failed: bool = False, tracking: Tracking | None = None, timelines: bool = False
-) -> None:
-    """Run a study while showing how it goes, then its table, its verdict and where its report lies."""
+) -> Study:
+    """Run a study while showing how it goes, then its table and its verdict."""
     console = Console(stderr=True)
     for left_out in spec.left_out:
         console.print(f"left out: {left_out.reason}", markup=False, highlight=False, soft_wrap=True)
@@ -98,9 +99,17 @@ def conduct(
     except StudyInterrupted as interrupt:
         console.print(str(interrupt), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(exit_codes.INTERRUPTED) from None
-    _show(study, report.write([study.directory]))
-    if (study.frames.trials["status"] == FAILED).any():
+    _show(study)
+    return study
+
+
+def finish(studies: Sequence[Study], out: Path | None = None) -> Path:
+    """Write the report of these studies and say where it lies. Raises typer.Exit if a trial has failed."""
+    path = report.write([study.directory for study in studies], out)
+    Console().print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
+    if any((study.frames.trials["status"] == FAILED).any() for study in studies):
         raise typer.Exit(exit_codes.FAILED)
+    return path
 
 
 def _say_where(console: Console, spec: StudySpec, out: Path) -> None:
@@ -113,12 +122,11 @@ def _say_where(console: Console, spec: StudySpec, out: Path) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _show(study: Study, report_path: Path) -> None:
+def _show(study: Study) -> None:
     console = Console()
     console.print(tables.of_study(study.frames))
     for line in study.verdict.lines:
         console.print(line, markup=False, highlight=False)
-    console.print(f"Report: {report_path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _counts(text: str) -> list[int]:

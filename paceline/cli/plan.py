@@ -1,7 +1,9 @@
 """`paceline plan`: what every strategy would do on a cluster, predicted."""
 
 import math
+import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +28,7 @@ PAGE_NAME, TABLE_NAME = "plan.html", "plan.csv"
 
 def plan(
     script: common_options.Script,
-    cluster: Annotated[str, typer.Option(help="A TOML file or a shipped name.", metavar="FILE|NAME")],
+    cluster: common_options.Cluster,
     target_batch: Annotated[
         int | None,
         typer.Option(help="Samples of one step of all workers, divided among them.", show_default="the script's each"),
@@ -86,6 +88,7 @@ def plan(
     console.print(table(found))
     for number, line in enumerate(wording.answer(found)):
         console.print(line, style="bold" if number == 0 else None, markup=False, highlight=False)
+    console.print(f"To simulate it: {_simulating(found, script, cluster, arguments)}", markup=False, highlight=False)
     work = seen.work
     console.print(
         f"{words.quantity(work.parameter_bytes / 1e6)} MB of parameters, {work.samples} samples a worker and step; "
@@ -94,6 +97,14 @@ def plan(
     )
     if out is not None:
         console.print(str(write(found, out, script=script.name, cluster=cluster)), markup=False, highlight=False)
+
+
+def _simulating(found: Plan, script: Path, cluster: str, arguments: Sequence[str] | None) -> str:
+    """The command that trains under what was found best, on the same cluster."""
+    best = found.best
+    command = ["paceline", "run", str(script), "--strategy", best.label, "--workers", str(best.prediction.workers)]
+    command += ["--engine", "virtual", "--cluster", cluster]
+    return shlex.join([*command, *(["--", *arguments] if arguments else [])])
 
 
 def _noise(text: str | None) -> NoiseScale | None:

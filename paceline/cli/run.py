@@ -22,10 +22,12 @@ _NOTHING_TRAINED = (
 
 def run(
     script: common_options.Script,
-    strategy: Annotated[str, typer.Option(help="A name from `paceline strategies`.")] = "all-reduce",
+    strategy: Annotated[
+        str, typer.Option(help="A name from `paceline strategies`, with options as in ps-asp:servers=2.")
+    ] = "all-reduce",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 1,
     option: Annotated[
-        list[str] | None, typer.Option(help="An option of the strategy; may be repeated.", metavar="KEY=VALUE")
+        list[str] | None, typer.Option(help="A further option of the strategy; may be repeated.", metavar="KEY=VALUE")
     ] = None,
     engine: common_options.Engine = "ray",
     cluster: common_options.SimulatedCluster = None,
@@ -61,43 +63,48 @@ def run(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Write what everybody did when, for ui.perfetto.dev.")
     ] = False,
+    alias: Annotated[
+        bool, typer.Option(help="Stand in for Horovod where SCRIPT imports it and it is not installed.")
+    ] = True,
     arguments: common_options.Arguments = None,
 ) -> None:
     """Train SCRIPT under one strategy: real processes, on this machine or a Ray cluster, or on a simulated one.
 
-    Example: paceline run train.py --strategy ps-async --workers 4 --option servers=2 -- --lr 0.1
+    Example: paceline run train.py --strategy ps-async:servers=2 --workers 4 -- --lr 0.1
     """
     console = Console(stderr=True)
     config = RunConfig(max_steps=max_steps)
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
-    program = read_script(script, arguments or ())
+    program = read_script(script, arguments or (), may_alias=alias)
+    for name in program.aliases:
+        console.print(f"{name} is not installed: Paceline stands in for it (--no-alias: it does not)", highlight=False)
     crowding.warn(console, workers, engine=engine, address=address)
     with beginning.ray_beside_imports(engine=engine, address=address, insecure=insecure, num_workers=workers):
         from paceline.pieces import parse_options
         from paceline.running import launch
-        from paceline.strategies import build
+        from paceline.strategies import build, name_of, settings_of
 
         options = parse_options(option or [], where="--option")
-        directory = out or resume or launch.new_directory(build(strategy, options), workers=workers)
+        chosen = build(strategy, options)
+        directory = out or resume or launch.new_directory(chosen, workers=workers)
         settings: dict[str, str | int | float] = {
             "script": str(script),
             "arguments": shlex.join(arguments or ()),
             "target": target or "none",
-            "strategy": strategy,
+            "strategy": name_of(chosen),
             "workers": workers,
             "seed": seed,
-            **{f"option.{key}": value for key, value in options.items()},
+            **{f"option.{key}": value for key, value in settings_of(chosen).items()},
         }
         try:
             with (
-                ProgressLine(console, f"{strategy} x {workers}", config, engine=engine) as line,
+                ProgressLine(console, f"{name_of(chosen)} x {workers}", config, engine=engine) as line,
                 tracking.follow(line, run=directory.resolve().name, settings=settings) as watcher,
             ):
                 result = launch.run(
                     program,
-                    strategy=strategy,
+                    strategy=chosen,
                     workers=workers,
-                    options=options,
                     engine=cast(launch.EngineChoice, engine),
                     cluster=cluster,
                     address=address,
@@ -124,7 +131,7 @@ def run(
     from paceline.cli import tables  # here, because pandas takes a while to load
 
     Console().print(tables.summary(result))
-    if result.iteration == 0 and resume is None:
+    if result.iteration == 0 and resume is None and not program.aliases:
         console.print(_NOTHING_TRAINED, markup=False, highlight=False, soft_wrap=True)
     if timeline:
         Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.pieces import parse_options
 from paceline.strategies import STRATEGIES, build, name_of, settings_of
 from paceline.strategies.base import Strategy
 
@@ -18,8 +17,7 @@ class Variant:
     @classmethod
     def parse(cls, text: str) -> "Variant":
         """Read `NAME` or `NAME:OPTION=VALUE:...`. Raises UsageError if one is unknown or comes twice."""
-        name, *settings = text.strip().split(":")
-        return cls.of(build(name, parse_options(settings, where=f"strategy {text!r}:")))
+        return cls.of(build(text))
 
     @classmethod
     def of(cls, strategy: str | Strategy) -> "Variant":

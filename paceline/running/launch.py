@@ -68,9 +68,10 @@ def run(
 
     Args:
         program: the path of a script, a script that was read already, or a function that calls `paceline.init()`.
-        strategy: a name of `paceline strategies`, or a strategy such as `ParameterServer(servers=2)`.
+        strategy: a name of `paceline strategies`, with options as in `ps-asp:servers=2`, or a strategy such as
+            `ParameterServer(servers=2)`.
         workers: how many processes train.
-        options: of the strategy, where it is given by name.
+        options: of the strategy, where it is given by name; besides those that stand behind the name.
         arguments: the script's own; one that was read already has them.
         engine: `ray`: real processes; `virtual`: real gradients on a simulated cluster, whose network and clock are
             simulated too.

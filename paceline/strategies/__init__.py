@@ -144,16 +144,25 @@ for _point in importlib.metadata.entry_points(group="paceline.strategies"):
         warnings.warn(f"the strategy {_point.name!r} of {_point.value} cannot be loaded: {error!r}", stacklevel=1)
 
 
-def build(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
-    """The strategy of that name; option values may be text. `topology.rows` is an option of the piece that the option
-    `topology` names. Raises UsageError, with near misses, for unknown ones."""
+def build(text: str, options: Mapping[str, Any] | None = None) -> Strategy:
+    """The strategy of a text as `NAME` or `NAME:OPTION=VALUE:...`, with further options, whose values may be text.
+
+    `topology.rows` is an option of the piece that the option `topology` names.
+
+    Raises:
+        UsageError: there is no such strategy or option, with near misses; or no such value, or an option comes twice.
+    """
+    name, *settings = text.strip().split(":")
     if name not in STRATEGIES:
         raise unknown("strategy", name, STRATEGIES)
     entry = STRATEGIES[name]
+    written = pieces.parse_options(settings, where=f"strategy {text!r}:")
+    for key in written.keys() & (options or {}).keys():
+        raise UsageError(f"strategy {text!r}: {key} is given twice")
     hints = get_type_hints(entry.strategy)
     given: dict[str, Any] = {}
     of_pieces: dict[str, dict[str, Any]] = {}
-    for key, value in (options or {}).items():
+    for key, value in {**written, **(options or {})}.items():
         option, dot, own = key.partition(".")
         if option not in entry.options or (dot and pieces.piece_in(hints[option]) is None):
             raise unknown(f"option for {name}", key, entry.options)

@@ -2,17 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from functools import partial
+from typing import Any, Literal, final, get_args
 
-from paceline.buckets import GradientBuckets
+import torch
+from torch import Tensor
+
+from paceline.buckets import GradientBuckets, OutOfTurn
 from paceline.comm.base import Timing, Work
-from paceline.errors import UsageError
+from paceline.errors import NonFiniteGradient, UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.bucketing import laid_out
 from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.overlap import Overlap
-from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
+
+_TURNS = 64
+"""Numbers that float32 can add up for any number of ranks."""
 
 Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all"]
 
@@ -56,7 +63,6 @@ class AllReduce(Strategy):
         return Traits(lock_step=True, tells_stop=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        require_no_closure(replica.optimizer)
         if self.algorithm != "auto" and not context.collective.can_receive_first:
             # In every algorithm ranks receive from each other before they send: over NCCL they would hang.
             raise UsageError(f"algorithm={self.algorithm} is not for NCCL; use algorithm=auto, or --device cpu")
@@ -87,6 +93,7 @@ class _AllReduceSynchronizer(Synchronizer):
         self._is_nonfinite = False
         self._stop = False
         self._is_exchanged = False  # whether what has been accumulated for the next step is averaged
+        self._turn = 0  # exchanges since the last step
         self._weight = 1.0
 
     @property
@@ -111,11 +118,14 @@ class _AllReduceSynchronizer(Synchronizer):
         """The bucket's gradients are final here: start to average them, and move the earlier ones on."""
         if bucket == 0:
             self._culprit = None
+            self._turn += 1
         is_last = bucket == len(self._buckets.buckets) - 1
         culprit = self._buckets.find_nonfinite(bucket) if self._looks_first else None
         if culprit is not None:
             self._culprit = (self.context.rank, culprit)
-        self._buckets.fill_flags(bucket, stop=is_last and self.stop_vote(), nonfinite=culprit is not None)
+        self._buckets.fill_flags(
+            bucket, stop=is_last and self.stop_vote(), nonfinite=culprit is not None, turn=self._turn % _TURNS
+        )
         if self._weight != 1.0:
             self._buckets.buckets[bucket].values.mul_(self._weight)
         self._works.append(self._exchange.start(bucket))
@@ -133,7 +143,10 @@ class _AllReduceSynchronizer(Synchronizer):
         self._is_nonfinite = False
         for bucket, work in enumerate(self._works):
             work.wait()
-            is_nonfinite, stop = self._buckets.read_flags(bucket)
+            try:
+                is_nonfinite, stop = self._buckets.read_flags(bucket)
+            except OutOfTurn:
+                raise UsageError(self._disagreement()) from None
             if self._nonfinite != "allow" and work.nonfinite is not None and self._culprit is None:
                 self._culprit = (work.nonfinite.rank, self._buckets.name_at(bucket, work.nonfinite.element))
             self._is_nonfinite = self._is_nonfinite or is_nonfinite or self._culprit is not None
@@ -141,22 +154,54 @@ class _AllReduceSynchronizer(Synchronizer):
         self._works.clear()
         self._is_exchanged = True
 
-    def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
-        require_same_parameters(self.replica)
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        return partial(self._evaluate, closure)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._is_exchanged = False
+        loss = closure()
+        self._require_exchange()
+        if self._is_nonfinite and self._nonfinite != "allow":  # half a step cannot be left out
+            raise self._non_finite()
+        if loss is None:
+            return None
+        own = loss.detach() if isinstance(loss, Tensor) else loss
+        mean = torch.tensor(float(own) * self._weight, dtype=torch.float64)
+        self.context.collective.all_reduce(mean, op="mean").wait()
+        return torch.full_like(own, mean.item()) if isinstance(own, Tensor) else mean.item()
+
+    def _require_exchange(self) -> None:
         if not self._is_exchanged:
             # No backward pass of this step exchanged anything; the others may have: take part.
             self._buckets.flush()
             self._finish_backward()
-        self._is_exchanged = False
+
+    def _non_finite(self) -> NonFiniteGradient:
+        rank, parameter = self._culprit or (self.context.rank, None)
+        return non_finite(rank=rank, step=self.iteration + 1, parameter=parameter)
+
+    def _disagreement(self) -> str:
+        """Names the ranks whose exchanges met out of turn. Collective call."""
+        turns = self.context.collective.all_gather_object(self._turn)
+        theirs = ", ".join(f"rank {rank} {turn}" for rank, turn in enumerate(turns))
+        return (
+            f"step {self.iteration + 1}: backward passes since the last optimizer.step(): {theirs}; every rank must "
+            "call backward() and step() as often as the others (with worker.no_sync() backward passes only accumulate)"
+        )
+
+    def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        require_same_parameters(self.replica)
+        self._require_exchange()
         before = self.iteration
         if is_skipped_by_scaler(self.replica.optimizer):
             update()
         elif self._is_nonfinite and self._nonfinite == "raise":
-            rank, parameter = self._culprit or (self.context.rank, None)
-            raise non_finite(rank=rank, step=self.iteration + 1, parameter=parameter)
+            raise self._non_finite()
         elif not self._is_nonfinite:
             update()
             self.iteration += 1
+        self._is_exchanged = False
+        self._turn = 0
         stop, self._stop = self._stop, False
         return StepOutcome(self.iteration, stop=stop, staleness=0 if self.iteration > before else -1)
 

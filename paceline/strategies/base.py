@@ -90,6 +90,16 @@ class Synchronizer(ABC):
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
 
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure for an optimizer that calls it within its step. By default the script's own, for strategies
+        that exchange nothing before a step is over. Where gradients are exchanged, the loss is to be the same on every
+        worker as well, so that all take the same decisions from it.
+
+        Raises:
+            UsageError: this worker's optimizer takes no steps.
+        """
+        return closure
+
     @property
     def timings(self) -> tuple[Timing, ...]:
         """The running totals that this worker's steps are accounted from."""

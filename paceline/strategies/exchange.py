@@ -100,7 +100,7 @@ class _Coded(Work):
             work.wait()
         if self._works:
             self._bucket.values.copy_(self._joined())
-            is_finite = not self._bucket.flags.numel() or float(self._bucket.flags[NONFINITE]) == 0
+            is_finite = not self._bucket.flags.numel() or float(self._bucket.flags[NONFINITE].real) == 0
             if is_finite:  # what is left out of a gradient that nobody applies is not to come later
                 self.memory = self._next_memory
             self._works = []

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective
@@ -51,6 +52,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
         raise UsageError(f"prepare takes a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"prepare takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    _refuse_tensors_without_values(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters: list[nn.Parameter] = []
     specs: list[TensorSpec] = []
@@ -82,6 +84,17 @@ def require_same_tensors(replica: Replica, collective: Collective) -> None:
         for index, (first, other) in enumerate(zip_longest(everyone[0], theirs, fillvalue="nothing")):
             if first != other:
                 raise TensorMismatch(f"parameter {index} differs: rank 0 has {first}, rank {rank} has {other}")
+
+
+def require_joint_changes(model: nn.Module) -> None:
+    """Raises UsageError for a layer that changes its weights in forward(), each worker those that its batch uses."""
+    for name, module in model.named_modules():
+        is_renormed = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if is_renormed and module.weight.requires_grad:
+            raise UsageError(
+                f"{name!r} has max_norm={module.max_norm}, by which each worker changes the weights that its own "
+                "batch uses; leave it out and bound the norm after optimizer.step(), or use the strategy single"
+            )
 
 
 def copy_from_first(model: nn.Module, collective: Collective) -> None:
@@ -146,10 +159,17 @@ def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(f"{kind} has step hooks, which servers cannot call; remove them or use all-reduce")
 
 
-def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for optimizers that evaluate the model several times a step."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS evaluates the model several times a step; only the strategy single can run it")
+def may_evaluate(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer calls a closure when, and as often as, it likes: torch's own call it once, at first."""
+    return isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
+
+
+def cannot_evaluate(optimizer: torch.optim.Optimizer) -> UsageError:
+    """The error of a strategy under which an optimizer cannot evaluate the model itself."""
+    return UsageError(
+        f"{type(optimizer).__name__} evaluates the model itself, perhaps several times a step, which servers cannot; "
+        "use all-reduce or single, or call backward() before step() and give it no closure"
+    )
 
 
 def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
@@ -164,6 +184,20 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name not in ("params", "param_names")
     }
+
+
+def _refuse_tensors_without_values(model: nn.Module) -> None:
+    """Raises UsageError for tensors that cannot be given to other workers, or saved."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(f"{name!r} has no shape yet, since its layer is lazy; call the model once before prepare")
+        if tensor.is_meta:
+            raise UsageError(f"{name!r} is on the device meta and has no values; give it some before prepare")
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"{name!r} is a {tensor.layout} tensor, which a model cannot be saved with; keep it as a plain "
+                "attribute of its module, or make it dense"
+            )
 
 
 def _refuse_duplicates(specs: list[TensorSpec]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.replica import (
     Replica,
+    cannot_evaluate,
     hyperparameters,
     is_skipped_by_scaler,
     require_no_hooks,
@@ -84,6 +85,9 @@ class ServerSynchronizer(Synchronizer):
             self._combining.only_accumulates()
         before, self._buckets.is_synchronizing = self._buckets.is_synchronizing, on
         return before
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        raise cannot_evaluate(self.replica.optimizer)
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1

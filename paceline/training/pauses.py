@@ -50,8 +50,10 @@ class Pauses:
         """
         run, cadence, collective = self._run, self._cadence, self._run.context.collective
         if is_done and not run.strategy.traits.lock_step:
-            collective.set_deadline(None)  # the others may have many steps to go
+            collective.set_deadline(None)  # the others may have many steps to go; engines look whether they take them
+        run.awaits_others = True
         reports = collective.all_gather_object(self._report(is_done=is_done))
+        run.awaits_others = False
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
         run.iteration = max(report["iteration"] for report in reports)

@@ -16,7 +16,13 @@ from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy
-from paceline.strategies.replica import copy_from_first, describe, require_same_tensors
+from paceline.strategies.replica import (
+    copy_from_first,
+    describe,
+    may_evaluate,
+    require_joint_changes,
+    require_same_tensors,
+)
 from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence
@@ -26,6 +32,7 @@ from paceline.training.handouts import Handouts
 from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Part, Place, ShardedLoader
+from paceline.training.unstepped import Unstepped
 from paceline.training.worker_run import Prepared, WorkerRun
 
 
@@ -76,9 +83,10 @@ class Session:
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise UsageError(f"prepare({name}=...) takes things with state_dict and load_state_dict")
         context, config = self.run.context, self.run.config
-        _move(model, optimizer, context.device)
         replica = describe(model, optimizer)
+        _move(model, optimizer, context.device)
         if context.size > 1:
+            require_joint_changes(model)
             require_same_tensors(replica, context.collective)
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
@@ -91,8 +99,14 @@ class Session:
         if synchronizer.facts:
             self.run.tell("tuned", synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
-        handouts = Handouts(model, replica.parameters, rank=context.rank, set_weight=synchronizer.set_weight)
+        handouts = Handouts(
+            replica,
+            rank=context.rank,
+            set_weight=synchronizer.set_weight,
+            is_averaged=context.size > 1 and self.run.strategy.traits.is_synchronous,
+        )
         self.run.prepare(Prepared(replica, synchronizer, sharded, handouts, account, extra))
+        self._unstepped = Unstepped(replica.parameters, rank=context.rank)
         self._lone_samples = LoneSamples(model, rank=context.rank)
         self._take_over(optimizer)
         if self._checkpoint is not None:
@@ -157,12 +171,13 @@ class Session:
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's step on this object alone, so that schedulers and scalers keep hold of it."""
         own_step = optimizer.step
-        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        evaluates = may_evaluate(optimizer)
 
         def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss: list[Any] = [None]
-            if is_lbfgs:
-                self._step(lambda: loss.append(own_step(closure)))
+            if evaluates and closure is not None:
+                evaluate = self.run.prepared.synchronizer.evaluating(closure)
+                self._step(lambda: loss.append(own_step(evaluate)), is_computed=False)
                 return loss[-1]
             if closure is not None:
                 self._begin_step()
@@ -176,14 +191,18 @@ class Session:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before counts on it
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def _step(self, update: Callable[[], object]) -> None:
+    def _step(self, update: Callable[[], object], *, is_computed: bool = True) -> None:
         """One step, and its record: what of its time was computing, moving tensors, and waiting for others.
+
+        `is_computed`: gradients are there, and `update` computes none.
 
         Right after a backward pass no code is in the caches: every call that this leaves out saves 2 us a step.
         """
         run, prepared = self.run, self.run.prepared
         self._begin_step()
         prepared.handouts.look_back()
+        if is_computed:
+            prepared.handouts.take_what_was_set()
         outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
         samples = prepared.handouts.end_step()
         run.steps += 1
@@ -268,6 +287,8 @@ class Session:
     def _on_return(self) -> None:
         if not self._is_elsewhere:
             self.run.prepared.handouts.look_back()
+            if not self.run.steps:
+                self._unstepped.look(has_trained=self.run.prepared.handouts.has_trained)
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.loader.dataset, IterableDataset)

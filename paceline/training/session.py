@@ -294,7 +294,7 @@ class Session:
             on_position=self._on_position,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
-            lock_step=self.run.strategy.traits.lock_step,
+            takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
         )
 
     def _on_return(self) -> None:
@@ -305,7 +305,7 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.lock_step):
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "

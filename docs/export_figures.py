@@ -2,7 +2,8 @@
 
     python docs/export_figures.py docs/gallery/simulated-lab docs/figures/report.svg time-to-target-1 training-1
 
-It needs a Chromium on the PATH, in which it opens the report as a reader does. Without the names of figures it lists them.
+It needs a Chromium on the PATH, in which it opens the report as a reader does. Without names of figures
+it lists them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The directive `report`: what a study in docs/gallery says, and its report, made anew with the site.
 
-A study is kept as `study.json` and its tables. The directive's text is the study's name, or several names, which are then
-side by side in one report.
+A study is kept as `study.json` and its tables. The directive's text is the study's name, or several names, which are
+then side by side in one report.
 """
 
 from __future__ import annotations

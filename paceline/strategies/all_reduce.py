@@ -26,7 +26,7 @@ from paceline.strategies.traits import AllReduced, Traits
 _TURNS = 64
 """Numbers that float32 can add up for any number of ranks."""
 
-Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all"]
+Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all", "naive-ring"]
 
 
 @final
@@ -46,7 +46,7 @@ class AllReduce(Strategy):
     algorithm: Algorithm = option(
         "auto",
         "auto: the fastest for the world at hand; to compare, over send and receive: ring, tree, halving-doubling, "
-        "reduce-broadcast or all-to-all",
+        "reduce-broadcast, all-to-all or naive-ring",
     )
     bucket_mb: float | Literal["auto"] = option(
         "auto", "size of a gradient bucket in MB; the first one is at most 1 MB; auto: as measured at the start"

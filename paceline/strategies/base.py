@@ -93,6 +93,9 @@ class Synchronizer(ABC):
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
 
+    def start(self) -> None:
+        """Every worker's script is about to ask for its first batch. Collective call."""
+
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure for an optimizer that calls it within its step. By default the script's own, for strategies
         that exchange nothing before a step is over. Where gradients are exchanged, the loss is to be the same on every

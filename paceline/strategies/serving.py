@@ -17,6 +17,7 @@ from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode
+from paceline.strategies.held_state import HeldState
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import (
@@ -83,6 +84,7 @@ class ServerSynchronizer(Synchronizer):
             obstacle=NO_MEAN if is_partial else None if codec is None else NO_TRIAL,
             find_nonfinite=self._buckets.find_any_nonfinite,
         )
+        self._held = HeldState(store, replica, context.collective)
         self._steps = 0
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
@@ -97,6 +99,10 @@ class ServerSynchronizer(Synchronizer):
         )
         if codec is not None:
             self.facts = {"codec": str(codec) if store.is_coded else NOTHING_CODED}
+
+    def start(self) -> None:
+        self._parameters.to_host()
+        self._held.hand_over(iteration=self.iteration)
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -137,10 +143,15 @@ class ServerSynchronizer(Synchronizer):
         if self._store.is_coded:
             for segment, flat in zip(self._buckets.layout.segments, self._flats, strict=True):
                 segment.zero_padding(flat)
+        if self._steps == 1 or outcome.iteration >= pause_at:
+            self._owned.accept(looks_closely=True)
+            self._combining.look_closely()
         return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
-        return self._take(self._store.wait_for_admission(pause_at=pause_at))
+        outcome = self._take(self._store.wait_for_admission(pause_at=pause_at))
+        self._owned.accept()
+        return outcome
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
@@ -166,10 +177,12 @@ class ServerSynchronizer(Synchronizer):
             left.copy_(own.get(f"push.{index}.left", left))
         self._parameters.to_host()
         self._store.load_state(state, iteration=iteration)
+        self._held.drop()
         self.iteration = iteration
 
     def close(self) -> None:
         self._buckets.close()
+        self._held.close()
 
     def _coding(self, codec: TensorCodec | None, scope: Scope, layout: Layout) -> PushCoding | None:
         if codec is None:
@@ -207,8 +220,8 @@ class ServerSynchronizer(Synchronizer):
         if name is not None:
             raise UsageError(
                 f"step {self._steps}: parameter {name!r} has no gradient on rank {self.context.rank}, and "
-                "servers update every parameter at every step; freeze it with requires_grad_(False) or use "
-                "all-reduce"
+                "servers update every parameter at every step; freeze it with requires_grad_(False) before prepare, "
+                "or use all-reduce"
             )
 
     def _is_nonfinite(self) -> bool:

@@ -56,6 +56,8 @@ class Neighbouring:
     topology: Topology
     every: int = 1
     """Steps from one exchange to the next."""
+    behind_computing: bool = False
+    """It leaves before the gradient of its step is computed, and is waited for after that."""
 
 
 Traffic = AllReduced | Served | Neighbouring
@@ -72,6 +74,10 @@ class Traits:
     tells_stop: bool = False
     """The exchange of a step carries a worker's wish to stop to all others. Otherwise workers pause now and then to
     agree on it."""
+    workers_differ: bool = False
+    """Each worker has a model of its own, whose distance to the mean is recorded with every evaluation."""
+    own_scores: bool = False
+    """Each worker then evaluates its own model, too."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None

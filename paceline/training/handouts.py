@@ -52,6 +52,8 @@ class Handouts:
     def __init__(
         self, replica: Replica, *, rank: int, set_weight: Callable[[float], None], is_averaged: bool = False
     ) -> None:
+        self.num_batches = self.num_steps = 0
+        """Handed out in the script's own thread, and taken, so far."""
         self._replica, self._model, self._rank, self._set_weight = replica, replica.model, rank, set_weight
         self._is_averaged = is_averaged
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
@@ -79,6 +81,7 @@ class Handouts:
             self._out.append(handed)
             self._look_at_inputs()
             return
+        self.num_batches += 1
         self.look_back()
         self._known = None
         if place.num_batches_done == 0:
@@ -128,6 +131,7 @@ class Handouts:
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._out.popleft()
         self._weigh()
+        self.num_steps += 1
         self._is_computed, self._left = False, self._first_gradient()
         num_samples, self._num_samples = self._num_samples, 0
         return num_samples

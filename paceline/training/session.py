@@ -24,6 +24,7 @@ from paceline.strategies.replica import (
     require_joint_changes,
     require_same_tensors,
 )
+from paceline.strategies.settings import require_same_settings
 from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence
@@ -62,7 +63,8 @@ class Session:
     ) -> None:
         self.run = WorkerRun(replace(context, seed=config.seed), strategy, config, reporter)
         self._checkpoint = checkpoint
-        self._cadence = Cadence(config)
+        traits = strategy.traits
+        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
@@ -89,6 +91,7 @@ class Session:
         if context.size > 1:
             require_joint_changes(model)
             require_same_tensors(replica, context.collective)
+            require_same_settings(optimizer, context.collective)
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
         if context.size > 1:
@@ -271,6 +274,7 @@ class Session:
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
         self._has_started = True
+        self.run.prepared.synchronizer.start()
         self.pauses.meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")

@@ -37,6 +37,8 @@ class Row:
     drops_gradients: bool = False
     is_slow: bool = False
     """Left to `make test-slow`."""
+    workers_differ: bool = False
+    """Each worker has a model, a step and a gradient of its own; the global model is the mean."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
     """What a script that clips gradients has to ask for."""
 
@@ -85,6 +87,7 @@ def coded(strategy: str, codec: str, **fields: Any) -> Row:
     return Row(name, strategy, 2, options, **{"is_slow": True, **fields})
 
 
+GOSSIP = {"own_scores": False}  # the checks count how often the script's evaluation is called
 ROWS = (
     Row("single", "single", 1),
     Row("all-reduce", "all-reduce", 2),
@@ -108,6 +111,10 @@ ROWS = (
         for codec in CODECS
     ),
     *(coded("ps-asp", codec, is_deterministic=False, updates_are_joint=False) for codec in CODECS),
+    Row("gossip", "gossip", 2, GOSSIP, workers_differ=True),
+    Row("gossip-awc", "gossip", 3, {**GOSSIP, "topology": "one-peer", "order": "awc"}, workers_differ=True),
+    Row("sgp", "sgp", 3, GOSSIP, workers_differ=True),
+    Row("relay", "relay", 2, GOSSIP, workers_differ=True),
 )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import ceiling, ddp_gloo, ray_parameter_server
+from peers import ceiling, ddp_gloo, horovod_script, ray_parameter_server
 from peers.workload import cycle_batches, make_model, make_optimizer, train_step
 from rich.console import Console
 from rich.table import Table
@@ -106,6 +106,7 @@ def contenders(servers: int) -> dict[str, Measure]:
         "ddp-gloo": ddp_gloo.measure,
         "ray-example-sync": partial(ray_parameter_server.measure, mode="sync"),
         "ray-example-async": partial(ray_parameter_server.measure, mode="async"),
+        "horovod-script": horovod_script.measure,
         "single": measure_single,
         "all-reduce": partial(measure_paceline, "all-reduce", {}),
         "ps-bsp": partial(measure_paceline, "ps-bsp", ps),
@@ -115,6 +116,7 @@ def contenders(servers: int) -> dict[str, Measure]:
 
 
 PEER_OF = {
+    "horovod-script": "ddp-gloo",
     "all-reduce": "ddp-gloo",
     "ps-bsp": "ray-example-sync",
     "ps-asp": "ray-example-async",

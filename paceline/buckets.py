@@ -10,13 +10,15 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.arrays import as_array, is_finite
 from paceline.errors import UsageError
-from paceline.layout import Layout
+from paceline.layout import NUM_FLAGS, Layout
 
-NONFINITE, STOP = (
-    0,
-    1,
-)  # places among a bucket's flags; one a tensor follows, above zero where it has a gradient
-_FLAGS = 2
+# Places among a bucket's flags; one a tensor follows, above zero where it has a gradient.
+NONFINITE, STOP, TURN = 0, 1, 2
+_HALF_BYTES = 2
+
+
+class OutOfTurn(Exception):
+    """What was joined is of different exchanges of the ranks."""
 
 
 class Bucket(NamedTuple):
@@ -36,7 +38,7 @@ class GradientBuckets:
         layout: their places.
         buffer: uint8 tensor of `layout.num_bytes`, on the parameters' device.
         on_bucket: called with a bucket's index once its gradients are final on this worker and lie in it, in the
-            layout's order.
+            layout's order, when the next gradient is computed or the backward pass ends.
         on_backward_end: called when a backward pass ends, after every bucket has been announced.
     """
 
@@ -60,7 +62,7 @@ class GradientBuckets:
         self._on_backward_end = on_backward_end
         self._flags: list[list[float]] = [[] for _ in flats]  # what each bucket's hold
         self._used: list[list[float]] = [[] for _ in flats]  # one a gradient, above zero where there is one
-        self._readable_flags = [as_array(bucket.flags) for bucket in self.buckets]
+        self._readable_flags = [as_array(_real(bucket.flags)) for bucket in self.buckets]
         self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
         self._indices = [[slot.index for slot in segment.slots] for segment in layout.segments]
         self._missing = [len(indices) for indices in self._indices]
@@ -88,9 +90,11 @@ class GradientBuckets:
                     return self._name(index)
         return None
 
-    def fill_flags(self, bucket: int, *, stop: bool, nonfinite: bool) -> None:
-        """Write the flags of a bucket whose gradients have been adopted."""
-        flags = [float(nonfinite), float(stop), *self._used[bucket]]
+    def fill_flags(self, bucket: int, *, stop: bool, nonfinite: bool, turn: int = 0) -> None:
+        """Write the flags of a bucket whose gradients have been adopted. `turn`, a small number, is the same on every
+        rank, or `read_flags` raises; half precision, whose mean may not be exact on every device, is not looked at."""
+        turn_flag = float(turn) if self.buckets[bucket].flags.dtype.itemsize > _HALF_BYTES else 0.0
+        flags = [float(nonfinite), float(stop), turn_flag, *self._used[bucket]]
         # What the last exchange left is most often what this one is to say: 20 us less a bucket.
         if flags != self._flags[bucket]:
             self.buckets[bucket].flags.copy_(torch.tensor(flags))
@@ -100,11 +104,17 @@ class GradientBuckets:
         """Whether any rank's gradients were not finite, and whether any rank asks to stop.
 
         Also gives every parameter that some rank has a gradient for its view, and the others none.
+
+        Raises:
+            OutOfTurn: ranks gave other turns.
         """
         told, flags = self._flags[bucket], self._readable_flags[bucket].tolist()
         if flags != told:
             self._flags[bucket] = flags
-            for index, before, used in zip(self._indices[bucket], told[_FLAGS:], flags[_FLAGS:], strict=True):
+            if flags[TURN] != told[TURN]:
+                raise OutOfTurn
+            first = NUM_FLAGS
+            for index, before, used in zip(self._indices[bucket], told[first:], flags[first:], strict=True):
                 if (before > 0) != (used > 0):
                     self.parameters[index].grad = self.views[index] if used > 0 else None
         return flags[NONFINITE] > 0, flags[STOP] > 0
@@ -142,15 +152,17 @@ class GradientBuckets:
             self._in_backward = True
             # The engine runs queued callbacks when the whole backward pass is done, before it returns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        # Those that the gradient before this one has filled: by now a script's own hooks on that one have run as well.
+        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
+            self._announce()
         bucket = self._bucket_of[index]
         self._missing[bucket] -= 1
         if self._missing[bucket] < 0:
             name = self._name(index)
             raise UsageError(
-                f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed"
+                f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
+                "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
-        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
-            self._announce()
 
     def _adopt(self, indices: Sequence[int]) -> list[float]:
         # All at once: on a conv net this takes 40 us, and gradient by gradient 100.
@@ -162,11 +174,9 @@ class GradientBuckets:
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
-                if gradient.layout is not torch.strided:
-                    name = self._name(index)
-                    raise UsageError(f"parameter {name!r} has a sparse gradient; give its layer sparse=False")
-                # Under create_graph it has a history, which the bucket must not take on.
-                new.append(gradient.detach() if gradient.requires_grad else gradient)
+                if gradient.layout is not torch.strided or gradient.requires_grad:
+                    raise UsageError(self._refusal(index, gradient))
+                new.append(gradient)
                 views.append(view)
                 parameter.grad = view
         if new:
@@ -184,8 +194,21 @@ class GradientBuckets:
         if self._on_backward_end is not None:
             self._on_backward_end()
 
+    def _refusal(self, index: int, gradient: Tensor) -> str:
+        if gradient.requires_grad:
+            return (
+                f"the gradient of {self._name(index)!r} has a history (create_graph=True), which it would lose when "
+                "workers exchange it; take gradients of gradients with torch.autograd.grad(..., create_graph=True), or "
+                "use the strategy single"
+            )
+        return f"parameter {self._name(index)!r} has a sparse gradient; give its layer sparse=False"
+
     def _name(self, index: int) -> str:
         return self.layout.specs[index].name
+
+
+def _real(flags: Tensor) -> Tensor:
+    return torch.view_as_real(flags)[:, 0] if flags.is_complex() else flags
 
 
 def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:

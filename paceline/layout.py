@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NUM_FLAGS = 3
+"""Flags of a bucket, besides one a tensor."""
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
 
 
@@ -60,6 +62,14 @@ class Segment:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
+    def zero_padding(self, flat: Tensor) -> None:
+        """Of the segment, or of what lies before its tail: what came between tensors goes, such as from a codec."""
+        ends = [0, *(slot.stop for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.num_elements - self.tail]
+        for start, stop in zip(ends, starts, strict=True):
+            if start < stop:
+                flat[start:stop].zero_()
+
     def view(self, buffer: Tensor) -> Tensor:
         """The segment as a 1-D tensor of its dtype; `buffer` is the layout's whole uint8 buffer."""
         return buffer[self.start_bytes : self.start_bytes + self.num_bytes].view(self.dtype)
@@ -99,8 +109,8 @@ def by_group(specs: Sequence[TensorSpec]) -> Layout:
 def in_buckets(specs: Sequence[TensorSpec], *, bucket_bytes: int, first_bucket_bytes: int | None = None) -> Layout:
     """Segments of about `bucket_bytes` in reverse order of use: what leaves during backward.
 
-    Each has a tail of two flags and one element a tensor. The first bucket may be smaller, so that communication
-    starts early in backward (Li et al., "PyTorch Distributed", 2020, section 4.2.3).
+    Each has a tail of `NUM_FLAGS` flags and one element a tensor. The first bucket may be smaller, so that
+    communication starts early in backward (Li et al., "PyTorch Distributed", 2020, section 4.2.3).
     """
     runs: list[list[int]] = []
     open_runs: dict[torch.dtype, list[int]] = {}
@@ -116,7 +126,7 @@ def in_buckets(specs: Sequence[TensorSpec], *, bucket_bytes: int, first_bucket_b
             runs.append(open_runs.pop(dtype))
             sizes.pop(dtype)
     runs.extend(open_runs.values())
-    return _lay_out(specs, runs, flags=2)
+    return _lay_out(specs, runs, flags=NUM_FLAGS)
 
 
 def _lay_out(specs: Sequence[TensorSpec], runs: Iterable[Sequence[int]], *, flags: int = 0) -> Layout:

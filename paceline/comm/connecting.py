@@ -1,10 +1,10 @@
 """Which collective a group of processes gets, from what its ranks know of one another."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -155,8 +155,51 @@ def connect_members(
     return HierarchicalCollective(store, rank=rank, hosts=hosts, address=address, deadline_s=deadline_s)
 
 
+def connect_some(
+    ranks: Sequence[int], *, via: Collective, store: Store | None, name: str, device: torch.device = _CPU
+) -> Collective | None:
+    """Connect some ranks of a collective among themselves, at first without a deadline. Collective call of all of them.
+
+    Args:
+        ranks: of `via`; their order is the new one.
+        store: where ranks find one another that `needs_store`.
+        name: of this collective alone among those of the store.
+
+    Returns:
+        This rank's end; None if it is not among them.
+
+    Raises:
+        UsageError: there is no store, and the ranks need one; or as `transport`.
+        DeadlineExceeded, PeerLost: as `connect_members`.
+    """
+    memory = SharedMemoryCollective.prepare()
+    with ExitStack() as unless_taken_over:
+        unless_taken_over.callback(memory.close)
+        said = via.all_gather_object(asdict(Member(host_identity(), gpu_identity(device), memory.address)))
+        if via.rank not in ranks:
+            via.barrier()  # until the others have opened what they were told of
+            return None
+        members = [_member(said[rank]) for rank in ranks]
+        if store is None and needs_store(members):
+            raise UsageError("workers on several hosts need a store to meet; this run has none")
+        unless_taken_over.pop_all()
+    found = connect_members(
+        members,
+        rank=list(ranks).index(via.rank),
+        memory=memory,
+        deadline_s=None,
+        store=None if store is None else PrefixStore(name, store),
+        device=device,
+    )
+    via.barrier()
+    return found
+
+
 def _read(text: str) -> Member:
-    said = json.loads(text)
+    return _member(json.loads(text))
+
+
+def _member(said: Mapping[str, Any]) -> Member:
     return Member(**{**said, "memory": BlockAddress(**said["memory"])})
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.engines import aliases
 from paceline.errors import Aborted, BudgetReached, DeadlineExceeded, PacelineError, PeerLost, UsageError, suggest
 
 _OWN_DIRECTORY = os.fspath(Path(__file__).resolve().parents[1]) + os.sep
@@ -23,13 +24,18 @@ class Script:
     source: str
     arguments: tuple[str, ...]
     working_directory: str
+    aliases: tuple[str, ...] = ()
+    """Packages that it may import though they are not installed."""
 
 
 Program = Script | Callable[[], Any]
 
 
-def read_script(script: str | Path, arguments: Sequence[str]) -> Script:
+def read_script(script: str | Path, arguments: Sequence[str], *, may_alias: bool = True) -> Script:
     """A script as it lies there now.
+
+    Args:
+        may_alias: Paceline may stand in for packages that the script mentions and that are not installed.
 
     Raises:
         UsageError: it cannot be read, or is not Python.
@@ -43,7 +49,8 @@ def read_script(script: str | Path, arguments: Sequence[str]) -> Script:
         raise UsageError(f"cannot read the script {path}: {error.strerror}{near}") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"the script {path} is not valid Python: {error}") from None
-    return Script(str(path.resolve()), source, tuple(arguments), os.getcwd())
+    missing = aliases.missing(source) if may_alias else ()
+    return Script(str(path.resolve()), source, tuple(arguments), os.getcwd(), missing)
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ def _run_script(script: Script) -> None:
     """As `python script.py arguments` would, in a fresh `__main__`."""
     if os.path.isdir(script.working_directory):
         os.chdir(script.working_directory)
+    aliases.install(script.aliases)
     sys.argv = [script.path, *script.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script.path)))
     main = types.ModuleType("__main__")

@@ -36,4 +36,4 @@ def join(*, seed: int) -> World:
         device=device,
         collective=collective,
     )
-    return World(context, AllReduce(), config, NullReporter())
+    return World(context, AllReduce(), config, NullReporter(), store=PrefixStore("groups", store))

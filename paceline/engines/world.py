@@ -5,10 +5,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch.distributed import Store
+
 from paceline.checkpoint import Checkpoint
+from paceline.comm.alone import AloneCollective
 from paceline.config import RunConfig
-from paceline.records import Reporter
+from paceline.membership import Membership
+from paceline.records import NullReporter, Reporter
 from paceline.strategies.base import Context, Strategy
+from paceline.strategies.single import Single
 
 
 @dataclass
@@ -20,15 +26,33 @@ class World:
     config: RunConfig
     reporter: Reporter
     checkpoint: Checkpoint | None = None
+    store: Store | None = None
+    """Where workers on several hosts find one another; none where all are on one."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     progress: Callable[[], int] = staticmethod(lambda: 0)
     """The worker's step, for those who ask from outside."""
+    awaits_others: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the worker waits in a pause, or at its end, for workers that have steps to go until there."""
     worker: Any = None
     """What the script was given for it, once it has asked."""
 
 
 _current: World | None = None
 _here: ContextVar[World | None] = ContextVar("paceline_world", default=None)
+
+
+def alone(*, seed: int = 0) -> World:
+    """A world of one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    context = Context(
+        rank=0,
+        membership=Membership.first(1),
+        local_rank=0,
+        local_size=1,
+        device=device,
+        collective=AloneCollective(),
+    )
+    return World(context, Single(), RunConfig(seed=seed), NullReporter())
 
 
 def current() -> World | None:

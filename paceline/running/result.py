@@ -5,7 +5,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from torch import Tensor
 
 from paceline.errors import UsageError
@@ -22,6 +21,7 @@ from paceline.running import manifest
 from paceline.strategies.traits import Unit
 from paceline.training.clock import VIRTUAL, unit
 from paceline.training.pauses import MODEL_FILE
+from paceline.training.snapshot import read_model_file
 
 
 @dataclass(frozen=True)
@@ -136,4 +136,4 @@ class Result:
         path = self.directory / MODEL_FILE
         if not path.exists():
             raise UsageError(f"{self.directory} holds no {MODEL_FILE}; the run did not come to its end")
-        return safetensors.torch.load_file(path)
+        return read_model_file(path)

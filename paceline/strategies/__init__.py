@@ -10,8 +10,10 @@ from paceline import pieces
 from paceline.errors import UsageError, unknown
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
+from paceline.strategies.gossip import Gossip
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
+from paceline.topology import Chain, OnePeerExponential
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,8 @@ class Entry:
     name: str
     strategy: type[Strategy]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options that begin otherwise than the strategy's own."""
     leaves_out: tuple[str, ...] = ()
     """Options that have no effect with those that are fixed."""
     summary: str = ""
@@ -28,14 +32,15 @@ class Entry:
 
     @property
     def is_another_name(self) -> bool:
-        """Whether it is an alias that fixes nothing of its own, as `ps-sync` does."""
-        return self.alias_of is not None and self.fixed == STRATEGIES[self.alias_of].fixed
+        """Whether it is an alias of what is the same unless options say otherwise, as `ps-sync` is."""
+        return self.alias_of is not None and build(self.name) == build(self.alias_of)
 
     @property
     def docs(self) -> dict[str, tuple[Any, str]]:
         """The options a user may set, with default and documentation."""
         hidden = {*self.fixed, *self.leaves_out}
-        return {name: doc for name, doc in option_docs(self.strategy).items() if name not in hidden}
+        docs = {name: doc for name, doc in option_docs(self.strategy).items() if name not in hidden}
+        return docs | {name: (value, docs[name][1]) for name, value in self.defaults.items()}
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -111,6 +116,31 @@ for _entry in (
         summary="the same as ps-asp",
         alias_of="ps-asp",
     ),
+    Entry(name="gossip", strategy=Gossip, summary="models mixed with those of neighbours; nobody hears everybody"),
+    Entry(
+        name="d-psgd",
+        strategy=Gossip,
+        fixed={"mode": "average"},
+        summary="gossip with the weighted mean of the neighbours' models",
+        alias_of="gossip",
+    ),
+    Entry(
+        name="sgp",
+        strategy=Gossip,
+        fixed={"mode": "push-sum"},
+        defaults={"topology": OnePeerExponential()},
+        summary="gossip by push-sum, over links that need not go both ways",
+        alias_of="gossip",
+    ),
+    Entry(
+        name="relay",
+        strategy=Gossip,
+        fixed={"mode": "relay"},
+        defaults={"topology": Chain()},
+        leaves_out=("order",),
+        summary="gossip in which models travel along a tree, so that all count alike",
+        alias_of="gossip",
+    ),
 ):
     register(_entry)
 for _point in importlib.metadata.entry_points(group="paceline.strategies"):
@@ -153,7 +183,7 @@ def build(text: str, options: Mapping[str, Any] | None = None) -> Strategy:
             given[option] = pieces.read_value(option, value, hints[option])
         elif isinstance(value, str) or option in of_pieces:
             given[option] = pieces.read(kind, str(value), of_pieces.get(option))
-    return entry.strategy(**entry.fixed, **given)
+    return entry.strategy(**{**entry.fixed, **entry.defaults, **given})
 
 
 def settings_of(strategy: Strategy) -> dict[str, str]:
@@ -178,6 +208,7 @@ def name_of(strategy: Strategy) -> str:
         entry
         for entry in STRATEGIES.values()
         if type(strategy) is entry.strategy
+        and not entry.is_another_name
         and all(getattr(strategy, key) == value for key, value in entry.fixed.items())
     ]
     if not fitting:

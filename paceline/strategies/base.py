@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import MEAN, Aggregator
+from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.membership import Membership
@@ -43,6 +44,8 @@ class Context:
     """Only for strategies that have servers."""
     pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
+    seed: int = 0
+    """The run's, the same on every worker."""
 
     @property
     def size(self) -> int:
@@ -71,7 +74,7 @@ class Synchronizer(ABC):
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
-    facts: Mapping[str, float] = {}
+    facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
 
     def __init__(self, context: Context, replica: Replica) -> None:
@@ -89,6 +92,19 @@ class Synchronizer(ABC):
         Raises:
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
+
+    def start(self) -> None:
+        """Every worker's script is about to ask for its first batch. Collective call."""
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure for an optimizer that calls it within its step. By default the script's own, for strategies
+        that exchange nothing before a step is over. Where gradients are exchanged, the loss is to be the same on every
+        worker as well, so that all take the same decisions from it.
+
+        Raises:
+            UsageError: this worker's optimizer takes no steps.
+        """
+        return closure
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -182,6 +198,10 @@ class Strategy(ABC):
     def aggregator(self) -> Aggregator:
         """How servers join the contributions to one update."""
         return MEAN
+
+    def codec_of_pushes(self) -> TensorCodec | None:
+        """What servers decode that workers on other hosts push; none: gradients come as they are."""
+        return None
 
 
 def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:

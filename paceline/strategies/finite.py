@@ -29,7 +29,8 @@ def _seem_finite(gradients: list[Tensor], *, is_light: bool) -> bool:
     """Whether all are finite; false also where their norm overflows."""
     if not gradients:
         return True
-    if not is_light or any(gradient.is_sparse for gradient in gradients):
+    gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    if not is_light:
         return math.isfinite(get_total_norm(gradients).item())
     # One call, which also writes what it reads: 180 us less than the norm right after a conv net's backward pass.
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, _found, _one)
@@ -41,6 +42,10 @@ def _seem_finite(gradients: list[Tensor], *, is_light: bool) -> bool:
 
 def _nonfinite_parameter(replica: Replica) -> str | None:
     for parameter, spec in zip(replica.parameters, replica.specs, strict=True):
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if not bool(values.isfinite().all()):
             return spec.name
     return None

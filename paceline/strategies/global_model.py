@@ -1,25 +1,52 @@
 """The global model of workers that differ: the mean of what each has."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from paceline.arrays import as_array
 from paceline.comm.base import Collective
 
 
 @contextmanager
 def averaged(tensors: Iterable[Tensor], collective: Collective) -> Iterator[None]:
-    """Floating-point tensors hold their mean over all workers meanwhile, and afterwards what they held. Collective."""
-    kept = [tensor for tensor in tensors if tensor.is_floating_point()]
+    """Tensors of real or complex numbers hold their mean over all workers meanwhile, and afterwards what they held.
+
+    Those that are the same on all workers stay as they are, to the last bit: a mask of the smallest number has no
+    sum. So do those whose workers' shapes differ, which have no mean. Collective.
+    """
+    kept = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     before = [tensor.detach().clone() for tensor in kept]
     try:
-        if collective.size > 1:
-            for tensor in kept:
-                collective.all_reduce(tensor.detach(), op="mean").wait()
+        for tensor, differs in zip(kept, _differing(kept, collective), strict=True):
+            if differs:
+                _average(tensor.detach(), collective)
         yield
     finally:
         with torch.no_grad():
             for tensor, value in zip(kept, before, strict=True):
                 tensor.copy_(value)
+
+
+def _differing(tensors: list[Tensor], collective: Collective) -> list[bool]:
+    """Which of the tensors have one shape on all workers, and other values."""
+    if collective.size == 1 or not tensors:
+        return [False] * len(tensors)
+    everyone = collective.all_gather_object([(tuple(tensor.shape), _digest(tensor)) for tensor in tensors])
+    return [len({shape for shape, _ in same}) == 1 < len({*same}) for same in zip(*everyone, strict=True)]
+
+
+def _digest(tensor: Tensor) -> bytes:
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(as_array(raw), digest_size=16).digest()
+
+
+def _average(tensor: Tensor, collective: Collective) -> None:
+    """In double precision, and divided before it is added up, so that no sum overflows."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    share = real.double().div_(collective.size)
+    collective.all_reduce(share, op="sum").wait()
+    real.copy_(share)

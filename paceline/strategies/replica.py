@@ -1,6 +1,7 @@
 """A script's model and optimizer, checked and described for a strategy."""
 
 import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective
@@ -51,6 +53,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
         raise UsageError(f"prepare takes a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"prepare takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    _refuse_tensors_without_values(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters: list[nn.Parameter] = []
     specs: list[TensorSpec] = []
@@ -84,6 +87,17 @@ def require_same_tensors(replica: Replica, collective: Collective) -> None:
                 raise TensorMismatch(f"parameter {index} differs: rank 0 has {first}, rank {rank} has {other}")
 
 
+def require_joint_changes(model: nn.Module) -> None:
+    """Raises UsageError for a layer that changes its weights in forward(), each worker those that its batch uses."""
+    for name, module in model.named_modules():
+        is_renormed = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if is_renormed and module.weight.requires_grad:
+            raise UsageError(
+                f"{name!r} has max_norm={module.max_norm}, by which each worker changes the weights that its own "
+                "batch uses; leave it out and bound the norm after optimizer.step(), or use the strategy single"
+            )
+
+
 def copy_from_first(model: nn.Module, collective: Collective) -> None:
     """Give every rank rank 0's parameters and buffers, which are alike, as one tensor. Collective call."""
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
@@ -98,13 +112,19 @@ def copy_from_first(model: nn.Module, collective: Collective) -> None:
 
 
 def require_same_parameters(replica: Replica) -> None:
-    """Look whether the optimizer still updates the parameters that it was prepared with. Raises UsageError if some
-    were added or unfrozen since; their gradients would not be exchanged."""
+    """Look whether the optimizer still updates the parameters that it was prepared with, or some of them. Raises
+    UsageError if others were added, unfrozen or put in their place since: their gradients would not be exchanged."""
     trained = [p for group in replica.optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if len(trained) != len(replica.parameters):
+    if len(trained) == len(replica.parameters) and all(map(operator.is_, trained, replica.parameters)):
+        return
+    known = set(map(id, replica.parameters))
+    strange = [parameter for parameter in trained if id(parameter) not in known]
+    if strange:
+        names = {id(parameter): repr(name) for name, parameter in replica.model.named_parameters()}
         raise UsageError(
-            f"the optimizer had {len(replica.parameters)} parameters to train when it was prepared and has "
-            f"{len(trained)} now; freeze, unfreeze and add parameters before prepare"
+            f"the optimizer trains parameter {names.get(id(strange[0]), 'that is not of the model')}, of shape "
+            f"{list(strange[0].shape)}, which it did not when it was prepared; add, replace and unfreeze parameters "
+            "before prepare (one that was trained then may be frozen and unfrozen)"
         )
 
 
@@ -130,13 +150,9 @@ def require_plain_steps(replica: Replica) -> None:
     spec = replica.optimizer_spec
     try:
         samples = [[torch.zeros(2, requires_grad=True)] for _ in spec.groups]
-        fresh = build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
+        build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
     except Exception as error:
         raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
-    # Some optimizers, such as Adagrad, have a state from the start.
-    has_stepped = any(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
-    if has_stepped or (optimizer.state and not fresh.state):
-        raise UsageError(f"{kind} has taken steps already; servers start from a fresh optimizer: call prepare first")
 
 
 def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -146,10 +162,17 @@ def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(f"{kind} has step hooks, which servers cannot call; remove them or use all-reduce")
 
 
-def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for optimizers that evaluate the model several times a step."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS evaluates the model several times a step; only the strategy single can run it")
+def may_evaluate(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer calls a closure when, and as often as, it likes: torch's own call it once, at first."""
+    return isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
+
+
+def cannot_evaluate(optimizer: torch.optim.Optimizer) -> UsageError:
+    """The error of a strategy under which an optimizer cannot evaluate the model itself."""
+    return UsageError(
+        f"{type(optimizer).__name__} evaluates the model itself, perhaps several times a step, which servers cannot; "
+        "use all-reduce or single, or call backward() before step() and give it no closure"
+    )
 
 
 def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
@@ -164,6 +187,20 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name not in ("params", "param_names")
     }
+
+
+def _refuse_tensors_without_values(model: nn.Module) -> None:
+    """Raises UsageError for tensors that cannot be given to other workers, or saved."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(f"{name!r} has no shape yet, since its layer is lazy; call the model once before prepare")
+        if tensor.is_meta:
+            raise UsageError(f"{name!r} is on the device meta and has no values; give it some before prepare")
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"{name!r} is a {tensor.layout} tensor, which a model cannot be saved with; keep it as a plain "
+                "attribute of its module, or make it dense"
+            )
 
 
 def _refuse_duplicates(specs: list[TensorSpec]) -> None:

@@ -17,7 +17,7 @@ from paceline.comm.connecting import connect
 from paceline.errors import TensorMismatch, UsageError
 from paceline.memory import keep_freed_memory
 from paceline.torch_backend.lane import INLINE_S, Lane
-from paceline.torch_backend.reductions import all_reduce, is_bitwise, reduce_scatter
+from paceline.torch_backend.reductions import all_reduce, blocks, reduce_scatter
 from paceline.torch_backend.tagged_messages import Messages
 from paceline.torch_backend.works import GroupWork
 
@@ -260,7 +260,7 @@ class PacelineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def start() -> base.Work:
             return _AllOf([all_reduce(self._collective, target, op) for target in targets])
 
-        return self._submit(label, start, outputs, opts, never_blocks=not is_bitwise(op))
+        return self._submit(label, start, outputs, opts, never_blocks=not blocks(targets, op))
 
     def _reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> GroupWork:
         def run() -> None:

@@ -1,6 +1,7 @@
 """torch's reduce operations in terms of Paceline's."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.base import Collective, Finished, ReduceOp, Work
+from paceline.division import divide
 from paceline.errors import UsageError
 
 _NAMES: dict[Any, ReduceOp] = {
@@ -25,9 +27,12 @@ _BITWISE: dict[Any, Any] = {
 
 
 def all_reduce(collective: Collective, tensor: Tensor, op: Any) -> Work:
-    """Reduce over all ranks, in place; bitwise operations block. Raises UsageError or TypeError if there is no such
-    reduction."""
+    """Reduce over all ranks, in place; bitwise operations, and those of sparse tensors, block. Raises UsageError or
+    TypeError if there is no such reduction."""
     kind = _kind(op)
+    if tensor.layout == torch.sparse_coo:
+        _all_reduce_sparse(collective, tensor, kind)
+        return Finished()
     if kind in _BITWISE:
         tensor.copy_(functools.reduce(_BITWISE[kind], collective.all_gather(tensor)))
         return Finished()
@@ -42,8 +47,26 @@ def reduce_scatter(collective: Collective, parts: list[Tensor], op: Any) -> Tens
     return collective.reduce_scatter(parts, op=_NAMES[kind])
 
 
-def is_bitwise(op: Any) -> bool:
-    return any(op == kind for kind in _BITWISE)
+def blocks(tensors: Sequence[Tensor], op: Any) -> bool:
+    """Whether `all_reduce` of these blocks until every rank has come."""
+    return any(op == kind for kind in _BITWISE) or any(tensor.is_sparse for tensor in tensors)
+
+
+def _all_reduce_sparse(collective: Collective, tensor: Tensor, kind: Any) -> None:
+    """Every rank joins all ranks' elements itself, which are few; in rank order, so that all get the same bits."""
+    if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise UsageError(f"sparse tensors have SUM and AVG, and no {kind}; convert them with to_dense()")
+    mine = tensor.detach().coalesce()
+    form = [list(mine.shape), mine.sparse_dim(), str(mine.dtype)]
+    collective.require_equal("the sparse tensor's shape, sparse dimensions and dtype", form)
+    indices = torch.cat(collective.all_gather(mine.indices()), dim=1)
+    values = torch.cat(collective.all_gather(mine.values()))
+    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    total = torch.sparse_coo_tensor(indices, wide, mine.shape, check_invariants=False).coalesce()
+    if kind == dist.ReduceOp.AVG:
+        divide(total.values(), collective.size)
+    with torch.no_grad():  # a detached sparse tensor would take elements of its own
+        tensor.copy_(total.to(mine.dtype))
 
 
 def _kind(op: Any) -> Any:

@@ -1,6 +1,7 @@
 """Checkpoints of a run: taken while all workers pause, and taken up again when the script prepares its model."""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -15,7 +16,9 @@ from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
 
 INTERVAL_S = 30.0
-"""So often pauses take one, where no other cadence is set."""
+"""So much training a killed run may lose, where no other cadence is set."""
+_ON_TIME, _EARLY = 0.9, 0.8
+"""Shares of that time after which workers pause for one, and after which any pause takes one: steps may grow slower."""
 
 
 @final
@@ -28,9 +31,20 @@ class Checkpoints:
         self._last: Snapshot | None = None
 
     @property
-    def is_late(self) -> bool:
-        """Whether the last one is so long ago that any pause is to take one."""
-        return self._run.context.pacing.now_s() - self._saved_s > INTERVAL_S
+    def due_in_s(self) -> float:
+        """In how many seconds any pause is to take one, where no other cadence is set."""
+        return _EARLY * INTERVAL_S - (self._run.context.pacing.now_s() - self._saved_s)
+
+    def next_in_s(self, due_in_s: float, *, has_saved: bool) -> float:
+        """In how many seconds all workers are to pause for one; infinite where time is not what decides.
+
+        Args:
+            due_in_s: what rank 0 said in this pause.
+            has_saved: this pause took one.
+        """
+        if self._run.config.checkpoint_every is not None or not self._run.reporter.keeps_files:
+            return math.inf
+        return _ON_TIME * INTERVAL_S if has_saved else max(0.0, due_in_s) + (_ON_TIME - _EARLY) * INTERVAL_S
 
     def keep_end(self) -> None:
         """The run ends here: keep what a checkpoint is to say of the script, whatever it does afterwards."""

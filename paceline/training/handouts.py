@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
+from paceline.hooks import OwnHook
+from paceline.strategies.replica import Replica
 from paceline.training.sharding.contents import tensors_in
 from paceline.training.sharding.part import Part, Place
 
@@ -40,22 +42,31 @@ class Handouts:
     it does not tell, batches were read ahead if an epoch begins so, and left out otherwise; that is enough as long as
     all have the same weight.
 
+    Gradients that a script sets itself, without a backward pass, are of all batches since the step before.
+
     Args:
         set_weight: takes the weight of the batch that the next backward passes are of.
+        is_averaged: workers average gradients.
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], *, rank: int, set_weight: Callable[[float], None]
+        self, replica: Replica, *, rank: int, set_weight: Callable[[float], None], is_averaged: bool = False
     ) -> None:
-        self._model, self._rank, self._set_weight = model, rank, set_weight
+        self.num_batches = self.num_steps = 0
+        """Handed out in the script's own thread, and taken, so far."""
+        self._replica, self._model, self._rank, self._set_weight = replica, replica.model, rank, set_weight
+        self._is_averaged = is_averaged
+        self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
         self._known: _Handed | None = None  # what the model is computing on
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self._num_samples = 0
         self._has_gradient = False
+        self._is_computed = False  # by a backward pass, since the last step
+        self._left: tuple[int, int] | None = None  # what that step was made with
         self._look: RemovableHandle | None = None
-        self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in parameters]
+        self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in replica.parameters]
 
     def hand_out(self, part: Part, place: Place, *, is_elsewhere: bool) -> None:
         """The script gets this batch.
@@ -70,6 +81,7 @@ class Handouts:
             self._out.append(handed)
             self._look_at_inputs()
             return
+        self.num_batches += 1
         self.look_back()
         self._known = None
         if place.num_batches_done == 0:
@@ -87,12 +99,40 @@ class Handouts:
             self._has_gradient = False
             self._train()
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a batch was trained on."""
+        return self._last is not None
+
+    def take_what_was_set(self) -> None:
+        """Before a step, after `look_back`: no backward pass may have computed its gradients, but the script itself.
+
+        Raises:
+            UsageError: nobody can tell how much each batch counts, or what was set is not what workers can average.
+        """
+        if self._is_computed or not self._out or self._first_gradient() == self._left:
+            return
+        is_new = self._left is None or id(self._replica.parameters[0].grad) != self._left[0]
+        if self._is_averaged and is_new:
+            self._refuse_changed_in_place()
+        weights = {handed.weight for handed in self._out}
+        if self._set_by_script is not None or len(self._out) > 1:
+            self._set_by_script = weights | (self._set_by_script or set())
+            if len(self._set_by_script) > 1:
+                raise UsageError(self._dilemma())
+        self._set_weight(weights.pop())
+        self._num_samples = sum(handed.num_samples for handed in self._out)
+        self._last = self._out[-1]
+        self._out.clear()
+
     def end_step(self) -> int:
         """The samples that the step was made of. Raises UsageError as `look_back` does."""
         self.look_back()  # the optimizer may have computed gradients itself
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._out.popleft()
         self._weigh()
+        self.num_steps += 1
+        self._is_computed, self._left = False, self._first_gradient()
         num_samples, self._num_samples = self._num_samples, 0
         return num_samples
 
@@ -104,8 +144,24 @@ class Handouts:
         for hook in [*self._hooks, *([self._look] if self._look else [])]:
             hook.remove()
 
+    def _first_gradient(self) -> tuple[int, int] | None:
+        """Which gradient the first parameter has, and how often it was changed."""
+        gradient = self._replica.parameters[0].grad
+        return None if gradient is None else (id(gradient), gradient._version)
+
+    def _refuse_changed_in_place(self) -> None:
+        for parameter, spec in zip(self._replica.parameters, self._replica.specs, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and gradient._version:
+                raise UsageError(
+                    f"rank {self._rank}: the script set the gradient of {spec.name!r} itself and changed it in place, "
+                    "before step() averages it over workers; call loss.backward(), whose gradients are averaged when "
+                    "the script sees them, or set a copy (parameter.grad = gradient.clone()) if each worker's own "
+                    "gradient is to be changed"
+                )
+
     def _on_gradient(self, _: int) -> None:
-        self._has_gradient = True
+        self._has_gradient = self._is_computed = True
 
     def _candidates(self) -> list[_Handed]:
         """What the script may train on next. One that reads ahead may use a batch twice before it takes the next."""
@@ -123,7 +179,7 @@ class Handouts:
 
     def _look_at_inputs(self) -> None:
         if self._look is None:
-            self._look = self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+            self._look = self._model.register_forward_pre_hook(OwnHook(self._on_forward), with_kwargs=True)
 
     def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():

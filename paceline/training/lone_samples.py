@@ -1,5 +1,6 @@
 """Says which batch it was where batch norm is left with one value a channel."""
 
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import UsageError
+from paceline.hooks import OwnHook
 from paceline.training.sharding import Place
 
 
@@ -23,9 +25,9 @@ class LoneSamples:
         is_first, self._place = self._place is None, place
         for name, module in self._model.named_modules() if is_first else ():
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-                module.register_forward_pre_hook(lambda module, inputs, name=name: self._check(module, inputs, name))
+                module.register_forward_pre_hook(OwnHook(partial(self._check, name)))
 
-    def _check(self, module: nn.Module, inputs: Any, name: str) -> None:
+    def _check(self, name: str, module: nn.Module, inputs: Any) -> None:
         """
         Raises:
             UsageError: there is nothing to take a variance of.

@@ -4,6 +4,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -16,7 +17,14 @@ from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy
-from paceline.strategies.replica import copy_from_first, describe, require_same_tensors
+from paceline.strategies.replica import (
+    copy_from_first,
+    describe,
+    may_evaluate,
+    require_joint_changes,
+    require_same_tensors,
+)
+from paceline.strategies.settings import require_same_settings
 from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import Cadence
@@ -26,6 +34,7 @@ from paceline.training.handouts import Handouts
 from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Part, Place, ShardedLoader
+from paceline.training.unstepped import Unstepped
 from paceline.training.worker_run import Prepared, WorkerRun
 
 
@@ -52,9 +61,10 @@ class Session:
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run = WorkerRun(context, strategy, config, reporter)
+        self.run = WorkerRun(replace(context, seed=config.seed), strategy, config, reporter)
         self._checkpoint = checkpoint
-        self._cadence = Cadence(config)
+        traits = strategy.traits
+        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
@@ -76,10 +86,12 @@ class Session:
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise UsageError(f"prepare({name}=...) takes things with state_dict and load_state_dict")
         context, config = self.run.context, self.run.config
-        _move(model, optimizer, context.device)
         replica = describe(model, optimizer)
+        _move(model, optimizer, context.device)
         if context.size > 1:
+            require_joint_changes(model)
             require_same_tensors(replica, context.collective)
+            require_same_settings(optimizer, context.collective)
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
         if context.size > 1:
@@ -88,11 +100,17 @@ class Session:
         context.pacing.watch(replica)
         synchronizer = self.run.strategy.bind(context, replica)
         synchronizer.stop_vote = self.run.wants_stop
-        if synchronizer.facts:
-            self.run.tell("tuned", synchronizer.facts)
+        self._told: Mapping[str, object] = {}
+        self._tell_facts(synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
-        handouts = Handouts(model, replica.parameters, rank=context.rank, set_weight=synchronizer.set_weight)
+        handouts = Handouts(
+            replica,
+            rank=context.rank,
+            set_weight=synchronizer.set_weight,
+            is_averaged=context.size > 1 and self.run.strategy.traits.is_synchronous,
+        )
         self.run.prepare(Prepared(replica, synchronizer, sharded, handouts, account, extra))
+        self._unstepped = Unstepped(replica.parameters, rank=context.rank)
         self._lone_samples = LoneSamples(model, rank=context.rank)
         self._take_over(optimizer)
         if self._checkpoint is not None:
@@ -157,12 +175,13 @@ class Session:
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's step on this object alone, so that schedulers and scalers keep hold of it."""
         own_step = optimizer.step
-        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        evaluates = may_evaluate(optimizer)
 
         def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss: list[Any] = [None]
-            if is_lbfgs:
-                self._step(lambda: loss.append(own_step(closure)))
+            if evaluates and closure is not None:
+                evaluate = self.run.prepared.synchronizer.evaluating(closure)
+                self._step(lambda: loss.append(own_step(evaluate)), is_computed=False)
                 return loss[-1]
             if closure is not None:
                 self._begin_step()
@@ -176,15 +195,21 @@ class Session:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before counts on it
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def _step(self, update: Callable[[], object]) -> None:
+    def _step(self, update: Callable[[], object], *, is_computed: bool = True) -> None:
         """One step, and its record: what of its time was computing, moving tensors, and waiting for others.
+
+        `is_computed`: gradients are there, and `update` computes none.
 
         Right after a backward pass no code is in the caches: every call that this leaves out saves 2 us a step.
         """
         run, prepared = self.run, self.run.prepared
         self._begin_step()
         prepared.handouts.look_back()
+        if is_computed:
+            prepared.handouts.take_what_was_set()
         outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
+        if prepared.synchronizer.facts is not self._told:
+            self._tell_facts(prepared.synchronizer.facts)
         samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
@@ -206,6 +231,12 @@ class Session:
         )
         self._take(outcome)
         self._unsettled = outcome
+
+    def _tell_facts(self, facts: Mapping[str, object]) -> None:
+        """What the strategy has measured or chosen, when it is new."""
+        if facts:
+            self.run.tell("tuned", facts)
+        self._told = facts
 
     def _begin_step(self) -> None:
         self._require_readable()
@@ -243,6 +274,7 @@ class Session:
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
         self._has_started = True
+        self.run.prepared.synchronizer.start()
         self.pauses.meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")
@@ -268,6 +300,8 @@ class Session:
     def _on_return(self) -> None:
         if not self._is_elsewhere:
             self.run.prepared.handouts.look_back()
+            if not self.run.steps:
+                self._unstepped.look(has_trained=self.run.prepared.handouts.has_trained)
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.loader.dataset, IterableDataset)

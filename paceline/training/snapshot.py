@@ -1,9 +1,12 @@
 """A worker's state at one place of its script: taken for a checkpoint, and taken up again from one."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,8 @@ from paceline.seeding import random_state, set_random_state
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica, hyperparameters
 from paceline.training.sharding import Place
+
+_PAIRS = "complex128"
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,20 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def as_model_file(weights: Mapping[str, Tensor]) -> bytes:
-    """The weights as a safetensors file."""
-    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()})
+    """The weights as a safetensors file, which has no complex128: such a tensor is stored as pairs of real numbers, and
+    its name in the file's metadata."""
+    wide = [name for name, tensor in weights.items() if tensor.dtype == torch.complex128]
+    pairs = {name: torch.view_as_real(weights[name]) for name in wide}
+    stored = {name: tensor.contiguous() for name, tensor in {**weights, **pairs}.items()}
+    return safetensors.torch.save(stored, metadata={_PAIRS: json.dumps(wide)} if wide else None)
+
+
+def read_model_file(path: Path) -> dict[str, Tensor]:
+    """What `as_model_file` was given."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        pairs = json.loads((file.metadata() or {}).get(_PAIRS, "[]"))
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
+    return {name: torch.view_as_complex(tensor) if name in pairs else tensor for name, tensor in stored.items()}
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int, seed: int) -> None:

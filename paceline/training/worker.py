@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from paceline.comm.alone import AloneCollective
 from paceline.comm.base import ReduceOp
-from paceline.config import RunConfig
 from paceline.engines import torchrun
-from paceline.engines.world import World, current, enter
-from paceline.membership import Membership
-from paceline.records import NullReporter, summarise
-from paceline.strategies.base import Context, Strategy
-from paceline.strategies.single import Single
+from paceline.engines.world import World, alone, current, enter
+from paceline.records import summarise
+from paceline.strategies.base import Strategy
 from paceline.training.evaluation import Evaluation
 from paceline.training.session import Session
 
@@ -38,7 +34,7 @@ def init(*, seed: int = 0) -> "Worker":
     """
     world = current()
     if world is None:
-        world = torchrun.join(seed=seed) if "TORCHELASTIC_RUN_ID" in os.environ else _alone(seed)
+        world = torchrun.join(seed=seed) if "TORCHELASTIC_RUN_ID" in os.environ else alone(seed=seed)
         enter(world)
         atexit.register(_finish_own_run, world)
     if world.worker is None:
@@ -66,6 +62,7 @@ class Worker:
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
         world.at_end.append(self._session.finish)
         world.progress = lambda: self._session.run.steps
+        world.awaits_others = lambda: self._session.run.awaits_others
 
     @property
     def iteration(self) -> int:
@@ -179,19 +176,6 @@ class Worker:
         """The root's value: plain data and tensors."""
         self._session.require_same_step("broadcast_object")
         return self._collective.broadcast_object(value, root=root)
-
-
-def _alone(seed: int) -> World:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    context = Context(
-        rank=0,
-        membership=Membership.first(1),
-        local_rank=0,
-        local_size=1,
-        device=device,
-        collective=AloneCollective(),
-    )
-    return World(context, Single(), RunConfig(seed=seed), NullReporter())
 
 
 def _finish_own_run(world: World) -> None:

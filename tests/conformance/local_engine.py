@@ -140,7 +140,11 @@ def _watch(
                 for service, pieces in zip(services, ranges, strict=True):
                     rule = plan.admission_rule(Membership.first(len(processes)))
                     assert rule is not None
-                    service.configure(ServerSpec(layout, pieces, spec, rule, config.max_steps, plan.aggregator()))
+                    service.configure(
+                        ServerSpec(
+                            layout, pieces, spec, rule, config.max_steps, plan.aggregator(), plan.codec_of_pushes()
+                        )
+                    )
                 process.connection.send("configured")
                 continue
             del running[connection]  # type: ignore[arg-type]

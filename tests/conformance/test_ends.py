@@ -97,7 +97,10 @@ def test_what_a_worker_is_left_with_after_the_loop(row: Row, tmp_path: Path) -> 
     final = result.model_state()
     left = [kept(tmp_path, f"model-{rank}") for rank in range(row.workers)]
     is_global = [all(torch.equal(model[name], final[name]) for name in final) for model in left]
-    if row.drops_gradients:  # until it has left, the others may go on without the one that is through first
+    if row.workers_differ:
+        for name, tensor in final.items():
+            torch.testing.assert_close(torch.stack([model[name] for model in left]).mean(0), tensor)
+    elif row.drops_gradients:  # until it has left, the others may go on without the one that is through first
         assert any(is_global)
     else:
         assert is_global == ([True] * row.workers if row.updates_are_joint else [True, False])
@@ -118,8 +121,8 @@ def test_word_to_stop_ends_the_run_and_saves(row: Row, tmp_path: Path) -> None:
     result = row.run(stop_at_step_7, tmp_path, checkpoint_every=5)
     num_steps = {len(steps_of(result, worker)) for worker in range(row.workers)}
     assert max(num_steps) < 100  # at most 5 or 6 between two pauses, and one step of rank 0 at least; of 1600
-    if row.is_deterministic:
-        assert num_steps == {8}
+    if row.is_deterministic:  # where steps do not tell, workers agree in the next pause
+        assert num_steps == ({10} if row.workers_differ else {8})
     checkpoint = Checkpoint.decode((tmp_path / FILE_NAME).read_bytes(), where="")
     assert checkpoint.iteration == result.iteration
     assert not result.evaluations

@@ -190,6 +190,30 @@ def test_hanging_rank_is_named(tmp_path: Path, strategy: str) -> None:
     assert time.time() - began_s < 90
 
 
+@SLOW
+def test_a_finished_worker_does_not_wait_for_a_hung_one(tmp_path: Path) -> None:
+    message = failure(
+        tmp_path, "hang", "--rank", 1, "--step", 5, "--steps", 40, strategy="ps-asp", workers=3, deadline_s=6.0
+    )
+    took_s = time.time() - (tmp_path / "out" / "struck").stat().st_mtime
+    print(f"{took_s:.1f} s from the last step of the one that hangs")
+    assert re.fullmatch(
+        rf"worker 1 \(process {pids(tmp_path / 'out')['worker-1']}\) hangs after step 4: no step for 6 s, while the "
+        r"others are done and wait; see what keeps it, or give a longer --deadline",
+        message,
+    )
+    assert took_s < 15
+
+
+@SLOW
+def test_a_finished_worker_waits_for_a_slow_one(tmp_path: Path) -> None:
+    """As long as each of its steps takes less than the deadline."""
+    result = train(tmp_path, "slow", "--rank", 1, "--steps", 12, strategy="ps-asp", deadline_s=6.0)
+    took_s = [max(record.time_s for record in result.steps if record.worker == rank) for rank in range(2)]
+    assert took_s[1] - took_s[0] > 6.0
+    assert result.iteration == 24
+
+
 def test_another_cluster_than_the_connected_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is connected to Ray at .*, not at 192\.0\.2\.99:6379; call ray\.shutdown"):
         train(tmp_path, "none", address="192.0.2.99:6379")

@@ -213,7 +213,8 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     assert paceline(monkeypatch, "strategies") == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert names == ["single", "all-reduce", "ring", "ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
+    servers = ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
+    assert names == ["single", "all-reduce", "ring", *servers, "gossip", "d-psgd", "sgp", "relay"]
     assert [line.split()[:1] for line in lines].count(["backup_workers"]) == 1, (
         "another name's options are not repeated"
     )

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.layout import ALIGNMENT_BYTES, Layout, TensorSpec, by_group, in_buckets
+from paceline.layout import ALIGNMENT_BYTES, NUM_FLAGS, Layout, TensorSpec, by_group, in_buckets
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SPECS = st.lists(
@@ -85,7 +85,7 @@ def test_in_buckets_is_in_reverse_and_as_large_as_asked(
         order = [slot.index for s in layout.segments for slot in s.slots if s.dtype == dtype]
         assert order == [i for i in reversed(range(len(specs))) if specs[i].dtype == dtype]
     for number, segment in enumerate(layout.segments):
-        assert segment.tail == 2 + len(segment.slots)
+        assert segment.tail == NUM_FLAGS + len(segment.slots)
         limit = bucket_bytes if number else min(first or bucket_bytes, bucket_bytes)
         # Closed as soon as it is full: without its last tensor it was not.
         assert sum(slot.spec.num_bytes for slot in segment.slots[:-1]) < limit

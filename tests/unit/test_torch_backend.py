@@ -94,6 +94,19 @@ def all_reduce_complex(group: Group, generator: torch.Generator) -> Tensor:
     return tensor
 
 
+def all_reduce_sparse(group: Group, generator: torch.Generator) -> list[Tensor]:
+    """Ranks have other numbers of elements, some twice, and the last one none."""
+    results = []
+    for dtype, shape in ((torch.float32, ()), (torch.float64, (3,)), (torch.int64, (2, 2))):
+        count = 0 if me(group) == size_of(group) - 1 else 5 + me(group)
+        indices = torch.randint(0, 6, (2, count), generator=generator)
+        values = (100 * floats(generator, count, *shape)).to(dtype)
+        tensor = torch.sparse_coo_tensor(indices, values, (6, 6, *shape), check_invariants=True)
+        dist.all_reduce(tensor, group=group)
+        results.append(tensor.to_dense())
+    return results
+
+
 def all_reduce_coalesced(group: Group, generator: torch.Generator) -> list[Tensor]:
     tensors = [floats(generator, length) for length in (3, 40000, 1)]
     dist.all_reduce_coalesced(tensors, group=group)
@@ -222,6 +235,7 @@ OPERATIONS: list[Operation] = [
     all_reduce_bitwise,
     all_reduce_half,
     all_reduce_complex,
+    all_reduce_sparse,
     all_reduce_coalesced,
     reduce_to_last,
     broadcast,

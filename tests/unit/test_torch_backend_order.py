@@ -346,16 +346,20 @@ def test_a_world_of_one(trio: TorchWorld) -> None:
 def ask_for_nonsense(rank: int) -> list[str]:
     return [
         raised(lambda: dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0)), UsageError),
-        raised(lambda: dist.all_reduce(torch.ones(3).to_sparse()), TypeError),
+        raised(lambda: dist.all_reduce(torch.ones(3, 3).to_sparse_csr()), TypeError),
+        raised(lambda: dist.all_reduce(torch.ones(3).to_sparse(), dist.ReduceOp.MAX), UsageError),
+        raised(lambda: dist.all_reduce(torch.ones(3 + rank).to_sparse()), TensorMismatch),
         raised(lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1, 1], [2, 1, 1]), UsageError),
     ]
 
 
 def test_refuses_what_it_cannot_do(trio: TorchWorld) -> None:
-    for premultiplied, sparse, splits in trio.run(ask_for_nonsense):
+    for premultiplied, compressed, sparse_max, mismatch, splits in trio.run(ask_for_nonsense):
         assert "PREMUL_SUM" in premultiplied
         assert "SUM, AVG" in premultiplied
-        assert "dense" in sparse
+        assert "dense" in compressed
+        assert "sparse tensors have SUM and AVG" in sparse_max
+        assert "rank 0 has [[3], 1, 'torch.float32'], rank 1 has [[4]" in mismatch
         assert "add up to 4 rows" in splits
 
 

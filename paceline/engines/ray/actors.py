@@ -177,7 +177,16 @@ class WorkerActor:
         def progress() -> int:
             return world.progress() if world is not None else 0
 
-        line = ControlLine(launcher, identity=f"worker-{rank}", progress=progress, on_abort=ends.abort)
+        def awaits_others() -> bool:
+            return world is not None and world.awaits_others()
+
+        line = ControlLine(
+            launcher,
+            identity=f"worker-{rank}",
+            progress=progress,
+            on_abort=ends.abort,
+            awaits_others=awaits_others,
+        )
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends)
             with captured(line.say):
@@ -206,11 +215,12 @@ class WorkerActor:
         keep_freed_memory()
         index = spec.gpu_index(rank)
         device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        meeting_place = _meet(spec, rank, launcher, ends)
         collective = connect_members(
             spec.members,
             rank=rank,
             memory=self._memory,
-            store=_meet(spec, rank, launcher, ends),
+            store=meeting_place,
             address=me.address,
             device=device,
             deadline_s=spec.config.deadline_s,
@@ -237,7 +247,7 @@ class WorkerActor:
             store=store,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
-        world = World(context, spec.strategy, spec.config, line, restored)
+        world = World(context, spec.strategy, spec.config, line, restored, meeting_place)
         enter(world)
         return world
 
@@ -296,7 +306,15 @@ def _configure(
     for server, pieces in zip(servers, ranges, strict=True):
         rule = spec.strategy.admission_rule(spec.membership)
         assert rule is not None
-        own = ServerSpec(layout, pieces, optimizer, rule, spec.config.max_steps, spec.strategy.aggregator())
+        own = ServerSpec(
+            layout,
+            pieces,
+            optimizer,
+            rule,
+            spec.config.max_steps,
+            spec.strategy.aggregator(),
+            spec.strategy.codec_of_pushes(),
+        )
         requests.append(server.configure.remote(own))
     ray.get(requests)
 

@@ -1,7 +1,6 @@
 """A worker's or server's line to the launcher: records and files go out, word to stop comes in."""
 
 import collections
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ class ControlLine(Reporter):
         launcher: whom to speak to.
         identity: `worker-0`, `server-1`.
         progress: asked at every pulse for the step this process is at.
+        awaits_others: asked at every pulse whether this process waits in a pause, or at its end, for others to come.
         on_abort: called, in the line's thread, with the reason when the launcher ends the run.
     """
 
@@ -51,9 +51,10 @@ class ControlLine(Reporter):
         identity: str,
         progress: Callable[[], int],
         on_abort: Callable[[str], None],
+        awaits_others: Callable[[], bool] = lambda: False,
     ) -> None:
         self._launcher, self._identity = launcher, identity
-        self._progress, self._on_abort = progress, on_abort
+        self._progress, self._on_abort, self._awaits_others = progress, on_abort, awaits_others
         self._records: collections.deque[Record] = collections.deque()
         self._is_urgent = False
         self._num_pulses = 0
@@ -127,7 +128,8 @@ class ControlLine(Reporter):
             caller.send(Message(Kind.OUTPUT, epoch, body={"lines": lines}))
         while self._outbox:
             caller.send(self._outbox.popleft())
-        caller.send(Message(Kind.PULSE, epoch, iteration=self._progress(), body={"pid": os.getpid()}))
+        standing = {"awaits_others": self._awaits_others()}
+        caller.send(Message(Kind.PULSE, epoch, iteration=self._progress(), body=standing))
 
     def _send_records(self, caller: Caller) -> None:
         self._is_urgent = False  # before they are taken: one that comes meanwhile makes it so again

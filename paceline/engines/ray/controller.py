@@ -14,6 +14,7 @@ from paceline.comm.run_store import StoreKeeper
 from paceline.comm.wire import Keys, Listener
 from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.standing import Progress
+from paceline.engines.standstill import Standstill
 from paceline.errors import RunFailed
 from paceline.messages import Kind, Message, WireError, cut_into_frames, raw_bytes
 from paceline.records import EventRecord, Record, RecordWriter, from_plain, unpack_steps
@@ -54,6 +55,7 @@ class Controller:
         self._writer = RecordWriter(directory)
         self.num_steps: dict[str, int] = {}
         """Of every member heard so far: its steps (of a server: updates) when it was last heard."""
+        self.standstill = Standstill()
         self.gone: set[str] = set()
         """Members that have said all they had to say."""
         self.progress = Progress()
@@ -107,7 +109,9 @@ class Controller:
                 return
             self.num_steps.setdefault(identity, 0)
             if message.kind is Kind.PULSE:
-                self.num_steps[identity] = message.iteration
+                self.num_steps[identity] = num_steps = message.iteration
+                awaits_others = message.body["awaits_others"]
+                self.standstill.hear(identity, num_steps=num_steps, awaits_others=awaits_others, now_s=time.monotonic())
             elif message.kind is Kind.RECORDS:
                 steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
                 records = [*steps, *(from_plain(record) for record in message.body["records"])]

@@ -193,6 +193,8 @@ class Supervisor:
             self._collect()
             if self._members.has_failure:
                 self._fail()
+            if not self._job.strategy.traits.lock_step:  # there every wait has its deadline
+                self._require_steps()
 
     def _part(self) -> None:
         """All workers have ended well: end the servers, and hear everybody's last records."""
@@ -245,6 +247,23 @@ class Supervisor:
             [self._statement(name) for name in members.actors],
             is_training=self._controller.progress.phase == "training",
             is_synchronous=self._job.strategy.traits.lock_step,
+        )
+
+    def _require_steps(self) -> None:
+        """Raises RunFailed if a worker that others wait for has made no step within the deadline."""
+        now_s, deadline_s = time.monotonic(), self._job.config.deadline_s
+        workers = [name for name in self._members.pending.values() if name.startswith("worker")]
+        silent = [name for name in workers if self._controller.standstill.still_for(name, now_s=now_s) > deadline_s]
+        if not silent:
+            return
+        hanging = [self._statement(name) for name in silent]
+        text = ", ".join(f"{member.who} hangs after step {member.num_steps}" for member in hanging)
+        self._is_urgent = True
+        self._controller.tell_all(Kind.ABORT, reason="the run is ending because another member hangs")
+        self._gather(lambda: set(self._members.pending.values()) <= {*silent, *self._members.servers}, limit_s=_GRACE_S)
+        raise RunFailed(
+            f"{text}: no step for {deadline_s:g} s, while the others are done and wait; see what keeps it, or give a "
+            "longer --deadline"
         )
 
     def _gather(self, is_enough: Callable[[], bool], *, limit_s: float) -> None:

@@ -44,12 +44,14 @@ class VirtualServer:
         memory_bytes_per_s: float,
         reporter: Reporter,
         request_s: float = 0.0,
+        speed: float = 1.0,
     ) -> None:
         self.core = ServerCore(index=index, epoch=EPOCH)
         self.host = host
         self._clients: dict[int, Client] = {}
         self._timeline, self._network, self._reporter = timeline, network, reporter
         self._memory_bytes_per_s, self._request_s = memory_bytes_per_s, request_s
+        self._speed = speed
         self._free_s = 0.0
 
     def receive(self, client: Client, message: Message) -> None:
@@ -63,6 +65,8 @@ class VirtualServer:
         if message.kind is Kind.EXCHANGE:
             num_shards = len(self.core.parts) if message.shard == ALL_SHARDS else 1
             self._free_s = max(now_s, self._free_s) + num_shards * self._request_s
+            if client.host != self.host and message.tensor_bytes:
+                self._free_s += self.core.decode_s(message) / self._speed
         for action in self._actions(message, now_s):
             if isinstance(action, Send):
                 self._send(action.to, action.message)

@@ -112,6 +112,8 @@ def batches():
 
 for step, x, y in batches():
     time.sleep(args.step_s)
+    if args.fault == "slow" and worker.rank == args.rank:
+        time.sleep(1.0)
     is_now = step == args.step and worker.rank == (0 if args.fault == "kill-server" else args.rank)
     loss = F.cross_entropy(model(x), y)
     optimizer.zero_grad()

@@ -36,7 +36,7 @@ class BackwardEnds:
         if self._queued:
             raise UsageError(
                 "on the virtual engine nothing can be waited for in the middle of a backward pass; wait for what a "
-                "hook has started when backward() has returned"
+                "hook has started when backward() has returned, and give torch.utils.checkpoint use_reentrant=False"
             )
 
     def queue_callback(self, callback: Callable[[], None]) -> None:

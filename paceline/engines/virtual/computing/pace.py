@@ -12,6 +12,7 @@ from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
 from paceline.engines.virtual.computing.flops import ForwardCount
 from paceline.engines.virtual.process import Process
 from paceline.errors import UsageError
+from paceline.hooks import OwnHook
 from paceline.strategies.pacing import Pacing
 from paceline.strategies.replica import Replica
 
@@ -50,13 +51,18 @@ class Pace(Pacing):
     def now_s(self) -> float:
         return self._process.now_s
 
+    def spend(self, seconds: float) -> None:
+        self._process.advance(self._cost.on_this_host_s(seconds))
+
     def watch(self, replica: Replica) -> None:
         """Hook this model before anyone else does, so that the clock is right when other hooks are called. Raises
         UsageError if the cluster was measured with another model."""
         self._given_shares = list(self._settings.shares_of(len(replica.parameters)))
         self._replica = replica
-        replica.model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-        replica.model.register_forward_hook(self._end_forward, with_kwargs=True)
+        # Time passes outside of what a script has compiled.
+        begin, end = map(torch.compiler.disable, (self._begin_forward, self._end_forward))
+        replica.model.register_forward_pre_hook(OwnHook(begin), with_kwargs=True)
+        replica.model.register_forward_hook(OwnHook(end), with_kwargs=True)
         for index, parameter in enumerate(replica.parameters):
             when_gradient_is_ready(parameter, self._on_gradient, index)
 

@@ -1,0 +1,242 @@
+"""One process set's operations under way: who drives them, and when ranks say what is new."""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor
+
+from paceline.comm.base import Collective
+from paceline.errors import PacelineError
+from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.execution import Executor
+from paceline.horovod.negotiation import Negotiator, News, Ready, Request
+from paceline.horovod.settings import Settings
+from paceline.horovod.timeline import Timeline
+
+_LEAVE_WITHIN_S = 5.0
+
+
+@dataclass(eq=False)
+class Operation:
+    """What one rank has asked for."""
+
+    request: Request
+    tensor: Tensor | None = None
+    output: Tensor | None = None
+    """Where the result goes; none: what comes of it is a new tensor."""
+    splits: tuple[int, ...] = ()
+    """For alltoall: how many rows each rank gets."""
+    run: Callable[[Collective], Any] | None = None
+    """For a meeting: what all ranks do there."""
+    finish: Callable[[Any], Any] | None = None
+    """Makes of the result what the script gets."""
+
+    result: Any = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    over: threading.Event = field(default_factory=threading.Event, init=False)
+
+
+@final
+class Channel:
+    """The operations of one process set on one of its ranks.
+
+    Ranks meet in rounds. A rank takes part in the next one while it waits for an operation, so that nobody turns in
+    circles: who has asked for nothing is waited for. Rounds are driven by whoever waits in `wait`, and by a thread of
+    the channel's own that looks after `cycle_s` whether somebody does.
+
+    Args:
+        collective: of the set's ranks; owned from here on.
+        ranks: the set's ranks, as the script counts them.
+    """
+
+    def __init__(
+        self, collective: Collective, ranks: Sequence[int], *, settings: Settings, timeline: Timeline, name: str
+    ) -> None:
+        self.collective, self.ranks = collective, tuple(ranks)
+        collective.set_deadline(None)  # a rank may compute for as long as it likes; its death ends every wait
+        self._settings, self._timeline, self._name = settings, timeline, name
+        self._negotiator = Negotiator(ranks)
+        self._executor = Executor(collective, fusion_bytes=settings.fusion_bytes, ranks=self.ranks, timeline=timeline)
+        self._lock = threading.Condition()
+        self._driving = threading.Lock()
+        self._asked: dict[str, Operation] = {}  # under way, by name
+        self._new: list[Operation] = []  # that the others have not heard of
+        self._has_joined = False
+        self._last_joined: int | None = None
+        self._failure: Exception | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Ask for operations, which are taken up when all ranks have.
+
+        Raises:
+            ValueError: one of that name is under way on this rank.
+            HorovodInternalError: an earlier one has ended the channel.
+        """
+        with self._lock:
+            self._require_open()
+            for operation in operations:
+                if operation.request.name in self._asked:
+                    raise ValueError(
+                        f"{operation.request.name!r} is under way on this rank already; wait for it, or give this "
+                        "operation another name"
+                    )
+            for operation in operations:
+                self._asked[operation.request.name] = operation
+                self._new.append(operation)
+                self._timeline.asked(operation.request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"paceline {self._name}", daemon=True)
+                self._thread.start()
+            self._lock.notify_all()
+
+    def wait(self, operation: Operation) -> None:
+        """Return once it is over. Raises what ended it."""
+        began_s, has_warned = time.monotonic(), False
+        while not operation.over.is_set():
+            if self._driving.acquire(blocking=False):
+                try:
+                    self._drive_until(operation)
+                finally:
+                    self._driving.release()
+            elif not operation.over.wait(self._settings.stall_warning_s or None) and not has_warned:
+                has_warned = True
+                self._warn_of_stall(operation, time.monotonic() - began_s)
+        if operation.error is not None:
+            raise operation.error
+
+    def join(self) -> int:
+        """Take part with zeros until all ranks have joined; the rank that came last."""
+        with self._lock:
+            self._require_open()
+            self._has_joined, self._last_joined = True, None
+        with self._driving:
+            while self._last_joined is None:
+                self._round()
+                if self._failure is not None:
+                    raise self._failure
+            return self._last_joined
+
+    def close(self, *, is_collective: bool = True) -> None:
+        """End what is under way.
+
+        Args:
+            is_collective: the others are to hear of it; they get some seconds to.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._lock.notify_all()
+        if is_collective and self._failure is None and self._driving.acquire(timeout=_LEAVE_WITHIN_S):
+            try:
+                self._say_goodbye()
+            finally:
+                self._driving.release()
+        self._fail(HorovodInternalError("Horovod has been shut down on this rank"))
+        self.collective.abort("Horovod has been shut down on this rank")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.collective.close()
+
+    # --- rounds -------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """What the channel's thread does: drive operations that nobody waits for."""
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._is_closed or self._failure is not None or bool(self._asked))
+                if self._is_closed or self._failure is not None:
+                    return
+                # Who asks for one operation mostly asks for more, or waits for it at once.
+                self._lock.wait_for(lambda: self._is_closed, timeout=self._settings.cycle_s)
+            if self._driving.acquire(timeout=0.1):
+                try:
+                    while self._asked and self._failure is None and not self._is_closed:
+                        self._round()
+                finally:
+                    self._driving.release()
+
+    def _drive_until(self, operation: Operation) -> None:
+        while not operation.over.is_set():
+            self._round()
+
+    def _round(self) -> None:
+        """Say what is new, hear the others, and do what is due on all ranks."""
+        try:
+            with self._lock:
+                new, self._new = self._new, []
+                has_joined = self._has_joined
+            mine = self._negotiator.news([operation.request for operation in new], has_joined=has_joined)
+            self._timeline.cycle()
+            said = self.collective.all_gather_object(mine.as_plain())
+            everyone = [News.from_plain(each) for each in said]
+            due = self._negotiator.hear(everyone)
+            if self._negotiator.is_leaving:
+                gone = ", ".join(str(self.ranks[rank]) for rank in sorted(self._negotiator.is_leaving))
+                raise HorovodInternalError(f"rank {gone} has shut Horovod down")
+            for batch in self._executor.batches(due):
+                self._do(batch)
+            last = self._negotiator.last_joined()
+            if last is not None:
+                self._last_joined, self._has_joined = last, False
+            if not due and not any(news.numbers or news.requests for news in everyone):
+                time.sleep(self._settings.cycle_s)  # all wait for different things
+        except Exception as error:
+            self._fail(error)
+
+    def _do(self, batch: Sequence[Ready]) -> None:
+        with self._lock:
+            operations = [self._asked.pop(ready.request.name, None) for ready in batch]
+        mine = [operation for operation in operations if operation is not None]
+        if batch[0].error is not None:
+            for operation in mine:
+                operation.error = HorovodInternalError(batch[0].error)
+        else:
+            self._executor.run(batch, operations)
+        for operation in mine:
+            self._timeline.done(operation.request)
+            operation.over.set()
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, HorovodInternalError):
+            cause = error
+            error = HorovodInternalError(str(cause) if isinstance(cause, PacelineError) else repr(cause))
+            error.__cause__ = cause
+        with self._lock:
+            self._failure = self._failure or error
+            ended, self._asked, self._new = [*self._asked.values()], {}, []
+            self._lock.notify_all()
+        for operation in ended:
+            operation.error = self._failure
+            operation.over.set()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise HorovodInternalError("Horovod has been shut down on this rank")
+        if self._failure is not None:
+            raise HorovodInternalError(f"an earlier operation has failed: {self._failure}")
+
+    def _say_goodbye(self) -> None:
+        self.collective.set_deadline(_LEAVE_WITHIN_S)
+        try:
+            said = self.collective.all_gather_object(self._negotiator.news((), is_leaving=True).as_plain())
+            if not all(News.from_plain(each).is_leaving for each in said):
+                return
+            self.collective.barrier()
+        except Exception:
+            return  # who has not come in time learns of it from the closed collective
+
+    def _warn_of_stall(self, operation: Operation, waited_s: float) -> None:
+        missing = self._negotiator.missing().get(operation.request.name)
+        who = f"rank {', '.join(map(str, missing))}" if missing else "other ranks"
+        warnings.warn(
+            f"{operation.request.name!r} has waited for {waited_s:.0f} s: {who} did not ask for it; do all ranks issue "
+            "the same operations?",
+            stacklevel=4,
+        )

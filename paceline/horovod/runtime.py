@@ -1,0 +1,199 @@
+"""This process's place among the others, and its process sets."""
+
+import atexit
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any, final
+
+from paceline.comm.base import Collective
+from paceline.comm.connecting import connect_some
+from paceline.engines import torchrun
+from paceline.engines.world import World, alone, current, enter
+from paceline.errors import UsageError
+from paceline.horovod.channel import Channel, Operation
+from paceline.horovod.negotiation import MEETING, Request
+from paceline.horovod.settings import Settings
+from paceline.horovod.timeline import Timeline
+
+GLOBAL = 0
+"""The process set of all ranks."""
+
+
+@final
+class Runtime:
+    """What lives from `init` to `shutdown` on one rank."""
+
+    def __init__(self, world: World, *, settings: Settings) -> None:
+        """Collective call of all workers."""
+        context = world.context
+        self.rank, self.size = context.rank, context.size
+        self.local_rank, self.local_size = context.local_rank, context.local_size
+        self.is_one_host = self.size == self.local_size
+        self.settings, self.timeline = settings, Timeline()
+        if settings.timeline is not None and self.rank == 0:
+            self.timeline.start(settings.timeline, marks_cycles=settings.marks_cycles)
+        self._world = world
+        self._ranks: dict[int, tuple[int, ...]] = {}
+        self._channels: dict[int, Channel] = {}
+        self._num_sets = 0
+        self._counters: dict[tuple[int, str], int] = {}
+        self._num_joins = 0
+        everybody = tuple(range(self.size))
+        self._enter_set(everybody, via=context.collective)
+        firsts = self._channels[GLOBAL].collective.all_gather_object(self.local_rank)
+        self.cross_size = sum(each == self.local_rank for each in firsts)
+        """Hosts that have a worker of this worker's number on its host."""
+        self.cross_rank = sum(each == self.local_rank for each in firsts[: self.rank])
+        sizes = self._channels[GLOBAL].collective.all_gather_object(self.local_size)
+        self.is_homogeneous = len(set(sizes)) == 1
+
+    def channel(self, process_set_id: int | None) -> Channel:
+        """The operations of a process set. Raises ValueError if this rank is not of it, or there is none."""
+        if process_set_id is None or process_set_id not in self._ranks:
+            raise ValueError("the process set has not been initialized: pass it to init or add_process_set")
+        if process_set_id not in self._channels:
+            raise ValueError(
+                f"rank {self.rank} does not belong to process set {process_set_id}, whose ranks are "
+                f"{list(self._ranks[process_set_id])}"
+            )
+        return self._channels[process_set_id]
+
+    def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
+        return self._ranks[process_set_id]
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        return dict(self._ranks)
+
+    def add_set(self, ranks: Sequence[int]) -> int | None:
+        """Make a process set; its number, or None if there is one of these ranks. Collective call of all workers.
+
+        Raises:
+            ValueError: a rank is none.
+        """
+        wanted = tuple(sorted(ranks))
+        unknown = [rank for rank in wanted if not 0 <= rank < self.size]
+        if unknown or len(set(wanted)) < len(wanted) or not wanted:
+            raise ValueError(f"a process set takes ranks from 0 to {self.size - 1}, each once, not {list(ranks)}")
+        if wanted in self._ranks.values():
+            return None
+        name = f"add process set {list(wanted)}"
+        number: int = self._meet(name, lambda collective: self._enter_set(wanted, via=collective))
+        return number
+
+    def remove_set(self, process_set_id: int) -> int | None:
+        """End a process set; its number, or None if there is none. Collective call of all workers."""
+        if process_set_id not in self._ranks or process_set_id == GLOBAL:
+            return None
+
+        def leave(collective: Collective) -> None:
+            self._ranks.pop(process_set_id)
+            channel = self._channels.pop(process_set_id, None)
+            if channel is not None:
+                channel.close()
+
+        self._meet(f"remove process set {process_set_id}", leave)
+        return process_set_id
+
+    def count(self, process_set_id: int | None, kind: str) -> str:
+        """What to call an operation without a name: ranks that ask for the same in the same order call it the same."""
+        key = (process_set_id or GLOBAL, kind)
+        count = self._counters[key] = self._counters.get(key, 0) + 1
+        return f"{self._num_joins}.{count}" if self._num_joins else str(count)
+
+    def recount(self) -> None:
+        """All ranks have joined: what they have asked for may differ, and what they ask for next is the same again."""
+        self._num_joins += 1
+        self._counters.clear()
+
+    def close(self) -> None:
+        for process_set_id in sorted(self._channels, reverse=True):
+            self._channels.pop(process_set_id).close()
+        self.timeline.stop()
+
+    def _meet(self, name: str, run: Any) -> Any:
+        channel = self._channels[GLOBAL]
+        operation = Operation(Request(MEETING, name, is_lasting=False), run=run)
+        channel.submit([operation])
+        channel.wait(operation)
+        return operation.result
+
+    def _enter_set(self, ranks: tuple[int, ...], *, via: Collective) -> int:
+        number = self._num_sets
+        self._num_sets += 1
+        self._ranks[number] = ranks
+        collective = connect_some(
+            ranks,
+            via=via,
+            store=self._world.store,
+            name=_next_name(),
+            device=self._world.context.device,
+        )
+        if collective is not None:
+            self._channels[number] = Channel(
+                collective,
+                ranks,
+                settings=self.settings,
+                timeline=self.timeline,
+                name=f"process set {number}",
+            )
+        return number
+
+
+_runtime: Runtime | None = None
+_num_connected = 0
+
+
+def _next_name() -> str:
+    """A name that no other process set has; the same on all ranks, which make all sets together."""
+    global _num_connected
+    _num_connected += 1
+    return f"horovod {_num_connected}"
+
+
+def runtime() -> Runtime:
+    """What `init` has begun. Raises ValueError before it, or after `shutdown`."""
+    if _runtime is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _runtime
+
+
+def is_initialized() -> bool:
+    return _runtime is not None
+
+
+def init() -> Runtime:
+    """Meet all workers of the run, of torchrun's world, or of a world of one. A second call does nothing."""
+    global _runtime
+    if _runtime is None:
+        world = current()
+        if world is None:
+            world = torchrun.join(seed=0) if "TORCHELASTIC_RUN_ID" in os.environ else alone()
+            enter(world)
+            atexit.register(_end, world)
+        else:
+            _end_with(world)
+        if world.context.pacing.is_simulated:
+            raise UsageError("Horovod's scripts run in real processes; use --engine ray")
+        _runtime = Runtime(world, settings=Settings.read())
+    return _runtime
+
+
+def shutdown() -> None:
+    """End all operations of this rank; `init` may follow. What the others have under way fails."""
+    global _runtime
+    if _runtime is not None:
+        ending, _runtime = _runtime, None
+        ending.close()
+
+
+def _end_with(world: World) -> None:
+    if shutdown not in world.at_end:
+        world.at_end.append(shutdown)
+
+
+def _end(world: World) -> None:
+    with contextlib.suppress(Exception):
+        shutdown()
+    world.context.collective.close()

@@ -1,0 +1,42 @@
+"""What Horovod's environment variables say, in units of the package."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+_MEBIBYTE = 2**20
+
+
+@final
+@dataclass(frozen=True)
+class Settings:
+    fusion_bytes: int = 64 * _MEBIBYTE
+    """The most that small all-reduces are put together to."""
+    cycle_s: float = 1e-3
+    """How long an operation may lie before ranks are told of it, if nobody waits for it."""
+    stall_warning_s: float = 60.0
+    """A warning names who is missing after so long; 0: never."""
+    timeline: str | None = None
+    marks_cycles: bool = False
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
+        """Raises ValueError, which names the variable, for what is no number."""
+
+        def number(name: str, default: float) -> float:
+            text = environment.get(name, "")
+            try:
+                return float(text) if text else default
+            except ValueError:
+                raise ValueError(f"{name}={text!r} is not a number") from None
+
+        is_silent = environment.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
+        file = environment.get("HOROVOD_TIMELINE") or None
+        return cls(
+            fusion_bytes=int(number("HOROVOD_FUSION_THRESHOLD", cls.fusion_bytes)),
+            cycle_s=number("HOROVOD_CYCLE_TIME", cls.cycle_s * 1e3) / 1e3,
+            stall_warning_s=0.0 if is_silent else number("HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_warning_s),
+            timeline=None if file == "DYNAMIC" else file,
+            marks_cycles=environment.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),
+        )

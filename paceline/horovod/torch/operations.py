@@ -1,0 +1,256 @@
+"""Operations by name: asked for here, done once all ranks have asked."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.horovod import runtime as basics
+from paceline.horovod.channel import Operation
+from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.execution import ADASUM
+from paceline.horovod.negotiation import (
+    ALLGATHER,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+)
+from paceline.horovod.process_sets import ProcessSet, global_process_set
+
+Average, Sum, Adasum, Min, Max, Product = 0, 1, 2, 3, 4, 5
+_OPS = {Average: "mean", Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "product"}
+_DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+)
+
+Handle = int
+_under_way: dict[Handle, list[Operation]] = {}
+_grouped: set[Handle] = set()
+_sets: dict[Handle, int | None] = {}
+_num_handles = 0
+
+
+def op_of(op: int | None, average: bool | None) -> int:
+    """The reduction that is meant. Raises ValueError if both are given, or it is none."""
+    if op is not None:
+        if average is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        if op not in _OPS:
+            raise ValueError(f"{op!r} is no reduction; use hvd.Average, Sum, Adasum, Min, Max or Product")
+        return op
+    if average is not None:
+        warnings.warn("average has been replaced by op: hvd.Average or hvd.Sum", DeprecationWarning, stacklevel=3)
+        return Average if average else Sum
+    return Average
+
+
+def reduce_async(
+    kind: str,
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor | None],
+    *,
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    is_group: bool = False,
+) -> Handle:
+    """Ask for an all-reduce or a reduce-scatter of each tensor; of a group, all or none are done."""
+    if op == Adasum:
+        _require_adasum(kind, process_set)
+    if kind == REDUCESCATTER and any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("reducescatter takes tensors of at least one dimension: a scalar has no rows to scatter")
+    about = {"op": _OPS[op], "prescale": prescale, "postscale": postscale}
+    requests = _requests(kind, tensors, name, process_set, is_group=is_group, **about)
+    made = [
+        Operation(each, tensor.detach(), output)
+        for each, tensor, output in zip(requests, tensors, outputs, strict=True)
+    ]
+    return _submit(made, process_set, is_group=is_group)
+
+
+def gather_async(
+    tensors: Sequence[Tensor], *, name: str | None, process_set: ProcessSet, is_group: bool = False
+) -> Handle:
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("allgather takes tensors of at least one dimension; give it tensor.view(1)")
+    requests = _requests(ALLGATHER, tensors, name, process_set, is_group=is_group)
+    made = [Operation(each, tensor.detach()) for each, tensor in zip(requests, tensors, strict=True)]
+    return _submit(made, process_set, is_group=is_group)
+
+
+def broadcast_into_async(
+    tensor: Tensor, output: Tensor, root_rank: int, *, name: str | None, process_set: ProcessSet
+) -> Handle:
+    ranks = basics.runtime().channel(process_set.process_set_id).ranks
+    if root_rank not in ranks:
+        raise ValueError(f"root rank {root_rank} does not belong to the process set of ranks {list(ranks)}")
+    (asked,) = _requests(BROADCAST, [tensor], name, process_set, root=root_rank)
+    return _submit([Operation(asked, tensor.detach(), output)], process_set)
+
+
+def all_to_all_async(
+    tensor: Tensor, splits: "Tensor | Sequence[int] | None", *, name: str | None, process_set: ProcessSet
+) -> Handle:
+    size = len(basics.runtime().channel(process_set.process_set_id).ranks)
+    lengths = _splits(tensor, splits, size)
+    (asked,) = _requests(ALLTOALL, [tensor], name, process_set)
+    # Who gives no splits is told of none.
+    finish = None if splits is not None else _first
+    return _submit([Operation(asked, tensor.detach(), splits=lengths, finish=finish)], process_set)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once every rank of the process set has called."""
+    runtime = basics.runtime()
+    channel = runtime.channel(process_set.process_set_id)
+    count = runtime.count(
+        process_set.process_set_id, BARRIER
+    )  # a barrier may lie between other operations on some ranks
+    operation = Operation(Request(BARRIER, f"{BARRIER}.noname.{count}", is_lasting=False))
+    channel.submit([operation])
+    channel.wait(operation)
+
+
+def join(device: int = -1) -> int:
+    """Take part with zeros in what the others all-reduce, until all have joined; returns the rank that came last.
+
+    Args:
+        device: where the zeros would lie on GPUs; there is nothing to choose here.
+    """
+    runtime = basics.runtime()
+    last = runtime.channel(basics.GLOBAL).join()
+    runtime.recount()
+    return last
+
+
+def poll(handle: Handle) -> bool:
+    """Whether the operation is over, so that `synchronize` will not block."""
+    return all(operation.over.is_set() for operation in _find(handle))
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for an operation, and return its result. Raises HorovodInternalError if it could not be done."""
+    if handle not in _under_way:
+        return None
+    operations = _find(handle)
+    _under_way.pop(handle)
+    process_set_id = _sets.pop(handle)
+    channel = basics.runtime().channel(process_set_id)
+    for operation in operations:
+        channel.wait(operation)
+    results = [_on_device(operation) for operation in operations]
+    if handle in _grouped:
+        _grouped.discard(handle)
+        return results
+    return results[0]
+
+
+def _requests(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    is_group: bool = False,
+    **about: Any,
+) -> list[Request]:
+    """What to tell the others. Raises ValueError for tensors that cannot travel."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{kind} takes dense tensors; use sparse_allreduce_async for sparse ones")
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensor is required to be contiguous.")
+    runtime = basics.runtime()
+    count = runtime.count(process_set.process_set_id, kind)
+    base = f"{kind}.noname.{count}" if name is None else f"{kind}.{name}"
+    if is_group:
+        about |= {"group": base, "group_size": len(tensors)}
+    return [
+        Request(
+            kind,
+            f"{base}_{number}of{len(tensors)}" if is_group else base,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            device=tensor.device.type,
+            is_lasting=name is not None,
+            **about,
+        )
+        for number, tensor in enumerate(tensors, 1)
+    ]
+
+
+def _submit(operations: list[Operation], process_set: ProcessSet, *, is_group: bool = False) -> Handle:
+    global _num_handles
+    basics.runtime().channel(process_set.process_set_id).submit(operations)
+    _num_handles += 1
+    _under_way[_num_handles] = operations
+    _sets[_num_handles] = process_set.process_set_id
+    if is_group:
+        _grouped.add(_num_handles)
+    return _num_handles
+
+
+def _find(handle: Handle) -> list[Operation]:
+    if handle not in _under_way:
+        raise ValueError(f"there is no operation with the handle {handle}; it may have been waited for")
+    return _under_way[handle]
+
+
+def _splits(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
+    """Rows for each rank. Raises ValueError if they do not fit the tensor."""
+    if tensor.dim() == 0:
+        raise ValueError("alltoall takes tensors of at least one dimension")
+    if splits is None or len(splits) == 0:
+        if len(tensor) % size:
+            raise ValueError(f"alltoall divides rows evenly among {size} ranks without splits; there are {len(tensor)}")
+        return (len(tensor) // size,) * size
+    lengths = torch.as_tensor(splits)
+    if lengths.is_floating_point() or lengths.dim() != 1:
+        raise ValueError("alltoall's splits are whole numbers, one a rank")
+    if len(lengths) != size or int(lengths.min()) < 0 or int(lengths.sum()) != len(tensor):
+        raise ValueError(
+            f"alltoall's splits {lengths.tolist()} must be {size} numbers that add up to the {len(tensor)} rows to send"
+        )
+    return tuple(int(length) for length in lengths)
+
+
+def _require_adasum(kind: str, process_set: ProcessSet) -> None:
+    if kind == REDUCESCATTER:
+        raise HorovodInternalError("reducescatter has no Adasum; use allreduce")
+    if process_set.process_set_id != basics.GLOBAL:
+        raise NotImplementedError("Adasum takes all ranks; it is not for process sets")
+    size = basics.runtime().size
+    if size & (size - 1):
+        raise NotImplementedError(f"Adasum takes a power of two of ranks, not {size}")
+
+
+def _first(results: tuple[Tensor, Tensor]) -> Tensor:
+    return results[0]
+
+
+def _on_device(operation: Operation) -> Any:
+    """The result where the tensor is."""
+    tensor, result = operation.tensor, operation.result
+    if operation.finish is not None:
+        result = operation.finish(result)
+    if tensor is None or tensor.is_cpu or operation.output is not None:
+        return result
+    move: Callable[[Any], Any] = lambda each: each.to(tensor.device)  # noqa: E731
+    return tuple(map(move, result)) if isinstance(result, tuple) else move(result)

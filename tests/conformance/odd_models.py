@@ -1,0 +1,648 @@
+"""Models and training steps that nobody's tutorial has, for the rows of `test_odd_models`."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from tests.conformance.scripts import NUM_CLASSES, loader_of, momentum, perceptron, plain_step, samples
+
+Batch = Any
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A perceptron, and something beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 8, dtype=torch.complex128)
+        self.last = nn.Linear(8, NUM_CLASSES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x.flatten(1).to(torch.complex128)).abs())
+
+
+class Masked(Around):
+    """Buffers that no worker may change, among them numbers that cannot be added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(f"least_{name}", torch.full((4,), torch.finfo(dtype).min, dtype=dtype))
+            self.register_buffer(f"third_{name}", torch.full((4,), 1 / 3, dtype=dtype))
+        self.register_buffer("infinite", torch.tensor([torch.inf, -torch.inf]))
+        self.register_buffer("complex", torch.tensor([1 + 2j]))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("count", torch.tensor(2**62))
+        self.register_buffer("none", None)
+
+
+class MixedDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 16)
+        self.middle = nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.last = nn.Linear(16, NUM_CLASSES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.middle(torch.tanh(self.first(x.flatten(1).float())).bfloat16()))
+        return self.last(hidden.double())
+
+
+class Empty(Around):
+    """Parameters without elements, and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 5, dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.zeros(3, 0, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x) * self.scale + self.none.sum() + self.nothing.sum()
+
+
+class Strided(nn.Module):
+    """Parameters that are transposed, and every other column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.first = nn.Parameter(torch.randn(64, 12, generator=generator, dtype=torch.float64).t() * 0.1)
+        self.last = nn.Parameter(torch.randn(12, 8, generator=generator, dtype=torch.float64)[:, ::2] * 0.1)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(x.flatten(1) @ self.first.t()) @ self.last
+
+
+class Slices(nn.Module):
+    """Two parameters in one tensor's memory, beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        whole = torch.randn(544, generator=generator, dtype=torch.float64) * 0.1
+        self.first, self.last = nn.Parameter(whole[:512].view(8, 64)), nn.Parameter(whole[512:].view(4, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(x.flatten(1) @ self.first.t()) @ self.last.t()
+
+
+def channels_last() -> nn.Module:
+    layers = (nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.Flatten(), nn.Linear(128, NUM_CLASSES))
+    return nn.Sequential(*layers).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def reparametrized() -> nn.Module:
+    first = parametrizations.weight_norm(nn.Linear(64, 16))
+    last = parametrizations.spectral_norm(nn.Linear(16, NUM_CLASSES))
+    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), last).double()
+
+
+def pruned() -> nn.Module:
+    model = perceptron()
+    prune.l1_unstructured(model[1], "weight", 0.5)  # type: ignore[no-untyped-call]
+    return model
+
+
+class Checkpointed(nn.Module):
+    """Computes a part anew in backward: the middle one, twice, or all but the first layer."""
+
+    def __init__(self, *, reentrant: bool, part: str = "middle") -> None:
+        super().__init__()
+        self.reentrant, self.part = reentrant, part
+        self.first, self.middle = (nn.Linear(size, 16, dtype=torch.float64) for size in (64, 16))
+        self.last = nn.Linear(16, NUM_CLASSES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.first(x.flatten(1)))
+        again = partial(checkpoint, use_reentrant=self.reentrant)
+        if self.part == "rest":
+            return again(lambda hidden: self.last(torch.tanh(self.middle(hidden))), hidden)
+        for _ in range(2 if self.part == "shared" else 1):
+            hidden = again(lambda hidden: torch.tanh(self.middle(hidden)), hidden)
+        return self.last(hidden)
+
+
+class Distilled(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = perceptron().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            taught = self.teacher(x)
+        return self.net(x), taught
+
+
+class Averaging(Around):
+    """Keeps an average of its weights in a buffer, and one in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.cat([p.detach().flatten() for p in self.net.parameters()]))
+        self.averaged = AveragedModel(self.net).requires_grad_(False)
+
+
+class Embedded(nn.Module):
+    def __init__(self, *, sparse: bool = False, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(50, 8, sparse=sparse, max_norm=max_norm, mode="sum", dtype=torch.float64)
+        self.last = nn.Linear(8, NUM_CLASSES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.table((x.flatten(1) * 10).long() % 50) / 64)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(64, 16, dtype=torch.float64)
+        self.classes = nn.Linear(16, NUM_CLASSES, dtype=torch.float64)
+        self.value = nn.Linear(16, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.trunk(x.flatten(1)))
+        return self.classes(hidden), self.value(hidden)
+
+
+class TiedByMemory(nn.Module):
+    """Two parameters that are one tensor's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(64, 64, dtype=torch.float64) for _ in range(2))
+        self.second.weight = nn.Parameter(self.first.weight.data)
+        self.last = nn.Linear(64, NUM_CLASSES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
+
+
+class Aliased(Around):
+    """What is computed with is the memory of a parameter: a buffer, or a plain attribute."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        weight = self.net.get_parameter("3.weight").detach()
+        if buffer:
+            self.register_buffer("alias", weight, persistent=False)
+        else:
+            self.alias = weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x) + self.alias.sum(1)
+
+
+class SparseBuffer(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(NUM_CLASSES, dtype=torch.float64).to_sparse())
+
+
+class KeepsInput(Around):
+    """A buffer of another shape on every worker, when the last batch is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = x.detach().flatten()
+        return self.net(x)
+
+
+class InitialisedByData(Around):
+    """Sets a parameter in its first forward pass, as activation normalisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(NUM_CLASSES, dtype=torch.float64))
+        self.register_buffer("is_initialised", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.is_initialised:
+            with torch.no_grad():
+                self.scale.fill_(2.0)
+                self.is_initialised.fill_(True)
+        return self.net(x) * self.scale
+
+
+class Sign(torch.autograd.Function):
+    """Straight-through: its gradient is the one that comes in."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.sign()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Quantised(Around):
+    def forward(self, x: Tensor) -> Any:
+        output = self.net(x)
+        return Sign.apply(output) + output
+
+
+class Adapted(Around):
+    """A frozen model with a low-rank addition (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.requires_grad_(False)
+        self.down = nn.Parameter(torch.ones(2, 64, dtype=torch.float64) * 0.01)
+        self.up = nn.ParameterDict({"classes": nn.Parameter(torch.zeros(NUM_CLASSES, 2, dtype=torch.float64))})
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x) + x.flatten(1) @ self.down.t() @ self.up["classes"].t()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(8, 4, 1, batch_first=True, dtype=torch.float64)
+        self.last = nn.Linear(4, NUM_CLASSES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.layers(x.squeeze(1))[0][:, -1])
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+
+class SharpnessAware(Optimizer):
+    """Foret et al., ICLR 2021, as scripts have it: a second gradient where the first one leads uphill."""
+
+    def __init__(self, params: Any, lr: float, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.inner = SGD(self.param_groups, lr=lr, momentum=0.9)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        every = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in every]).norm()
+        for p in every:
+            self.state[p]["place"] = p.detach().clone()
+            p.add_(p.grad, alpha=float(self.param_groups[0]["rho"] / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["place"])
+        self.inner.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+        return loss
+
+
+class Signed(Optimizer):
+    """An optimizer of the script's own, with the interface of torch's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.add_(torch.sign(0.9 * mean + 0.1 * p.grad), alpha=-group["lr"])
+                mean.lerp_(p.grad, 0.01)
+        return loss
+
+
+def hooked(params: Any) -> Optimizer:
+    optimizer = momentum(params)
+    optimizer.register_step_pre_hook(halve_gradients)
+    return optimizer
+
+
+def halve_gradients(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.mul_(0.5)
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+def sharpness_step(model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    def closure() -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def two_call_step(model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    loss_of(model, batch).backward()
+    optimizer.first_step()
+    loss_of(model, batch).backward()
+    optimizer.second_step()
+
+
+def set_gradients(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def set_and_clip(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def functional_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    """Gradients of a function of the parameters."""
+    parameters = dict(model.named_parameters())
+
+    def loss(values: Any) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, values, (batch[0],)), batch[1])
+
+    gradients = torch.func.grad(loss)({name: p.detach() for name, p in parameters.items()})
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name]
+    optimizer.step()
+
+
+def per_sample_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    """Every sample's own gradient, divided by its norm."""
+
+    def loss(values: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, values, (x[None],)), y[None])
+
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(values, batch[0], batch[1])
+    for name, parameter in model.named_parameters():
+        norms = gradients[name].flatten(1).norm(dim=1).view(-1, *[1] * parameter.dim())
+        parameter.grad = (gradients[name] / norms).mean(0)
+    optimizer.step()
+
+
+def same_graph_twice(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+
+
+def distilling_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    learnt, taught = model(batch[0])
+    (F.cross_entropy(learnt, batch[1]) + (learnt - taught).square().mean()).backward()
+    optimizer.step()
+
+
+def averaging_step(model: Any, optimizer: Optimizer, batch: Batch) -> None:
+    plain_step(model, optimizer, batch)
+    with torch.no_grad():
+        model.average.lerp_(torch.cat([p.flatten() for p in model.net.parameters()]), 0.1)
+        model.averaged.update_parameters(model.net)
+
+
+def two_losses_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    classes, value = model(batch[0])
+    F.cross_entropy(classes, batch[1]).backward(retain_graph=True)
+    value.square().mean().backward()
+    optimizer.step()
+
+
+def joint_losses_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    classes, value = model(batch[0])
+    torch.autograd.backward([F.cross_entropy(classes, batch[1]), value.square().mean()])
+    optimizer.step()
+
+
+def penalised_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    """With each sample's gradient in the loss."""
+    optimizer.zero_grad()
+    x = batch[0].clone().requires_grad_()
+    losses = F.cross_entropy(model(x), batch[1], reduction="none")
+    (gradients,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+    (losses + gradients.square().sum(dim=(1, 2, 3))).mean().backward()
+    optimizer.step()
+
+
+def graph_of_gradients_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    loss_of(model, batch).backward(create_graph=True)
+    penalty = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+    (penalty + model(batch[0]).square().mean()).backward()
+    optimizer.step()
+
+
+def autocast_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(batch[0].float()).float(), batch[1])
+    loss.backward()
+    optimizer.step()
+
+
+def two_steps_a_gradient(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    plain_step(model, optimizer, batch)
+    optimizer.step()
+
+
+def never_zeroed_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    (loss_of(model, batch) * 0.1).backward()
+    optimizer.step()
+
+
+def microbatches_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    for x, y in zip(batch[0].split(2), batch[1].split(2), strict=True):
+        (F.cross_entropy(model(x), y) * (len(x) / len(batch[0]))).backward()
+    optimizer.step()
+
+
+def adaptive_clip_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    """Each tensor's gradient is bounded by its weights (Brock et al., 2021), in a tensor of its own."""
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * (0.1 * parameter.detach().norm() / parameter.grad.norm()).clamp(max=1.0)
+    optimizer.step()
+
+
+def detecting_anomalies_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        plain_step(model, optimizer, batch)
+
+
+# --- scripts with a loop of their own -------------------------------------------------------------------------------
+
+
+def training(worker: Any, model: nn.Module, *, count: int = 43) -> tuple[Any, Optimizer, DataLoader[Any]]:
+    prepared: tuple[Any, Optimizer, DataLoader[Any]] = worker.prepare(
+        model, momentum(model.parameters()), loader_of(samples(count))
+    )
+    return prepared
+
+
+def with_hooks(worker: Any, *, when: str, kind: str) -> nn.Module:
+    """The script halves every gradient in a hook of its own."""
+
+    def halve(value: Tensor) -> Tensor | None:
+        if kind == "gradient":
+            return value * 0.5
+        assert value.grad is not None
+        value.grad.mul_(0.5)
+        return None
+
+    def add_hooks() -> None:
+        for parameter in model.parameters():
+            add = parameter.register_hook if kind == "gradient" else parameter.register_post_accumulate_grad_hook
+            add(halve)  # type: ignore[arg-type]
+
+    model = perceptron()
+    if when == "before":
+        add_hooks()
+    model, optimizer, loader = training(worker, model)
+    if when == "after":
+        add_hooks()
+    for batch in loader:
+        plain_step(model, optimizer, batch)
+    return model
+
+
+def with_copies(worker: Any) -> nn.Module:
+    """Copies the model after every step, and computes gradients of the copy."""
+    model, optimizer, loader = training(worker, perceptron())
+    for batch in loader:
+        plain_step(model, optimizer, batch)
+        best = copy.deepcopy(model)
+        loss_of(best, batch).backward()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), best.parameters(), strict=True))
+    return model
+
+
+def by_hand(worker: Any) -> nn.Module:
+    """Never calls the optimizer."""
+    model, _, loader = training(worker, perceptron())
+    for batch in loader:
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+                parameter.grad = None
+    return model
+
+
+def accumulating_by_hand(worker: Any, *, count: int) -> nn.Module:
+    """Sets the sum of two batches' gradients."""
+    model, optimizer, loader = training(worker, perceptron(), count=count)
+    total: list[Tensor] = []
+    for number, batch in enumerate(loader, 1):
+        gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+        total = [a + b for a, b in zip(total, gradients, strict=True)] if total else list(gradients)
+        if number % 2 == 0:
+            for parameter, gradient in zip(model.parameters(), total, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            total = []
+    return model
+
+
+def group_schedules(worker: Any) -> nn.Module:
+    """A schedule of its own for each group of parameters, and rates that are set by hand besides."""
+    model = perceptron()
+    optimizer = momentum([{"params": model[1].parameters()}, {"params": model[3].parameters(), "lr": 0.01}])
+    scheduler = LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 1 / (1 + step)])
+    model, optimizer, loader = worker.prepare(model, optimizer, loader_of(samples(43)))
+    for batch in loader:
+        plain_step(model, optimizer, batch)
+        scheduler.step()
+        optimizer.param_groups[0]["lr"] *= 0.95
+    return model
+
+
+def compiled_after(worker: Any) -> nn.Module:
+    model, optimizer, loader = training(worker, perceptron())
+    quick = torch.compile(model, backend="eager")
+    for batch in loader:
+        plain_step(quick, optimizer, batch)
+    return model
+
+
+def swapping(worker: Any) -> nn.Module:
+    """Looks at an average of the weights in the model's place after every step, and puts its own back."""
+    model, optimizer, loader = training(worker, perceptron())
+    average = [p.detach().clone() for p in model.parameters()]
+    for batch in loader:
+        plain_step(model, optimizer, batch)
+        kept = [p.data for p in model.parameters()]
+        for mean, parameter in zip(average, model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+            parameter.data = mean
+        model(batch[0])
+        for own, parameter in zip(kept, model.parameters(), strict=True):
+            parameter.data = own
+    return model
+
+
+def one_too_many(worker: Any, *, at: int) -> nn.Module:
+    """Rank 1 calls backward once more, before its `at`-th step or after all."""
+    model, optimizer, loader = training(worker, perceptron())
+    is_odd = worker.size > 1 and worker.rank == 1
+    for number, batch in enumerate(loader, 1):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if is_odd and number == at:
+            model(batch[0]).square().mean().backward()
+        optimizer.step()
+    if is_odd and at == 0:
+        model(batch[0]).square().mean().backward()
+    return model

@@ -1,0 +1,365 @@
+"""Odd models, optimizers and training steps: each does what its script says, or is told at once why it cannot.
+
+A new oddity is one new row. Where it is not refused, synchronous strategies equal one process with the combined batch,
+and the others, with one worker, that process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon
+
+from paceline.errors import RunFailed
+from tests.conformance import local_engine, virtual_engine
+from tests.conformance import odd_models as odd
+from tests.conformance.reference import Script, train_alone
+from tests.conformance.scripts import (
+    EXACT,
+    NUM_CLASSES,
+    assert_close,
+    closure_step,
+    launched,
+    momentum,
+    perceptron,
+    plain_step,
+    samples,
+    train,
+    zero_in_place_step,
+)
+
+HALF_PRECISION = {"rtol": 0.03, "atol": 0.003}
+SERVERS = ("ps-bsp", "ps-ssp", "ps-asp")
+PEERS = ("all-reduce",)
+JOINT = ("all-reduce", "ps-bsp")
+"""Under which workers' gradients are averaged."""
+SEVERAL = (*PEERS, *SERVERS)
+EVERY = ("single", *SEVERAL)
+DEADLINE_S = 60.0
+"""No row waits for it: a refusal takes a small part."""
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A script, and what becomes of it."""
+
+    name: str
+    script: Script
+    refused: tuple[str, ...] = ()
+    """The strategies that refuse it."""
+    says: str = ""
+    """What they say: the culprit, and the remedy."""
+    tolerance: Any = None
+    only_on: str = ""
+    """The engine that this holds for, if it is not both."""
+
+
+def odd_row(
+    name: str,
+    *,
+    model: Callable[[], nn.Module] = perceptron,
+    optimizer: Callable[[Any], Any] = momentum,
+    step: Callable[..., object] = plain_step,
+    count: int = 43,
+    refused: tuple[str, ...] = (),
+    says: str = "",
+    tolerance: Any = EXACT,
+    only_on: str = "",
+) -> Odd:
+    """A row whose loop is the common one; the last global batch of the data is smaller."""
+    script = partial(train, model=model, optimizer=optimizer, step=step, data=partial(samples, count), num_epochs=2)
+    return Odd(name, script, refused, says, tolerance, only_on)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(NUM_CLASSES)).double()
+
+
+def on_meta() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, NUM_CLASSES, device="meta"))
+
+
+def frozen_norm() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, NUM_CLASSES)).double()
+    model[2].eval()
+    return model
+
+
+def matrices() -> nn.Module:
+    first, last = nn.Linear(64, 16, bias=False), nn.Linear(16, NUM_CLASSES, bias=False)
+    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), last).double()
+
+
+def trained_only(params: Any) -> Any:
+    return momentum([parameter for parameter in params if parameter.requires_grad])
+
+
+def with_empty_group(params: Any) -> Any:
+    return momentum([{"params": []}, {"params": list(params)}])
+
+
+def backwards(params: Any) -> Any:
+    return momentum(list(params)[::-1])
+
+
+EVALUATES = r"evaluates the model itself, perhaps several times a step, which servers cannot; use all-reduce"
+SHARED = r"share memory, which they would not where servers own a parameter's memory; tie layers by assigning one Param"
+NEVER_STEPS = r"rank \d: the script changes the parameters batch after batch and never calls optimizer\.step\(\)"
+IN_PLACE = r"step 1: the script changed parameters in place on rank \d, but the servers own them"
+TWICE = r"gradient of '.*' was computed twice in one backward pass.*use_reentrant=False"
+NOT_INSIDE = r"on the virtual engine nothing can be waited for in the middle of a backward pass.*use_reentrant=False"
+sharpness = partial(odd.SharpnessAware, lr=0.05)
+
+ODD = (
+    # Parameters and buffers.
+    odd_row("complex parameters", model=odd.Complex),
+    odd_row("complex parameters, adam", model=odd.Complex, optimizer=partial(Adam, lr=0.01)),
+    odd_row("masks, infinities, whole numbers and truths in buffers", model=odd.Masked),
+    odd_row("three dtypes", model=odd.MixedDtypes, tolerance=HALF_PRECISION),
+    odd_row("parameters without elements", model=odd.Empty),
+    odd_row("parameters without elements, adam", model=odd.Empty, optimizer=partial(Adam, lr=0.01)),
+    odd_row("strided parameters", model=odd.Strided),
+    odd_row("strided parameters, adam", model=odd.Strided, optimizer=partial(Adam, lr=0.01)),
+    odd_row("slices of one tensor", model=odd.Slices),
+    odd_row("channels last", model=odd.channels_last),
+    odd_row("weight norm and spectral norm", model=odd.reparametrized),
+    odd_row("pruned", model=odd.pruned),
+    odd_row("frozen batch norm", model=frozen_norm),
+    odd_row("recurrent", model=odd.Recurrent),
+    odd_row("low-rank adapters", model=odd.Adapted),
+    odd_row("quantised, straight through", model=odd.Quantised),
+    odd_row("lazy layers", model=lazy, refused=EVERY, says=r"'1\.weight' has no shape yet.*call the model once before"),
+    odd_row("no values yet", model=on_meta, refused=EVERY, says=r"'1\.weight' is on the device meta and has no values"),
+    odd_row("a sparse buffer", model=odd.SparseBuffer, refused=EVERY, says=r"'graph' is a torch\.sparse_coo tensor"),
+    odd_row("tied by memory", model=odd.TiedByMemory, refused=SERVERS, says=r"'first\.weight' and 'second.*" + SHARED),
+    odd_row("a parameter's memory in a buffer", model=partial(odd.Aliased, buffer=True), refused=SERVERS, says=SHARED),
+    odd_row(
+        "a parameter's memory in an attribute", model=partial(odd.Aliased, buffer=False), refused=SERVERS, says=SHARED
+    ),
+    odd_row("initialised by data", model=odd.InitialisedByData, refused=SERVERS, says=IN_PLACE),
+    odd_row("an embedding", model=odd.Embedded),
+    odd_row(
+        "an embedding with max_norm",
+        model=partial(odd.Embedded, max_norm=0.5),
+        refused=SEVERAL,
+        says=r"'table' has max_norm=0\.5.*bound the norm after optimizer\.step\(\)",
+    ),
+    odd_row(
+        "sparse gradients",
+        model=partial(odd.Embedded, sparse=True),
+        optimizer=partial(SGD, lr=0.1),
+        refused=SEVERAL,
+        says=r"parameter 'table\.weight' has a sparse gradient; give its layer sparse=False",
+    ),
+    # Backward passes.
+    odd_row("checkpointed", model=partial(odd.Checkpointed, reentrant=False)),
+    odd_row("checkpointed, shared layer", model=partial(odd.Checkpointed, reentrant=False, part="shared")),
+    odd_row("checkpointed, reentrant", model=partial(odd.Checkpointed, reentrant=True)),
+    odd_row(
+        "checkpointed, reentrant, shared layer",
+        model=partial(odd.Checkpointed, reentrant=True, part="shared"),
+        refused=SEVERAL,
+        says=TWICE,
+    ),
+    odd_row(
+        "checkpointed, reentrant, all but the first layer",
+        model=partial(odd.Checkpointed, reentrant=True, part="rest"),
+        only_on="processes",
+    ),
+    odd_row(
+        "checkpointed, reentrant, all but the first layer, virtually",
+        model=partial(odd.Checkpointed, reentrant=True, part="rest"),
+        refused=JOINT,
+        says=NOT_INSIDE,
+        only_on="virtual",
+    ),
+    odd_row("one graph twice", step=odd.same_graph_twice),
+    odd_row("several losses", model=odd.TwoHeads, step=odd.two_losses_step),
+    odd_row("several losses at once", model=odd.TwoHeads, step=odd.joint_losses_step),
+    odd_row("microbatches", step=odd.microbatches_step),
+    odd_row("gradient penalty", step=odd.penalised_step),
+    odd_row(
+        "graph of the gradients",
+        step=odd.graph_of_gradients_step,
+        refused=SEVERAL,
+        says=r"the gradient of '.*' has a history \(create_graph=True\).*torch\.autograd\.grad",
+    ),
+    odd_row("anomaly detection", step=odd.detecting_anomalies_step),
+    odd_row(
+        "autocast",
+        model=partial(perceptron, torch.float32),
+        step=odd.autocast_step,
+        tolerance=HALF_PRECISION,
+    ),
+    odd_row("distilled", model=odd.Distilled, step=odd.distilling_step, optimizer=trained_only),
+    Odd("hooks on gradients, before", partial(odd.with_hooks, when="before", kind="gradient")),
+    Odd("hooks on gradients, after", partial(odd.with_hooks, when="after", kind="gradient")),
+    Odd("hooks on accumulated gradients, before", partial(odd.with_hooks, when="before", kind="accumulated")),
+    Odd("hooks on accumulated gradients, after", partial(odd.with_hooks, when="after", kind="accumulated")),
+    # Gradients that the script sets.
+    odd_row("gradients set", step=odd.set_gradients),
+    odd_row("gradients of a function", step=odd.functional_step),
+    odd_row("gradients of each sample", step=odd.per_sample_step),
+    odd_row(
+        "gradients set and clipped",
+        step=odd.set_and_clip,
+        refused=JOINT,
+        says=r"rank \d: the script set the gradient of '1\.weight' itself and changed it in place.*call loss\.backward",
+    ),
+    odd_row("each gradient clipped anew", step=odd.adaptive_clip_step, tolerance=EXACT),
+    Odd("accumulated by hand", partial(odd.accumulating_by_hand, count=48)),
+    Odd(
+        "accumulated by hand, uneven tail",
+        partial(odd.accumulating_by_hand, count=43),
+        refused=JOINT,
+        says=r"rank \d, epoch 0: .*which of the batches 5, 6 .*drop_last=True",
+    ),
+    odd_row("never zeroed", step=odd.never_zeroed_step),
+    odd_row("zeroed in place", step=zero_in_place_step),
+    odd_row("two steps a gradient", step=odd.two_steps_a_gradient),
+    # Optimizers.
+    odd_row("sharpness-aware", optimizer=sharpness, step=odd.sharpness_step, refused=SERVERS, says=EVALUATES),
+    odd_row(
+        "sharpness-aware, in two calls", optimizer=sharpness, step=odd.two_call_step, refused=EVERY, says=NEVER_STEPS
+    ),
+    # Longer runs of it magnify rounding without bound.
+    odd_row(
+        "lbfgs", optimizer=partial(LBFGS, max_iter=3), step=closure_step, count=16, refused=SERVERS, says=EVALUATES
+    ),
+    odd_row("an optimizer of its own", optimizer=partial(odd.Signed, lr=1e-3)),
+    odd_row(
+        "an optimizer of its own, with a closure",
+        optimizer=partial(odd.Signed, lr=1e-3),
+        step=closure_step,
+        refused=SERVERS,
+        says=EVALUATES,
+    ),
+    odd_row(
+        "an optimizer with hooks", optimizer=odd.hooked, refused=SERVERS, says=r"SGD has step hooks.*use all-reduce"
+    ),
+    odd_row("adafactor", optimizer=partial(Adafactor, lr=0.01)),
+    odd_row(
+        "muon", model=matrices, optimizer=partial(Muon, lr=0.01), refused=SERVERS, says=r"servers cannot build Muon"
+    ),
+    odd_row("maximised", optimizer=partial(SGD, lr=0.001, maximize=True)),
+    odd_row("a rate in a tensor", optimizer=partial(SGD, lr=torch.tensor(0.05, dtype=torch.float64))),
+    odd_row("an empty group", optimizer=with_empty_group),
+    odd_row("parameters backwards", optimizer=backwards),
+    Odd("a schedule for each group", odd.group_schedules),
+    Odd("never stepped", odd.by_hand, refused=EVERY, says=NEVER_STEPS),
+    # What scripts do with their model.
+    odd_row("averages of the weights", model=odd.Averaging, step=odd.averaging_step, optimizer=trained_only),
+    Odd("copied after every step", odd.with_copies),
+    Odd("weights swapped and put back", odd.swapping),
+    odd_row("compiled", model=lambda: torch.compile(perceptron(), backend="eager"), only_on="virtual"),  # type: ignore[return-value,arg-type]
+    Odd("compiled after prepare", odd.compiled_after),
+)
+ENGINES = {"virtual": virtual_engine, "processes": local_engine}
+QUICK_IN_PROCESSES = (
+    "complex parameters",
+    "hooks on accumulated gradients, after",
+    "sharpness-aware",
+    "checkpointed, reentrant, all but the first layer",
+)
+
+
+def cases() -> list[Any]:
+    """Every row under every strategy on both engines; most of those in processes, and those with workers that know
+    nothing of one another, are left to `make test-slow`."""
+    return [
+        pytest.param(
+            engine,
+            strategy,
+            row,
+            id=f"{engine}-{strategy}-{row.name}",
+            marks=[pytest.mark.slow]
+            if strategy not in JOINT
+            or (engine == "processes" and (row.name not in QUICK_IN_PROCESSES or strategy != "all-reduce"))
+            else [],
+        )
+        for engine in ENGINES
+        for strategy in (EVERY if engine == "virtual" else (*JOINT, "ps-asp"))
+        for row in ODD
+        if row.only_on in ("", engine)
+    ]
+
+
+@pytest.mark.parametrize(("engine", "strategy", "row"), cases())
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_odd_models(engine: str, strategy: str, row: Odd, tmp_path: Path) -> None:
+    is_refused = strategy in row.refused
+    workers = 2 if strategy in JOINT or (is_refused and strategy != "single") else 1
+    run = partial(
+        ENGINES[engine].run,
+        partial(launched, row.script),
+        strategy=strategy,
+        workers=workers,
+        out=tmp_path,
+        deadline_s=DEADLINE_S,
+    )
+    if is_refused:
+        began_s = time.monotonic()
+        with pytest.raises(RunFailed, match=row.says):
+            run()
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+        return
+    assert_close(run().model_state(), train_alone(row.script, workers), row.tolerance or EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ps-ssp", "ps-asp"])
+@pytest.mark.parametrize("row", [row for row in ODD if "ps-asp" not in row.refused and row.only_on != "processes"])
+def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_path: Path) -> None:
+    """Two workers train on all their data, and parameters stay finite."""
+    result = virtual_engine.run(partial(launched, row.script), strategy=strategy, workers=2, out=tmp_path)
+    steps = {worker: [step for step in result.steps if step.worker == worker] for worker in range(2)}
+    assert len(steps[0]) == len(steps[1]) > 0
+    assert result.iteration == len(result.steps)
+    state = result.model_state()
+    assert all(state[name].isfinite().all() for name in state if "infinite" not in name)
+
+
+# --- a backward pass that only one rank makes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "at", "says"),
+    [
+        ("virtual", 1, r"step 2: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
+        ("virtual", 5, r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
+        ("processes", 5, r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
+        ("virtual", 0, r"rank 0 for all_gather .*rank 1 for all_reduce|rank 1 for all_reduce.* rank 0 for all_gather"),
+        (
+            "processes",
+            0,
+            r"ranks disagree on an operation: rank 0 asks for all_gather .*; every rank must make the same",
+        ),
+    ],
+)
+def test_one_backward_pass_too_many_is_refused(engine: str, at: int, says: str, tmp_path: Path) -> None:
+    script = partial(launched, partial(odd.one_too_many, at=at))
+    began_s = time.monotonic()
+    with pytest.raises(RunFailed, match=says):
+        ENGINES[engine].run(script, strategy="all-reduce", workers=2, out=tmp_path, deadline_s=DEADLINE_S)
+    assert time.monotonic() - began_s < DEADLINE_S / 2
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_of_another_shape_on_each_worker_is_the_first_ones(tmp_path: Path) -> None:
+    script = partial(train, model=odd.KeepsInput, optimizer=momentum, data=partial(samples, 91))
+    result = virtual_engine.run(partial(launched, script), strategy="all-reduce", workers=2, out=tmp_path)
+    state = result.model_state()
+    expected = train_alone(script, 2)
+    shared = [name for name in expected if name != "last"]
+    assert_close({name: state[name] for name in shared}, {name: expected[name] for name in shared}, EXACT)
+    assert torch.equal(state["last"], expected["last"][: len(state["last"])])

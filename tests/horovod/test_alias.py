@@ -1,0 +1,117 @@
+"""Scripts that say `import horovod.torch` where Horovod is not installed."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline.horovod.torch as hvd
+from paceline.engines import aliases
+from paceline.engines.scripting import read_script
+
+SCRIPT = """
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for step in range(5):
+    x = torch.randn(16, 4)
+    optimizer.zero_grad()
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+weights = hvd.allgather(model.weight.detach())
+print(f"rank {hvd.rank()} of {hvd.size()}, equal: {bool((weights == weights[0]).all())}")
+"""
+
+PARAMETERS = {
+    "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
+    "allreduce_async_": "tensor average name op prescale_factor postscale_factor process_set",
+    "grouped_allreduce": "tensors average name compression op prescale_factor postscale_factor process_set",
+    "grouped_allreduce_async": "tensors average name op prescale_factor postscale_factor process_set",
+    "sparse_allreduce_async": "tensor name op process_set",
+    "allgather": "tensor name process_set",
+    "grouped_allgather_async": "tensors name process_set",
+    "broadcast": "tensor root_rank name process_set",
+    "broadcast_async_": "tensor root_rank name process_set",
+    "alltoall": "tensor splits name process_set",
+    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
+    "join": "device",
+    "barrier": "process_set",
+    "poll": "handle",
+    "synchronize": "handle",
+    "init": "comm process_sets",
+    "start_timeline": "file_path mark_cycles",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
+    "broadcast_object": "obj root_rank name process_set",
+    "allgather_object": "obj name",
+    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
+    "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_have_the_names_that_scripts_use(name: str) -> None:
+    assert list(inspect.signature(getattr(hvd, name)).parameters) == PARAMETERS[name].split()
+
+
+def test_a_script_that_mentions_it_gets_the_stand_in(tmp_path: Path) -> None:
+    script = tmp_path / "legacy.py"
+    script.write_text(SCRIPT)
+    assert read_script(script, ()).aliases == ("horovod",)
+    assert read_script(script, (), may_alias=False).aliases == ()
+    script.write_text("print(1)")
+    assert read_script(script, ()).aliases == ()
+
+
+def test_modules_are_the_same_under_both_names() -> None:
+    text = """
+from paceline.engines import aliases
+aliases.install(["horovod"])
+import horovod, horovod.torch
+import paceline.horovod.torch
+import sys
+assert sys.modules["horovod.torch"] is sys.modules["paceline.horovod.torch"]
+assert horovod.torch.__name__ == horovod.torch.__spec__.name == "paceline.horovod.torch"
+from horovod.torch import DistributedOptimizer
+for name in ("horovod.tensorflow", "horovod.nothing"):
+    try:
+        __import__(name)
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert "horovod.tensorflow is not part of Paceline's Horovod: use TensorFlow's own" in done.stdout
+    assert "No module named 'horovod.nothing'" in done.stdout
+
+
+def test_an_installed_package_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = list(sys.meta_path)
+    assert aliases.missing("import horovod") == ()
+    aliases.install(["horovod"])
+    assert sys.meta_path == before
+
+
+@pytest.mark.slow
+def test_an_unchanged_script_runs_on_ray(tmp_path: Path) -> None:
+    script = tmp_path / "legacy.py"
+    script.write_text(SCRIPT)
+    command = [Path(sys.executable).with_name("paceline"), "run", script, "--workers", "2", "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "horovod is not installed: Paceline stands in for it" in done.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2, equal: True" in done.stdout + done.stderr

@@ -1,0 +1,123 @@
+"""What ranks agree on, whatever order they ask in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.horovod.negotiation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, Negotiator, News, Ready, Request
+
+
+def ask(name: str, shape: tuple[int, ...] = (2,), kind: str = ALLREDUCE, **about: object) -> Request:
+    return Request(kind, name, "float32", shape, **{"op": "sum", **about})  # type: ignore[arg-type]
+
+
+class Ranks:
+    """A negotiator on every rank, as in a run."""
+
+    def __init__(self, size: int) -> None:
+        self.negotiators = [Negotiator(range(size)) for _ in range(size)]
+
+    def round(self, *asked: list[Request], joined: tuple[int, ...] = ()) -> list[Ready]:
+        """What is due after every rank has asked for this; the same on each, as is checked here."""
+        news = [
+            negotiator.news(requests, has_joined=rank in joined)
+            for rank, (negotiator, requests) in enumerate(zip(self.negotiators, asked, strict=True))
+        ]
+        travelled = [News.from_plain(each.as_plain()) for each in news]
+        assert travelled == news
+        due = [negotiator.hear(travelled) for negotiator in self.negotiators]
+        assert all(each == due[0] for each in due)
+        return due[0]
+
+
+@given(st.data())
+def test_every_operation_is_due_once_when_the_last_rank_has_asked(data: st.DataObject) -> None:
+    """Any order on each rank, cut into rounds anywhere; the second time by numbers."""
+    size = data.draw(st.integers(1, 4))
+    names = [f"tensor {number}" for number in range(data.draw(st.integers(1, 5)))]
+    ranks = Ranks(size)
+    for again in range(2):
+        orders = [data.draw(st.permutations(names)) for _ in range(size)]
+        asked_in = {name: [0] * size for name in names}
+        cuts = [data.draw(st.lists(st.integers(0, len(names)), min_size=2, max_size=2).map(sorted)) for _ in orders]
+        found: dict[str, int] = {}
+        for number in range(3):
+            parts = []
+            for rank, (order, cut) in enumerate(zip(orders, cuts, strict=True)):
+                start, end = [0, *cut, len(names)][number : number + 2]
+                for name in order[start:end]:
+                    asked_in[name][rank] = number
+                parts.append([ask(name) for name in order[start:end]])
+            if again:
+                assert not any(ranks.negotiators[0].news(part).requests for part in parts)
+            for ready in ranks.round(*parts):
+                assert ready.error is None
+                assert found.setdefault(ready.request.name, number) == number
+        assert found == {name: max(rounds) for name, rounds in asked_in.items()}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (ask("a", (2, 3)), ask("a", (3, 2)), "'a': shape is [2, 3] on rank 0 and [3, 2] on rank 1"),
+        (ask("a", op="sum"), ask("a", op="mean"), "op is sum on rank 0 and mean on rank 1"),
+        (ask("a"), Request(ALLREDUCE, "a", "float64", (2,), "sum"), "dtype is float32 on rank 0 and float64 on rank 1"),
+        (ask("a", kind=BROADCAST, root=0), ask("a", kind=BROADCAST, root=1), "root is 0 on rank 0 and 1 on rank 1"),
+        (ask("a", kind=ALLGATHER), ask("a"), "kind is allgather on rank 0 and allreduce on rank 1"),
+        (ask("a", (1, 3), ALLGATHER), ask("a", (1, 4), ALLGATHER), "shape is [1, 3] on rank 0 and [1, 4] on rank 1"),
+        (ask("a", prescale=0.5), ask("a"), "prescale is 0.5 on rank 0 and 1.0 on rank 1"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_are_named(first: Request, second: Request, said: str) -> None:
+    ranks = Ranks(2)
+    (ready,) = ranks.round([first], [second])
+    assert ready.error is not None
+    assert said in ready.error
+    assert ranks.round([ask("b")], [ask("b")])[0].error is None
+
+
+def test_lengths_may_differ_where_tensors_are_gathered() -> None:
+    (ready,) = Ranks(2).round([ask("a", (1, 3), ALLGATHER)], [ask("a", (5, 3), ALLGATHER)])
+    assert ready.error is None
+    assert ready.shapes == ((1, 3), (5, 3))
+
+
+def test_a_group_is_due_when_all_of_it_is() -> None:
+    ranks = Ranks(2)
+    one, two = (ask(f"g{number}", group="g", group_size=2) for number in (1, 2))
+    assert ranks.round([one, two], [two]) == []
+    assert [ready.request.name for ready in ranks.round([], [one])] == ["g1", "g2"]
+
+
+def test_who_has_joined_is_not_waited_for_until_all_have() -> None:
+    ranks = Ranks(3)
+    (ready,) = ranks.round([ask("a")], [], [ask("a")], joined=(1,))
+    assert ready.joined == {1}
+    assert ranks.negotiators[0].last_joined() is None
+    (ready,) = ranks.round([Request(BARRIER, "b")], [], [Request(BARRIER, "b")])
+    assert ready.error is None
+    (ready,) = ranks.round([ask("c", kind=BROADCAST)], [], [ask("c", kind=BROADCAST)])
+    assert ready.error is not None
+    assert "rank 1 has joined" in ready.error
+    assert ranks.round([], [], [], joined=(0, 1)) == []
+    assert ranks.round([], [], [], joined=(0, 1, 2)) == []
+    assert [negotiator.last_joined() for negotiator in ranks.negotiators] == [2, 2, 2]
+    assert ranks.round([ask("a")], [], [ask("a")]) == []
+
+
+def test_missing_ranks_are_known() -> None:
+    negotiator = Negotiator([0, 3, 5])
+    negotiator.hear([News(requests=(ask("a"),)), News(), News()])
+    assert negotiator.missing() == {"a": [3, 5]}
+
+
+def test_so_many_requests_are_remembered_and_made_up_names_never() -> None:
+    negotiator = Negotiator([0], num_remembered=2)
+    made_up = Request(ALLREDUCE, "allreduce.noname.1", "float32", (2,), is_lasting=False)
+    for request in (made_up, ask("a"), ask("b"), ask("c")):
+        negotiator.hear([negotiator.news([request])])
+    known = negotiator.news([made_up, ask("a"), ask("b"), ask("c")])
+    assert known.numbers == (0, 1)
+    assert known.requests == (made_up, ask("c"))

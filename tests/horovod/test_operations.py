@@ -1,0 +1,312 @@
+"""Operations in real processes, beside a loop over all ranks' inputs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.horovod import programs
+from tests.horovod.programs import Call
+from tests.horovod.world import HorovodWorld
+
+SIZE = 3
+EVERYBODY = tuple(range(SIZE))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HorovodWorld]:
+    with HorovodWorld(SIZE, tmp_path_factory.mktemp("world")) as world:
+        yield world
+
+
+def assert_right(found: list[list[torch.Tensor]], calls: list[Call], *, last: int | None = None) -> None:
+    for rank, results in enumerate(found):
+        mine = [(number, call) for number, call in enumerate(calls) if rank in call.members]
+        if last is not None and rank == 0:
+            mine = [(number, call) for number, call in mine if number < last]
+        for (number, call), result in zip(mine, results, strict=True):
+            joined = (0,) if last is not None and number >= last else ()
+            torch.testing.assert_close(result, programs.wanted(call, rank, joined=joined), msg=f"{call} on rank {rank}")
+
+
+@st.composite
+def calls_of(draw: st.DrawFn, *, sets: list[tuple[int, ...]], kinds: tuple[str, ...]) -> list[Call]:
+    count = draw(st.integers(1, 8))
+    calls = []
+    for number in range(count):
+        members = draw(st.sampled_from(sets))
+        kind = draw(st.sampled_from(kinds))
+        op = draw(st.sampled_from(["Sum", "Average", "Min", "Max", "Product"] if kind == "allreduce" else ["Sum"]))
+        calls.append(Call(kind, f"call {number}", members, draw(st.integers(1, 3)), op, draw(st.sampled_from(members))))
+    return calls
+
+
+KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_order_on_overlapping_process_sets(world: HorovodWorld, data: st.DataObject) -> None:
+    sets = data.draw(st.lists(st.sampled_from([(0, 1), (1, 2), (0, 2), (1,)]), unique=True, max_size=3))
+    calls = data.draw(calls_of(sets=[EVERYBODY, *sets], kinds=KINDS))
+    assert_right(world.run(programs.run, calls, sets, data.draw(st.integers(0, 99))), calls)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_who_has_joined_gives_zeros(world: HorovodWorld, data: st.DataObject) -> None:
+    calls = data.draw(calls_of(sets=[EVERYBODY], kinds=("allreduce",)))
+    last = data.draw(st.integers(0, len(calls)))
+    seed = data.draw(st.integers(0, 99))
+    assert_right(world.run(_run_with_join, calls, seed, last), calls, last=last)
+
+
+def _run_with_join(rank: int, calls: list[Call], seed: int, last: int) -> Any:
+    return programs.run(rank, calls, [], seed, last=last)
+
+
+def test_groups_in_place_and_asynchronous(world: HorovodWorld) -> None:
+    """Those of the interface that are seldom used: all grouped ones, `alltoall_async` with splits, cross ranks."""
+    for results in world.run(_use_groups):
+        assert all(results.values()), results
+
+
+def _use_groups(rank: int) -> dict[str, bool]:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    size = hvd.size()
+    total = sum(range(1, size + 1))
+    tensors = [torch.full((size * length, 2), rank + 1.0) for length in (1, 2)]
+    summed = hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name="sum"))
+    own = [tensor.clone() for tensor in tensors]
+    in_place = hvd.synchronize(hvd.grouped_allreduce_async_(own, op=hvd.Max))
+    also = [tensor.clone() for tensor in tensors]
+    hvd.grouped_allreduce_(also, average=True)
+    gathered = hvd.synchronize(hvd.grouped_allgather_async(tensors))
+    scattered = hvd.synchronize(hvd.grouped_reducescatter_async(tensors, op=hvd.Average))
+    splits = torch.arange(size)
+    sent, received = hvd.synchronize(hvd.alltoall_async(torch.full((int(splits.sum()),), float(rank)), splits))
+    places = [(hvd.cross_rank(), hvd.cross_size()), (hvd.local_rank(), hvd.local_size())]
+    halved = hvd.allreduce(torch.tensor([3, 4]), op=hvd.Sum, prescale_factor=0.5, postscale_factor=1 / size)
+    return {
+        "sum": all(bool((each == total).all()) for each in summed),
+        "inputs are kept": all(bool((each == rank + 1).all()) for each in tensors),
+        "in place": all(
+            mine is other and bool((mine == size).all()) for mine, other in zip(own, in_place, strict=True)
+        ),
+        "average in place": all(bool((each == total / size).all()) for each in also),
+        "gathered": [len(each) for each in gathered] == [size * size, 2 * size * size],
+        "scattered": [len(each) for each in scattered] == [1, 2] and bool((scattered[0] == total / size).all()),
+        "sent": sent.tolist() == [float(each) for each in range(size) for _ in range(rank)],
+        "received": received.tolist() == [rank] * size,
+        "places": places == [(0, 1), (rank, size)],
+        "whole numbers are cut": halved.tolist() == [1, 2],
+        "what was waited for is gone": hvd.synchronize(0) is None,
+    }
+
+
+def test_adasum_of_orthogonal_and_equal_gradients(world: HorovodWorld, tmp_path: Any) -> None:
+    """Orthogonal ones are added, equal ones averaged; three ranks are refused."""
+    with HorovodWorld(2, tmp_path) as pair:
+        for orthogonal, equal in pair.run(_adasum):
+            torch.testing.assert_close(orthogonal, torch.tensor([1.0, 1.0]))
+            torch.testing.assert_close(equal, torch.tensor([3.0, 4.0]))
+    for said in world.run(_refused_adasum):
+        assert "power of two of ranks, not 3" in said
+
+
+def _adasum(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    own = torch.eye(2)[rank]
+    return hvd.allreduce(own, op=hvd.Adasum), hvd.allreduce(torch.tensor([3.0, 4.0]), op=hvd.Adasum)
+
+
+def _refused_adasum(rank: int) -> str:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    try:
+        hvd.allreduce(torch.ones(2), op=hvd.Adasum)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_dead_rank_ends_every_wait(tmp_path: Any) -> None:
+    with HorovodWorld(2, tmp_path) as pair:
+        pair.run(_init)
+        pair.start(_reduce_for_ever)
+        pair.kill(1)
+        assert "HorovodInternalError" in pair.result(0, within_s=20.0)
+
+
+def _init(rank: int) -> None:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+
+
+def _reduce_for_ever(rank: int) -> str:
+    import paceline.horovod.torch as hvd
+
+    try:
+        for number in itertools.count():
+            hvd.allreduce(torch.ones(4), name=f"tensor {number % 10}")
+    except hvd.HorovodInternalError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_shutdown_and_init_again_and_again(world: HorovodWorld) -> None:
+    for results in world.run(_come_and_go):
+        assert results == [3.0] * 5
+
+
+def _come_and_go(rank: int) -> list[float]:
+    import paceline.horovod.torch as hvd
+
+    results = []
+    for _ in range(5):
+        hvd.init()
+        results.append(float(hvd.allreduce(torch.ones(()).view(1), op=hvd.Sum)))
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+    hvd.init()
+    return results
+
+
+def test_distributed_optimizer_equals_one_process_with_all_batches(world: HorovodWorld) -> None:
+    for about in (
+        {},
+        {"groups": 2},
+        {"backward_passes_per_step": 2},
+        {"gradient_predivide_factor": 2.0},
+        {"is_closed": True},
+    ):
+        found = world.run(_train, about)
+        alone = _train_alone(about.get("backward_passes_per_step", 1))
+        for state in found:
+            for name, tensor in alone.items():
+                torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{name} with {about}")
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 10 + rank)
+    return torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)
+
+
+def _loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def _train(rank: int, about: dict[str, Any]) -> dict[str, torch.Tensor]:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    about = dict(about)
+    has_closure = about.pop("is_closed", False)
+    model = _model()
+    if rank:
+        torch.nn.init.zeros_(model[0].weight)
+    own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(own, 2, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(own, named_parameters=model.named_parameters(), **about)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    passes = about.get("backward_passes_per_step", 1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for number in range(passes):
+            loss = _loss(model, _batch(step * passes + number, rank)) / passes
+            loss.backward()
+        if has_closure:
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        schedule.step()
+    return model.state_dict()
+
+
+def _train_alone(passes: int) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        for number, rank in itertools.product(range(passes), EVERYBODY):
+            (_loss(model, _batch(step * passes + number, rank)) / passes / SIZE).backward()
+        optimizer.step()
+        schedule.step()
+    return model.state_dict()
+
+
+def test_batch_norm_over_all_ranks_equals_one_process(world: HorovodWorld) -> None:
+    whole = torch.cat([_batch(0, rank)[0] for rank in EVERYBODY]).requires_grad_()
+    alone = torch.nn.BatchNorm1d(4)
+    alone(whole).square().sum().backward()
+    assert whole.grad is not None
+    for rank, (gradient, mean, variance) in enumerate(world.run(_normalise)):
+        torch.testing.assert_close(gradient, whole.grad[rank * 6 : rank * 6 + 6], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mean, alone.running_mean)
+        torch.testing.assert_close(variance, alone.running_var)
+
+
+def _normalise(rank: int) -> tuple[Any, ...]:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    layer = hvd.SyncBatchNorm(4)
+    inputs = _batch(0, rank)[0].requires_grad_()
+    layer(inputs).square().sum().backward()
+    return inputs.grad, layer.running_mean, layer.running_var
+
+
+def test_objects_travel_and_code_does_not_between_hosts(world: HorovodWorld) -> None:
+    for found, gathered in world.run(_objects):
+        assert found == {"rank": 1, "set": {1, 2}}
+        assert gathered == [{"rank": rank} for rank in EVERYBODY]
+
+
+def _objects(rank: int) -> tuple[Any, Any]:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    return hvd.broadcast_object({"rank": rank, "set": {1, 2}}, root_rank=1), hvd.allgather_object({"rank": rank})
+
+
+def test_timeline_names_operations(world: HorovodWorld, tmp_path: Any) -> None:
+    import json
+
+    file = tmp_path / "timeline.json"
+    world.run(_draw_timeline, str(file))
+    events = json.loads(file.read_text())
+    names = [event["name"] for event in events]
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= set(names)
+    assert "allreduce.drawn" in [event.get("args", {}).get("name") for event in events]
+
+
+def _draw_timeline(rank: int, file: str) -> None:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    hvd.start_timeline(file, mark_cycles=True)
+    hvd.allreduce(torch.ones(3), name="drawn")
+    hvd.barrier()
+    hvd.stop_timeline()

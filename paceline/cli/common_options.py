@@ -8,7 +8,6 @@ import typer
 from paceline.cluster.reading import shipped
 
 
-
 def _clusters(incomplete: str) -> list[str]:
     return [name for name in shipped() if name.startswith(incomplete)]
 

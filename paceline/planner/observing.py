@@ -85,6 +85,7 @@ class _Seen(Watcher):
         assert self.replica is not None
         return StepWork(
             tensor_bytes=tuple(max(1, spec.num_bytes) for spec in self.replica.specs),
+            tensor_shapes=tuple(spec.shape for spec in self.replica.specs),
             samples=self.samples[0],
             forward_flop=self.forward_flop,
             backward_shares=self.shares,

@@ -15,7 +15,7 @@ from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
-from paceline.config import DeviceChoice, RunConfig, Target
+from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Job, Supervisor
@@ -57,6 +57,8 @@ def run(
     eval_every: int | None = None,
     checkpoint_every: int | None = None,
     target: str | Target | None = None,
+    hold: int | None = None,
+    after_target: AfterTarget = "stop",
     seed: int = 0,
     device: DeviceChoice = "auto",
     deadline_s: float = 300.0,
@@ -81,6 +83,9 @@ def run(
         insecure: the cluster may be one that takes work from anybody, without a token.
         max_steps, max_time_s, target: what ends the run before the script does.
         strict: workers compare their parameters after every step, not only now and then; lock-step strategies only.
+        hold: how many evaluations in a row must reach the target; none: up to 3, by the number of samples that the
+            evaluation returns as `num_samples`, so that luck alone rarely passes; 1 where it returns none.
+        after_target: `continue` trains on once the target is reached.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
@@ -105,6 +110,8 @@ def run(
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
         target=Target.parse(target) if isinstance(target, str) else target,
+        hold=hold,
+        after_target=after_target,
         seed=seed,
         device=device,
         deadline_s=deadline_s,

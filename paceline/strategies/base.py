@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import MEAN, Aggregator
+from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
@@ -48,6 +49,8 @@ class Context:
     """Connects to what the servers hold for another optimizer of the run: the second is number 1. Collective call."""
     pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
+    seed: int = 0
+    """The run's, the same on every worker."""
 
     @property
     def size(self) -> int:
@@ -76,7 +79,7 @@ class Synchronizer(ABC):
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
-    facts: Mapping[str, float] = {}
+    facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
 
     def __init__(self, context: Context, replica: Replica) -> None:
@@ -209,6 +212,10 @@ class Strategy(ABC):
         """How servers join the contributions to one update."""
         return MEAN
 
+    def codec_of_pushes(self) -> TensorCodec | None:
+        """What servers decode that workers on other hosts push; none: gradients come as they are."""
+        return None
+
     @final
     def server_spec(
         self,
@@ -225,7 +232,8 @@ class Strategy(ABC):
         rule = self.admission_rule_beside(members) if number else self.admission_rule(members)
         assert rule is not None
         limit = None if number else max_updates
-        return ServerSpec(layout, pieces, optimizer, rule, limit, self.aggregator(), number)
+        codec = self.codec_of_pushes()
+        return ServerSpec(layout, pieces, optimizer, rule, limit, self.aggregator(), codec, number)
 
 
 def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:

@@ -25,7 +25,8 @@ class Combining:
     Args:
         flats: all gradients.
         mode: whether to combine.
-        is_partial: not every worker's gradient counts, so there is no mean to change.
+        obstacle: why the first step's gradients are not averaged on trial, and what to ask for instead, for the error
+            of scripts that change gradients; none: they are.
         find_nonfinite: the name of a parameter whose gradient is not finite.
     """
 
@@ -35,13 +36,13 @@ class Combining:
         flats: Sequence[Tensor],
         *,
         mode: Mode,
-        is_partial: bool,
+        obstacle: str | None = None,
         find_nonfinite: Callable[[], str | None],
     ) -> None:
         self._collective, self._flats, self._find_nonfinite = collective, flats, find_nonfinite
-        self._is_partial = is_partial
+        self._obstacle = obstacle
         self._is_undecided = mode == "auto" and collective.size > 1
-        self._averages = mode == "always" or (self._is_undecided and not is_partial)
+        self._averages = mode == "always" or (self._is_undecided and obstacle is None)
         self._refuses_change = mode == "auto" and collective.size > 1
         self._samples = [_sample(flat) for flat in flats if flat.is_cpu] if self._refuses_change else []
         self._seen: tuple[list[int], list[bytes]] | None = None  # what `_versions` gave after backward
@@ -114,13 +115,10 @@ class Combining:
         """Keep averaging if the script changed the gradients of its first step on any worker, or is about to."""
         changed = self._seen is not None and (is_scaled or self._is_changed(closely=True))
         self._is_undecided = False
-        if not self._is_partial:
+        if self._obstacle is None:
             self._averages = any(self._collective.all_gather_object(changed))
         elif changed:  # alone, since workers need not be at the same step
-            raise UsageError(
-                "the script changes gradients between backward() and step(), and under ps-bsp with backup_workers "
-                "there is no mean gradient to change; use --option combine=never to change each worker's own"
-            )
+            raise UsageError(f"the script changes gradients between backward() and step(), and {self._obstacle}")
 
     def _is_changed(self, *, closely: bool) -> bool:
         if self._seen is None:

@@ -56,7 +56,8 @@ class Checkpoints:
 
         The strategy's part is as it is now, like the model: leaving may have changed both since the script's end.
         """
-        return snapshot.with_own_state(self._last or self._taken(), self._run.prepared.synchronizer.own_state())
+        own = self._run.prepared.synchronizer.own_state()
+        return snapshot.with_own_state(self._last or self._taken(), own, is_first=self._run.context.rank == 0)
 
     def save(self, model: nn.Module, own: Snapshot, time_s: float) -> None:
         """Write one. Collective call.
@@ -100,7 +101,8 @@ class Checkpoints:
         run.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
         wanted = prepared.synchronizer.own_state()
-        own = mine.own
+        first = workers[0]
+        own = {**{name: tensor for name, tensor in first.own.items() if first.fates[name] == "same"}, **mine.own}
         if checkpoint.strategy != _kind(run.strategy) or len(workers) != run.context.size:
             own, fates = carried_over(_own_states(workers), wanted=wanted, size=run.context.size)
             run.tell("carried_over", fates)

@@ -23,7 +23,6 @@ class Findings:
 
     metrics: dict[str, float]
     duration_s: float
-    is_target_reached: bool
 
 
 def evaluate(
@@ -46,8 +45,7 @@ def evaluate(
     metrics = {str(name): _number(name, value) for name, value in returned.items()}
     if target is not None and target.metric not in metrics:
         raise unknown("target metric", target.metric, metrics)
-    is_reached = target is not None and target.is_reached(metrics[target.metric])
-    return Findings(metrics, now_s() - began_s, is_reached)
+    return Findings(metrics, now_s() - began_s)
 
 
 def metrics_in(source: str) -> set[str] | None:

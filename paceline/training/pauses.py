@@ -13,6 +13,7 @@ from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.differing import Differing
 from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.holding import Streak
 from paceline.training.worker_run import WorkerRun
 
 MODEL_FILE = "model.safetensors"
@@ -33,6 +34,9 @@ class Pauses:
         self.evaluation: Evaluation | None = None
         self.last_metrics: dict[str, float] = {}
         self._met_at = (0, 0.0)
+        config = run.config
+        self._streak = Streak(config.target, config.hold) if config.target is not None else None
+        self._is_target_reached = False
 
     def require_evaluation(self) -> None:
         """Raise UsageError if the run asks for evaluations and the script has none."""
@@ -147,7 +151,16 @@ class Pauses:
         except UsageError as error:
             return {"error": str(error)}
         run.reporter.emit(EvaluationRecord(run.iteration, time_s, samples, found.metrics, found.duration_s))
-        if target is not None and found.is_target_reached:
-            details = {"target": str(target), "value": found.metrics[target.metric]}
-            run.tell("target_reached", details, at_s=time_s)
-        return {"metrics": found.metrics, "stop": found.is_target_reached}
+        is_reached = self._is_held(found.metrics, time_s)
+        return {"metrics": found.metrics, "stop": is_reached and run.config.after_target == "stop"}
+
+    def _is_held(self, metrics: dict[str, float], time_s: float) -> bool:
+        """Whether the target is reached by now; when it first is, that is told."""
+        if self._streak is None or not self._streak.add(metrics, time_s):
+            return self._is_target_reached
+        if not self._is_target_reached:
+            target = self._streak.target
+            details = {"target": str(target), "value": metrics[target.metric], "held": self._streak.num}
+            self._run.tell("target_reached", details, at_s=self._streak.began_s)
+        self._is_target_reached = True
+        return True

@@ -70,7 +70,7 @@ class Session:
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run = WorkerRun(context, strategy, config, reporter)
+        self.run = WorkerRun(replace(context, seed=config.seed), strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
         self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
@@ -111,8 +111,8 @@ class Session:
         first, *others = parts.values()
         first.stop_vote = self.run.wants_stop
         synchronizer = Together(context, whole, parts) if others else first
-        if synchronizer.facts:
-            self.run.tell("tuned", synchronizer.facts)
+        self._told: Mapping[str, object] = {}
+        self._tell_facts(synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
         handouts_of = partial(
             Handouts,
@@ -246,6 +246,8 @@ class Session:
         self._is_stepping = True
         outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
         self._is_stepping = False
+        if prepared.synchronizer.facts is not self._told:
+            self._tell_facts(prepared.synchronizer.facts)
         samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
@@ -267,6 +269,12 @@ class Session:
         )
         self._take(outcome)
         self._unsettled = outcome
+
+    def _tell_facts(self, facts: Mapping[str, object]) -> None:
+        """What the strategy has measured or chosen, when it is new."""
+        if facts:
+            self.run.tell("tuned", facts)
+        self._told = facts
 
     def _step_beside(self, synchronizer: Synchronizer, update: Update, *, is_computed: bool = True) -> None:
         """One step of another optimizer. It belongs to the first one's step before it in its round of the script's
@@ -342,7 +350,7 @@ class Session:
             on_position=self._on_position,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
-            lock_step=self.run.strategy.traits.lock_step,
+            takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
         )
         if len(given.loaders) > 1 and self.run.strategy.traits.is_synchronous:
             require_even(name, sharded.is_even)
@@ -356,7 +364,7 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.lock_step):
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "

@@ -56,8 +56,9 @@ def take(
     return Snapshot(worker, groups, {name: thing.state_dict() for name, thing in extra.items()})
 
 
-def with_own_state(snapshot: Snapshot, own: Mapping[str, OwnState]) -> Snapshot:
-    """The snapshot, with what the strategy keeps for this worker alone."""
+def with_own_state(snapshot: Snapshot, own: Mapping[str, OwnState], *, is_first: bool) -> Snapshot:
+    """The snapshot, with what the strategy keeps for this worker; what all have the same is the first one's to keep."""
+    own = {name: state for name, state in own.items() if is_first or state.fate != "same"}
     tensors = {name: state.tensor.detach().cpu().clone() for name, state in own.items()}
     fates = {name: state.fate for name, state in own.items()}
     return replace(snapshot, worker=replace(snapshot.worker, own=tensors, fates=fates))

@@ -47,6 +47,7 @@ class VirtualServer:
         memory_bytes_per_s: float,
         reporter: Reporter,
         request_s: float = 0.0,
+        speed: float = 1.0,
     ) -> None:
         self.core = ServerCore(index=index, epoch=EPOCH)
         self.host = host
@@ -54,6 +55,7 @@ class VirtualServer:
         self._clients: dict[tuple[int, int], Client] = {}  # by the optimizer's number and the rank
         self._timeline, self._network, self._reporter = timeline, network, reporter
         self._memory_bytes_per_s, self._request_s = memory_bytes_per_s, request_s
+        self._speed = speed
         self._free_s = 0.0
 
     def configure(self, spec: ServerSpec) -> None:
@@ -74,6 +76,8 @@ class VirtualServer:
         if message.kind is Kind.EXCHANGE:
             num_shards = len(core.parts) if message.shard == ALL_SHARDS else 1
             self._free_s = max(now_s, self._free_s) + num_shards * self._request_s
+            if client.host != self.host and message.tensor_bytes:
+                self._free_s += core.decode_s(message) / self._speed
         for action in self._actions(core, message, now_s):
             if isinstance(action, Send):
                 self._send(self._clients[number, action.to], action.message)

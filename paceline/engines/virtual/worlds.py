@@ -54,6 +54,15 @@ class Worlds:
             ranks_by_host=self.places.ranks_by_host,
             messages=network(links.between_workers),
         )
+        hosts, leaders = self.places.ranks_by_host, [ranks[0] for ranks in self.places.ranks_by_host]
+        self._groups: list[tuple[Sequence[int], Meeting]] = []
+        """For what the ranks of a host do before hosts meet, those of each host, and last the first ones of all."""
+        if 1 < len(hosts) < job.num_workers:
+            for ranks in (*hosts, leaders):
+                host_of = [self.places.workers[rank] for rank in ranks]
+                by_host = [[place] for place in range(len(ranks))] if ranks is leaders else [list(range(len(ranks)))]
+                meeting = Meeting(timeline, network(links), host_of=host_of, ranks_by_host=by_host)
+                self._groups.append((ranks, meeting))
         self._server_network = network(links.between_workers_and_servers)
         self.servers = [
             VirtualServer(
@@ -64,6 +73,7 @@ class Worlds:
                 memory_bytes_per_s=self._hosts[host].memory_gbyte_per_s * 1e9,
                 request_s=cluster.servers.request_us * _US,
                 reporter=reporter,
+                speed=self._hosts[host].speed,
             )
             for index, host in enumerate(self.places.servers)
         ]
@@ -104,13 +114,16 @@ class Worlds:
         if self._job.num_workers == 1:
             return AloneCollective()
         costs = self._job.cluster.communication
-        return VirtualCollective(
-            self._meeting,
-            process,
-            rank=rank,
-            operation_s=costs.operation_us * _US,
-            message_s=costs.message_us * _US,
-        )
+        operation_s, message_s = costs.operation_us * _US, costs.message_us * _US
+        collective = VirtualCollective(self._meeting, process, rank=rank, operation_s=operation_s, message_s=message_s)
+        own = [
+            VirtualCollective(meeting, process, rank=ranks.index(rank), operation_s=operation_s, message_s=message_s)
+            for ranks, meeting in self._groups
+            if rank in ranks
+        ]
+        if own:
+            collective.divide(own[0], own[1] if len(own) > 1 else None)
+        return collective
 
     def _store(self, rank: int, process: Process, collective: Collective, number: int) -> Store:
         carrier = VirtualCarrier(

@@ -34,12 +34,15 @@ class Pace(Pacing):
         compute: Compute,
         before_step: Callable[[], None],
     ) -> None:
-        self._process = process
+        self._process, self._cost = process, cost
         self._model_pace = partial(_ModelPace, process, times, cost, compute=compute, before_step=before_step)
         self._shares_of = compute.shares_of
 
     def now_s(self) -> float:
         return self._process.now_s
+
+    def spend(self, seconds: float) -> None:
+        self._process.advance(self._cost.on_this_host_s(seconds))
 
     def watch(self, replica: Replica) -> None:
         """Hook the models before anyone else does, so that the clock is right when other hooks are called. Raises

@@ -64,6 +64,37 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
     return "\n".join([*parts, "</svg>", ""])
 
 
+def decay_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
+    """Lines against a logarithmic axis, as an SVG document; points that are not above 0 are left out."""
+    drawn = [Series(one.name, [point for point in one.points if point[1] > 0]) for one in series]
+    every = [point for one in drawn for point in one.points]
+    low, high = (edge(math.log10(each(y for _, y in every))) for edge, each in ((math.floor, min), (math.ceil, max)))
+    right = max(x for x, _ in every)
+    x_step = _nice_step(right)
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        x = _LEFT + point[0] / right * (_WIDTH - _LEFT - _RIGHT)
+        y = _TOP + (high - math.log10(point[1])) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        return round(x, 1), round(y, 1)
+
+    parts = _frame(title)
+    for power in range(low, high + 1):
+        x, y = place((0, 10.0**power))
+        parts.append(f'<path d="M{x} {y} H{_WIDTH - _RIGHT}" stroke="#dddddd"/>')
+        parts.append(_text(x - 8, y + 4, f"{10.0**power:g}", anchor="end"))
+    for number in range(math.floor(right / x_step) + 1):
+        x, y = place((number * x_step, 10.0**low))
+        parts.append(_text(x, y + 20, f"{number * x_step:g}"))
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 18, x_label))
+    parts.append(_text(20, (_TOP + _HEIGHT - _BOTTOM) / 2, y_label, turned=True))
+    for number, one in enumerate(drawn):
+        colour, y = _COLOURS[number % len(_COLOURS)], _TOP + number * _LINE_PX
+        parts.append(_polyline([place(point) for point in one.points], colour, dashed=False))
+        parts.append(_polyline([(_WIDTH - _RIGHT + 12, y), (_WIDTH - _RIGHT + 34, y)], colour, dashed=False))
+        parts.append(_text(_WIDTH - _RIGHT + 40, y + 4, one.name, anchor="start"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def scatter_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str, tolerance: float) -> str:
     """Points on two logarithmic axes of the same range, with the line where both are equal.
 

@@ -4,7 +4,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+_HERE = Path(__file__).parent
+sys.path.insert(0, str(_HERE))
 
 project = "Paceline"
 copyright = "the authors of Paceline, Apache-2.0"
@@ -12,8 +13,6 @@ version = release = version("paceline")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "site_reports"]
 exclude_patterns = ["_build", "design/STATUS.md"]
-# Pages that are still to be written have their place in the navigation as patterns, which may match nothing.
-suppress_warnings = ["toc.empty_glob"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -34,6 +34,8 @@ class WorkerState:
     fates: dict[str, Literal["average", "sum", "reset", "same"]] = field(default_factory=dict)
     """What becomes of each with another number of workers, or under another strategy. What all workers have the same
     is the first one's alone."""
+    beside: dict[str, tuple[int, int, Any]] = field(default_factory=dict)
+    """Of every loader after the first, by name: epoch, batches done, and the data set's state."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Checkpoint:
     """State of what else was given to `prepare`, by name."""
     data: dict[str, Any] = field(default_factory=dict)
     """What tells the data and its batches from others, by name."""
+    optimizers: list[str] = field(default_factory=list)
+    """Names of several, in their order; of one, none."""
 
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file. Raises UsageError if `decode` would refuse something in it."""

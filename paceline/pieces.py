@@ -53,7 +53,7 @@ def read(kind: type[P], text: str, settings: Mapping[str, Any] | None = None) ->
 
     Raises:
         UsageError: no piece of the kind has the name, or it takes no such option, or none of that value; or an option
-            comes twice.
+            comes twice, or the piece refuses its value.
     """
     name, *texts = text.strip().split(":")
     what = kind.__name__.lower()
@@ -73,7 +73,11 @@ def read(kind: type[P], text: str, settings: Mapping[str, Any] | None = None) ->
         if key not in given and _default(field) is MISSING:
             raise UsageError(f"{what} {name} needs {key}, as in {what}={name} and {what}.{key}=...")
     hints = get_type_hints(pieces[name])
-    return pieces[name](**{key: read_value(key, value, hints[key]) for key, value in given.items()})
+    values = {key: read_value(key, value, hints[key]) for key, value in given.items()}
+    try:
+        return pieces[name](**values)
+    except ValueError as error:
+        raise UsageError(f"{what} {name}: {error}") from None
 
 
 def settings_of(piece: Piece) -> dict[str, str]:
@@ -105,6 +109,8 @@ def read_value(name: str, value: Any, hint: Any) -> Any:
     """Text as the type that an option has; other values as they are. Raises UsageError if the text is not of it."""
     if not isinstance(value, str):
         return value
+    if (kind := piece_in(hint)) is not None:
+        return read(kind, value)
     if get_origin(hint) in (Union, types.UnionType):
         if any(value in get_args(part) for part in get_args(hint)):
             return value

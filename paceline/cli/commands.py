@@ -20,7 +20,8 @@ SUMMARIES = {
     "doctor": "Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is "
     "wrong.",
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
-    "strategies": "List every strategy with its options, one line each.",
+    "strategies": "List every strategy with its options, one line each; or show with whom workers exchange under a "
+    "topology.",
 }
 """What the list of commands says, which loads none: the first line of each one's own help."""
 

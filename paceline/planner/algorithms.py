@@ -31,6 +31,8 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
     pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.message_s}
     if algorithm == "ring":
         return sum(setting.ring_of_ranks.parts_s(num_bytes))
+    if algorithm == "naive-ring":  # half as many rounds, with n times the bytes
+        return sum(setting.ring_of_ranks.parts_s(size * num_bytes)) / 2
     if algorithm == "halving-doubling":
         rate, latency_s = _rate_of_halving(setting, num_bytes)
         return costs.halving_doubling_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s)
@@ -57,6 +59,8 @@ def loads(algorithm: str, setting: Setting, num_bytes: float) -> Loads:
         return setting.ring.loads(num_bytes)
     if algorithm == "ring":
         return setting.ring_of_ranks.loads(num_bytes)
+    if algorithm == "naive-ring":
+        return setting.ring_of_ranks.loads(size * num_bytes) * 0.5
     if algorithm == "all-to-all":
         return _among_all(setting, num_bytes / size) * 2
     if algorithm == "reduce-broadcast":

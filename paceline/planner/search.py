@@ -43,6 +43,8 @@ class Point:
     """One worker's time to the target over this one's; none where no statistical efficiency is known."""
     target_s: float | None
     """Time to the target; none where one worker's steps to it are not known."""
+    is_ranked: bool
+    """No plan knows how many more steps workers need whose models differ: what they take is shown, and not ranked."""
 
     @property
     def merit(self) -> float:
@@ -115,6 +117,11 @@ class Plan:
         names = dict.fromkeys(point.prediction.strategy for point in self.points)
         return [best_of([point for point in self.points if point.prediction.strategy == name]) for name in names]
 
+    @property
+    def ranked(self) -> list[Point]:
+        """Those of them that compare, the best first."""
+        return sorted((point for point in self.best_of_each if point.is_ranked), key=lambda point: -point.merit)
+
 
 def require_in_range(
     cluster: Cluster,
@@ -184,10 +191,10 @@ def plan(
     unpriced = tuple(name for name in names if why_unpriced(build(name).traits) is not None)
     priced = [name for name in names if name not in unpriced]
     points = [judge.point(*choice) for name in priced for choice in _choices(cluster, name, most)]
-    found = Plan(cluster, work, tuple(points), best_of(points), (), (), noise, target_batch, unpriced)
+    best = best_of([point for point in points if point.is_ranked])
+    found = Plan(cluster, work, tuple(points), best, (), (), noise, target_batch, unpriced)
     knees = tuple(_knee(judge, curve) for curve in found.curves.values() if len(curve) > 1)
-    ranked = sorted(found.best_of_each, key=lambda point: -point.merit)[:num_checks]
-    return replace(found, knees=knees, checks=tuple(judge.check(point) for point in ranked))
+    return replace(found, knees=knees, checks=tuple(judge.check(point) for point in found.ranked[:num_checks]))
 
 
 def best_of(points: Sequence[Point]) -> Point:
@@ -260,8 +267,8 @@ class _Judge:
             target_speedup = self.base.update_s / (steps * prediction.update_s)
             if self.single_steps is not None:
                 target_s = self.single_steps * steps * prediction.update_s
-        label = Variant.of(strategy).text
-        return Point(label, prediction, self._batch(workers), speedup, target_speedup, target_s)
+        label, is_ranked = Variant.of(strategy).text, workers == 1 or not strategy.traits.workers_differ
+        return Point(label, prediction, self._batch(workers), speedup, target_speedup, target_s, is_ranked)
 
     def check(self, point: Point) -> Check:
         found, strategy = point.prediction, Variant.parse(point.label).strategy

@@ -16,6 +16,8 @@ from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
 from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
+from paceline.planner.coded import coded_mean, settled
+from paceline.planner.cycles import cycle_of
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
@@ -115,9 +117,14 @@ def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_round
 
 def _exchange_of(traffic: Traffic | None, setting: Setting) -> _Exchange:
     if isinstance(traffic, Neighbouring):
-        return partial(_among_neighbours, neighbours.rounds_of(traffic.topology, setting))
+        return partial(_among_neighbours, neighbours.rounds_of(traffic.topology, setting), traffic.behind_computing)
     if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
         return lambda number, now_s, computing_s: now_s + computing_s
+    traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
+    coded = None if traffic.codec is None else coded_mean(traffic.codec, traffic.codec_scope, setting)
+    if coded is not None:
+        exchange_s = coded.time_s + algorithms.operation_s(traffic.algorithm, setting)
+        return lambda number, now_s, computing_s: np.full_like(now_s, float((now_s + computing_s).max()) + exchange_s)
     sizes = buckets.of(traffic, setting)
     num_bytes = [bucket.num_bytes for bucket in sizes]
     if traffic.behind_backward:
@@ -125,11 +132,13 @@ def _exchange_of(traffic: Traffic | None, setting: Setting) -> _Exchange:
     return partial(_after_backward, traffic.algorithm, setting, num_bytes)
 
 
-def _among_neighbours(rounds: list[neighbours.Round], number: int, now_s: Floats, computing_s: Floats) -> Floats:
+def _among_neighbours(
+    rounds: list[neighbours.Round], behind_computing: bool, number: int, now_s: Floats, computing_s: Floats
+) -> Floats:
     """Each worker waits for its neighbours' messages alone."""
-    messages, begin_s = rounds[number % len(rounds)], now_s + computing_s
-    over_s = begin_s.copy()
-    np.maximum.at(over_s, messages.receivers, begin_s[messages.senders] + messages.sent_s)
+    messages, over_s = rounds[number % len(rounds)], now_s + computing_s
+    left_s = now_s if behind_computing else over_s.copy()
+    np.maximum.at(over_s, messages.receivers, left_s[messages.senders] + messages.sent_s)
     return over_s
 
 

@@ -28,6 +28,12 @@ def answer(plan: Plan) -> list[str]:
     lines += _room(plan)
     if plan.unpriced:
         lines.append(f"Left out, since they do not say what they move: {words.listed(plan.unpriced)}.")
+    unranked = [point.label for point in plan.best_of_each if not point.is_ranked]
+    if unranked:
+        lines.append(
+            f"Shown, but not ranked: {words.listed(unranked)}. Their workers' models differ, and no plan knows how "
+            "many more steps that takes; paceline compare measures it."
+        )
     if plan.cluster.communication.unevenness:
         lines.append(_EVEN)
     return [*lines, *_checks(plan.checks)]
@@ -56,7 +62,7 @@ def _knees(plan: Plan) -> list[str]:
     """Knees of the best strategy with no servers; of the best with servers, at one server and the most that help."""
     lines = []
     curved = {knee.strategy for knee in plan.knees}
-    known = [point for point in plan.best_of_each if point.prediction.strategy in curved]
+    known = [point for point in plan.ranked if point.prediction.strategy in curved]
     for has_servers in (False, True):
         alike = [point for point in known if bool(point.prediction.servers) == has_servers]
         if alike:

@@ -11,9 +11,11 @@ from paceline.errors import UsageError, unknown
 from paceline.outer import Momentum, Nesterov
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
+from paceline.strategies.gossip import Gossip
 from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
+from paceline.topology import Chain, OnePeerExponential
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,8 @@ class Entry:
 
     @property
     def is_another_name(self) -> bool:
-        """Whether it is an alias that fixes nothing of its own, as `ps-sync` does."""
-        return self.alias_of is not None and self.fixed == STRATEGIES[self.alias_of].fixed
+        """Whether it is an alias of what is the same unless options say otherwise, as `ps-sync` is."""
+        return self.alias_of is not None and build(self.name) == build(self.alias_of)
 
     @property
     def docs(self) -> dict[str, tuple[Any, str]]:
@@ -115,6 +117,31 @@ for _entry in (
         leaves_out=(*_SYNCHRONOUS, "staleness"),
         summary="the same as ps-asp",
         alias_of="ps-asp",
+    ),
+    Entry(name="gossip", strategy=Gossip, summary="models mixed with those of neighbours; nobody hears everybody"),
+    Entry(
+        name="d-psgd",
+        strategy=Gossip,
+        fixed={"mode": "average"},
+        summary="gossip with the weighted mean of the neighbours' models",
+        alias_of="gossip",
+    ),
+    Entry(
+        name="sgp",
+        strategy=Gossip,
+        fixed={"mode": "push-sum"},
+        defaults={"topology": OnePeerExponential()},
+        summary="gossip by push-sum, over links that need not go both ways",
+        alias_of="gossip",
+    ),
+    Entry(
+        name="relay",
+        strategy=Gossip,
+        fixed={"mode": "relay"},
+        defaults={"topology": Chain()},
+        leaves_out=("order",),
+        summary="gossip in which models travel along a tree, so that all count alike",
+        alias_of="gossip",
     ),
     Entry(name="local-sgd", strategy=LocalUpdates, summary="rounds of local steps, then parameters are averaged"),
     Entry(
@@ -202,6 +229,7 @@ def name_of(strategy: Strategy) -> str:
         entry
         for entry in STRATEGIES.values()
         if type(strategy) is entry.strategy
+        and not entry.is_another_name
         and all(getattr(strategy, key) == value for key, value in entry.fixed.items())
     ]
     if not fitting:

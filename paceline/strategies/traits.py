@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, final
 
+from paceline.codec import Codec
 from paceline.topology import Topology
 
 Unit = Literal["update", "gradient", "round"]
@@ -22,6 +23,8 @@ class AllReduced:
     """Each bucket leaves as soon as backward has filled it."""
     every: int = 1
     """Steps from one exchange to the next."""
+    codec: Codec | None = None
+    codec_scope: Literal["links", "all"] = "links"
     fragments: int = 1
     """Parts that are about as large as one another, and are exchanged one after the other within these steps."""
     delay: int = 0
@@ -43,6 +46,9 @@ class Served:
     """Pushes of a clock that nobody waits for."""
     every: int = 1
     """Steps from one exchange to the next."""
+    codec: Codec | None = None
+    """Of what is pushed."""
+    codec_scope: Literal["links", "all"] = "links"
 
     @property
     def is_bounded(self) -> bool:
@@ -58,6 +64,8 @@ class Neighbouring:
     topology: Topology
     every: int = 1
     """Steps from one exchange to the next."""
+    behind_computing: bool = False
+    """It leaves before the gradient of its step is computed, and is waited for after that."""
 
 
 Traffic = AllReduced | Served | Neighbouring
@@ -74,6 +82,10 @@ class Traits:
     tells_stop: bool = False
     """The exchange of a step carries a worker's wish to stop to all others. Otherwise workers pause now and then to
     agree on it."""
+    workers_differ: bool = False
+    """Each worker has a model of its own, whose distance to the mean is recorded with every evaluation."""
+    own_scores: bool = False
+    """Each worker then evaluates its own model, too."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None

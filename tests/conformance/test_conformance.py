@@ -164,7 +164,7 @@ def test_schedule_reaches_the_update(row: Row, tmp_path: Path) -> None:
     sums = [evaluation.metrics["sum"] for evaluation in result.evaluations]
     assert len({*sums[:3]}) == 3
     if row.is_plain:  # else momentum goes on
-        assert sums[-1] == sums[3]
+        assert sums[-1] == pytest.approx(sums[3], rel=1e-6)
 
 
 def freeze_by_group(worker: Worker, out: Path) -> None:
@@ -180,7 +180,7 @@ def freeze_by_group(worker: Worker, out: Path) -> None:
 def test_groups_keep_their_settings(row: Row, tmp_path: Path) -> None:
     after = row.run(freeze_by_group, tmp_path).model_state()
     before = kept(tmp_path, "before-0")
-    assert torch.equal(after["2.weight"], before["2.weight"])
+    torch.testing.assert_close(after["2.weight"], before["2.weight"])
     assert not torch.allclose(after["0.weight"], before["0.weight"])
 
 
@@ -218,13 +218,13 @@ def test_non_finite_gradient_is_skipped(row: Row, tmp_path: Path) -> None:
     assert all(tensor.isfinite().all() for tensor in result.model_state().values())
     applied = [record.staleness >= 0 for record in result.steps]
     if not row.drops_gradients:  # one worker's gradient is enough to void an update that is made of all
-        num_void = row.workers if row.updates_are_joint and not row.is_local else 1
+        num_void = row.workers if row.updates_are_joint and not (row.is_local or row.workers_differ) else 1
         assert applied.count(False) == num_void, "what was not applied has no staleness"
     num_steps = NUM_SAMPLES // BATCH_SIZE // row.workers
     if row.is_local:
         assert result.iteration == num_steps // row.steps_an_iteration
     elif row.is_deterministic:
-        assert result.iteration == num_steps - 1
+        assert result.iteration == num_steps - (not row.workers_differ)
     if not row.updates_are_joint:
         assert result.iteration == num_steps * row.workers - 1
 

@@ -172,7 +172,7 @@ def test_large_tensors_travel_in_pieces(name: str, size: int, monkeypatch: pytes
     assert max(num_bytes for rank in ranks for _, num_bytes in rank.sent) == 4096
 
 
-@pytest.mark.parametrize("name", ["reduce-broadcast", "all-to-all"])
+@pytest.mark.parametrize("name", ["reduce-broadcast", "all-to-all", "naive-ring"])
 def test_half_precision_is_accumulated_in_float32(name: str) -> None:
     """257 ones in a row: in bfloat16 a sum of ones stays at 256, in float16 one of 40000s overflows."""
     for dtype, value, size in ((torch.bfloat16, 128.0, 9), (torch.float16, 40000.0, 3)):
@@ -255,11 +255,17 @@ def test_a_tree_sends_what_its_docstring_says() -> None:
     assert sent[0] <= 2.5
 
 
-def test_the_ring_sends_to_the_next_rank_only() -> None:
-    ranks = all_reduce_in_threads("ring", [torch.ones(50) for _ in range(5)])
+@pytest.mark.parametrize(("name", "num_rounds"), [("ring", 2 * 4), ("naive-ring", 4)])
+def test_rings_send_to_the_next_rank_only(name: str, num_rounds: int) -> None:
+    ranks = all_reduce_in_threads(name, [torch.ones(50) for _ in range(5)])
     for rank in ranks:
         assert {destination for destination, _ in rank.sent} == {(rank.rank + 1) % 5}
-        assert len(rank.sent) == 2 * 4
+        assert len(rank.sent) == num_rounds
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_naive_ring_sends_whole_tensors(size: int) -> None:
+    assert bytes_sent("naive-ring", size) == [size - 1] * size
 
 
 # --- arguments, and the work --------------------------------------------------------------------------------------

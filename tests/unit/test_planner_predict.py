@@ -71,6 +71,7 @@ def test_on_alike_hosts_it_is_the_textbook(n: int) -> None:
     ring = costs.ring_s(n, total, bytes_per_s=B)
     assert exchange_s("ring", n) == pytest.approx(ring, rel=1e-3)
     assert exchange_s("all-reduce", n, algorithm="all-to-all") == pytest.approx(ring, rel=1e-3)
+    assert exchange_s("all-reduce", n, algorithm="naive-ring") == pytest.approx((n - 1) * total / B, rel=1e-3)
     halving = costs.halving_doubling_s(n, total, bytes_per_s=B)
     assert exchange_s("all-reduce", n, algorithm="halving-doubling") == pytest.approx(halving, rel=1e-3)
     # Pieces go both ways at once, as far as workers that were answered in turns do not hold up the first of them.
@@ -190,6 +191,7 @@ SYNCHRONOUS = [
     ("all-reduce", {"bucket_mb": 1.0}),
     *(("all-reduce", {"algorithm": name}) for name in ("ring", "tree", "halving-doubling", "reduce-broadcast")),
     ("all-reduce", {"algorithm": "all-to-all"}),
+    ("all-reduce", {"algorithm": "naive-ring"}),
     ("ps-bsp", {}),
     ("ps-bsp", {"servers": 3}),
 ]
@@ -291,6 +293,7 @@ def engine_step_s(tmp_path: Path, strategy: str, workers: int, cluster: Cluster,
         ("all-reduce", 5, {"algorithm": "ring"}, {}),
         ("all-reduce", 6, {"algorithm": "halving-doubling"}, {}),
         ("all-reduce", 4, {"algorithm": "all-to-all"}, {}),
+        ("all-reduce", 4, {"algorithm": "naive-ring"}, {"latency_us": 100.0}),
         ("all-reduce", 8, {"algorithm": "tree"}, {"latency_us": 100.0}),
         ("all-reduce", 8, {"bucket_mb": 1.0}, {"workers": 2, "memory": 10.0}),
         ("ps-bsp", 4, {"combine": "never"}, {"latency_us": 100.0}),

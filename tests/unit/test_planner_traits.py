@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -18,7 +17,7 @@ from paceline.strategies import STRATEGIES, Entry
 from paceline.strategies.base import Context, Replica, Strategy, Synchronizer
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic, Traits, Unit
-from paceline.topology import Everybody, Graph, Ring, Topology
+from paceline.topology import Chain, Everybody, Graph, OnePeerExponential, Ring, Topology
 
 B = 125e6
 STEP_S = 0.1
@@ -74,6 +73,16 @@ def test_neighbours_by_hand() -> None:
     assert predict(cluster, strategy=strategy, workers=1, work=WORK).step_s == pytest.approx(STEP_S)
 
 
+def test_messages_that_leave_before_the_gradient_hide_behind_it() -> None:
+    """64 ms of 100 behind a step; of a model twice as large, 28 are seen."""
+    behind = Declared(traffic=(Neighbouring(topology=Ring(), behind_computing=True),))
+    found = predict(cluster_of(), strategy=behind, workers=8, work=WORK)
+    assert found.step_s == pytest.approx(STEP_S)
+    assert found.hidden_s == pytest.approx(2 * 4e6 / B)
+    slow = predict(cluster_of(), strategy=behind, workers=8, work=replace(WORK, tensor_bytes=(8_000_000,)))
+    assert slow.step_s == pytest.approx(4 * 4e6 / B)
+
+
 def test_the_slowest_link_decides() -> None:
     """Racks of four: the two workers at the ends of each share nothing but the cable, of a tenth of a card's rate."""
     racks = Racks(hosts=4, bandwidth_gbit_per_s=0.1, latency_us=0.0)
@@ -83,21 +92,10 @@ def test_the_slowest_link_decides() -> None:
     assert found.resource == "a rack's cable"
 
 
-@dataclass(frozen=True)
-class _OnePeer(Topology):
-    """One worker before this one: 1, 2, 4, ... places before, in turns (Assran et al., ICML 2019)."""
-
-    def period(self, size: int) -> int:
-        return max(1, (size - 1).bit_length())
-
-    def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        return {rank: 0.5, (rank - 2**step) % size: 0.5}
-
-
 def test_links_are_loaded_with_the_mean_of_a_period() -> None:
     """Racks of two, with a fast cable: one of two messages leaves them at 1 place's distance, both at 2 and 4."""
     racks = Racks(hosts=2, bandwidth_gbit_per_s=10.0, latency_us=0.0)
-    strategy = Declared(traffic=(Neighbouring(topology=_OnePeer()),))
+    strategy = Declared(traffic=(Neighbouring(topology=OnePeerExponential()),))
     found = predict(cluster_of(racks=racks), strategy=strategy, workers=8, work=WORK)
     expected = {"worker's card": 4e6, "rack's cable": (1 + 2 + 2) / 3 * 4e6, "core": (4 + 8 + 8) / 3 * 4e6}
     assert found.link_bytes == pytest.approx(expected)
@@ -111,9 +109,13 @@ def test_a_graph_of_other_workers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("distribution", [{}, {"distribution": "log-normal", "variation": 0.3}])
-@pytest.mark.parametrize("topology", [Ring(), Everybody(), _OnePeer(), Graph(networkx.path_graph(12))])
-def test_neighbours_are_waited_for_as_in_the_simulator(topology: Topology, distribution: dict[str, object]) -> None:
-    cluster, strategy = cluster_of(**distribution), Declared(traffic=(Neighbouring(topology=topology),))
+@pytest.mark.parametrize("topology", [Ring(), Everybody(), OnePeerExponential(), Chain()], ids=repr)
+@pytest.mark.parametrize("behind_computing", [False, True])
+def test_neighbours_are_waited_for_as_in_the_simulator(
+    topology: Topology, distribution: dict[str, object], behind_computing: bool
+) -> None:
+    moved = Neighbouring(topology=topology, behind_computing=behind_computing)
+    cluster, strategy = cluster_of(**distribution), Declared(traffic=(moved,))
     work = replace(WORK, tensor_bytes=(4000,))
     found = predict(cluster, strategy=strategy, workers=12, work=work)
     simulated = simulate(cluster, strategy=strategy, workers=12, work=work, steps=300)

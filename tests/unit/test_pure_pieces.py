@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import networkx
 import pytest
 import torch
 from hypothesis import given
@@ -13,65 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.aggregate import Contribution
-from paceline.codec import Half
 from paceline.correction import Proximal, correct
 from paceline.schedule import Every
-from paceline.topology import Everybody, Graph, Ring, Topology
 from paceline.transform import ClipNorm, Transform, inward, outward
-
-# --- topology --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("topology", "size", "norm"),
-    [
-        (Ring(), 8, 0.8047),
-        (Ring(), 16, 0.9493),
-        (Ring(), 32, 0.9872),
-        (Graph(networkx.star_graph(7)), 8, 0.875),
-        (Graph(networkx.star_graph(15)), 16, 0.9375),
-        (Graph(networkx.path_graph(8)), 8, 0.9493),
-        (Graph(networkx.path_graph(32)), 32, 0.9968),
-        (Everybody(), 8, 0.0),
-    ],
-    ids=["ring-8", "ring-16", "ring-32", "star-8", "star-16", "chain-8", "chain-32", "everybody"],
-)
-def test_contraction_is_the_published_one(topology: Topology, size: int, norm: float) -> None:
-    assert topology.contraction(size) == pytest.approx(norm, abs=5e-5)
-    assert topology.spectral_gap(size) == pytest.approx(1 - norm, abs=5e-5)
-
-
-@given(size=st.integers(1, 12), edges=st.sets(st.tuples(st.integers(0, 11), st.integers(0, 11))))
-def test_any_graph_mixes_to_the_mean_of_its_parts(size: int, edges: set[tuple[int, int]]) -> None:
-    graph = networkx.empty_graph(size)
-    graph.add_edges_from((a, b) for a, b in edges if a < size and b < size)
-    matrix = Graph(graph).matrix(0, size)
-    torch.testing.assert_close(matrix, matrix.T)
-    torch.testing.assert_close(matrix.sum(1), torch.ones(size, dtype=torch.float64))
-    assert bool((matrix >= 0).all())
-    for rank in range(size):
-        near = Graph(graph).neighbours(0, rank, size)
-        assert set(near.sends_to) == set(near.receives_from) == {other for other in graph[rank] if other != rank}
-
-
-def test_receivers_are_those_whose_sources_name_the_sender() -> None:
-    @dataclass(frozen=True)
-    class Onward(Topology):
-        def sources(self, step: int, rank: int, size: int) -> dict[int, float]:
-            return {rank: 0.5, (rank - step - 1) % size: 0.5}
-
-        def period(self, size: int) -> int:
-            return 2
-
-    assert Onward().neighbours(0, 1, 5).sends_to == {2: 0.5}
-    assert Onward().neighbours(3, 1, 5).sends_to == {3: 0.5}
-    assert dict(Onward().neighbours(2, 1, 5).receives_from) == {0: 0.5}
-
-
-def test_a_graph_of_other_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="workers 0 to 3"):
-        Graph(networkx.path_graph(3)).neighbours(0, 0, 4)
-
 
 # --- schedule and codec ----------------------------------------------------------------------------------------------
 
@@ -84,26 +27,6 @@ def test_a_period_is_due_once_in_it(period: int, num_steps: int) -> None:
 def test_a_period_is_at_least_one_step() -> None:
     with pytest.raises(ValueError, match="at least 1, not 0"):
         Every(0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_rounding_leaves_out_is_not_lost(dtype: torch.dtype) -> None:
-    """What was sent, and the memory, are together the sum of what was to be sent."""
-    codec, generator = Half(dtype), torch.Generator().manual_seed(0)
-    like = torch.zeros(1000)
-    memory, total, sent = codec.start(like), torch.zeros(1000).double(), torch.zeros(1000).double()
-    for _ in range(100):
-        tensor = torch.randn(1000, generator=generator)
-        before = tensor.clone()
-        encoded = codec.encode(tensor, memory)
-        assert torch.equal(tensor, before)
-        assert encoded.num_bytes == 2000
-        memory = encoded.memory
-        total += tensor
-        sent += codec.decode(encoded.payload, like)
-    assert memory is not None
-    assert float((sent + memory - total).abs().max()) <= 1e-6 * float(total.abs().max())
-    assert float(memory.abs().max()) > 0
 
 
 # --- correction and transform ----------------------------------------------------------------------------------------

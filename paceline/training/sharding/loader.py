@@ -69,6 +69,8 @@ class ShardedLoader:
         self._num_idle_epochs = 0
         self.identity = self._source.identity()
         """What tells this data from other data, by name."""
+        self.is_even = self._source.is_even
+        """Whether all batches are known to count alike on all ranks, or nothing is known."""
         _require_same(self.identity, gather)
 
     def __len__(self) -> int:

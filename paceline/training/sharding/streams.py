@@ -42,6 +42,7 @@ class Stream:
     def __init__(
         self, loader: DataLoader[Any], *, rank: int, size: int, seed: int, gather: Gather, takes_equal_steps: bool
     ) -> None:
+        self.is_even = True
         self._loader, self._rank, self._size = loader, rank, size
         self._gather, self._takes_equal_steps = gather, takes_equal_steps
         self._is_split = bool(getattr(loader.dataset, SPLITS_BY_RANK, False))

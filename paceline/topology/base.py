@@ -4,19 +4,19 @@ A subclass says from whom a worker takes what, with which weight. The rest is de
 the spectral gap.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from paceline.pieces import Piece
 
-if TYPE_CHECKING:
-    import networkx
+_SHADES = "·░▒▓█"
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,17 @@ class Topology(Piece, ABC):
         return weights
 
     @final
+    def drawing(self, step: int, size: int) -> str:
+        """The mixing matrix as text: a line for each worker that receives, darker where a sender counts more."""
+        width = len(str(size - 1))
+        columns = " ".join(f"{rank:>{width}}" for rank in range(size))
+        rows = [
+            " ".join(_SHADES[math.ceil(weight * (len(_SHADES) - 1))] * width for weight in row.clamp(0, 1).tolist())
+            for row in self.matrix(step, size)
+        ]
+        return "\n".join([f"{'':>{width}} {columns}", *(f"{rank:>{width}} {row}" for rank, row in enumerate(rows))])
+
+    @final
     def contraction(self, size: int) -> float:
         """The 2-norm of W - J over a period, J averaging all: by this the distance to the mean shrinks at least."""
         product = torch.eye(size, dtype=torch.float64)
@@ -57,6 +68,42 @@ class Topology(Piece, ABC):
     def spectral_gap(self, size: int) -> float:
         """What a period takes off the distance to the mean: 1 is all of it, 0 nothing."""
         return 1 - self.contraction(size)
+
+    @final
+    def keeps_mean(self, size: int) -> bool:
+        """Whether mixing keeps the mean of all workers: every row and column of each matrix sums to one."""
+        for step in range(self.period(size)):
+            columns = [0.0] * size
+            for rank in range(size):
+                sources = self.sources(step, rank, size)
+                if not math.isclose(sum(sources.values()), 1):
+                    return False
+                for source, weight in sources.items():
+                    columns[source] += weight
+            if not all(math.isclose(column, 1) for column in columns):
+                return False
+        return True
+
+    @final
+    def joins_all(self, size: int) -> bool:
+        """Whether what any worker has reaches every other in the end."""
+        heard: list[set[int]] = [set() for _ in range(size)]
+        for step in range(self.period(size)):
+            for rank in range(size):
+                heard[rank].update(self.sources(step, rank, size))
+        told: list[set[int]] = [set() for _ in range(size)]
+        for rank, sources in enumerate(heard):
+            for source in sources:
+                told[source].add(rank)
+        return len(_reached(heard)) == len(_reached(told)) == size
+
+    @final
+    def num_sent(self, size: int) -> tuple[float, int]:
+        """How many models a worker sends at a step: on the average of workers and steps, and at most."""
+        sent = [
+            len(self.neighbours(step, rank, size).sends_to) for step in range(self.period(size)) for rank in range(size)
+        ]
+        return sum(sent) / len(sent), max(sent)
 
 
 @final
@@ -71,44 +118,13 @@ class Neighbours:
     """The weight with which each receiver mixes it in."""
 
 
-@final
-@dataclass(frozen=True)
-class Everybody(Topology, name="everybody"):
-    """All workers with equal weights: what all-reduce does."""
-
-    def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        return dict.fromkeys(range(size), 1 / size)
-
-
-@final
-@dataclass(frozen=True)
-class Ring(Topology, name="ring"):
-    """The two workers beside this one, a third each (Lian et al., NeurIPS 2017, section 5).
-
-    >>> round(Ring().contraction(8), 4)
-    0.8047
-    """
-
-    def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        members = {rank, (rank - 1) % size, (rank + 1) % size}
-        return dict.fromkeys(sorted(members), 1 / len(members))
-
-
-@final
-@dataclass(frozen=True)
-class Graph(Topology):
-    """Any undirected graph over the workers' ranks, with Metropolis-Hastings weights (Xiao & Boyd, 2004, section 3):
-    1 / (1 + the larger of both degrees) for each neighbour, and the rest for the worker itself."""
-
-    graph: "networkx.Graph[Any]" = field(hash=False)
-    """Its nodes are the ranks, 0 to the number of workers less one."""
-
-    def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        if self.graph.number_of_nodes() != size or rank not in self.graph:
-            raise ValueError(f"the graph has the nodes {sorted(self.graph)}, the run has the workers 0 to {size - 1}")
-        degree = self.graph.degree
-        weights = {other: 1 / (1 + max(degree[rank], degree[other])) for other in self.graph[rank] if other != rank}
-        return {rank: 1 - sum(weights.values()), **weights}
+def _reached(links: Sequence[Set[int]]) -> set[int]:
+    """Whoever can be reached from the first."""
+    found, edge = {0}, [0]
+    while edge:
+        edge = [other for other in {other for node in edge for other in links[node]} if other not in found]
+        found.update(edge)
+    return found
 
 
 @lru_cache(maxsize=4096)

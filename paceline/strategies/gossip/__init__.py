@@ -1,0 +1,5 @@
+"""Gossip: every worker mixes its model with some others', and nobody with all."""
+
+from paceline.strategies.gossip.strategy import Gossip
+
+__all__ = ["Gossip"]

@@ -1,0 +1,53 @@
+"""Carries a mixer's parcels to neighbours and back."""
+
+from collections.abc import Mapping
+from typing import final
+
+from paceline.comm.base import Collective, Timing, Work
+from paceline.strategies.gossip.parcel import Parcel
+from paceline.strategies.overlap import Overlap
+from paceline.strategies.pacing import Pacing
+
+
+@final
+class Links:
+    """One exchange at a time, from `start` to `wait`."""
+
+    def __init__(self, collective: Collective, pacing: Pacing) -> None:
+        self._collective = collective
+        self._overlap = Overlap(collective.timing, now_s=pacing.now_s)
+        self._works: list[Work] = []
+        self.are_busy = False
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        return (self._collective.timing, self._overlap.timing)
+
+    def start(self, outgoing: Mapping[int, Parcel], incoming: Mapping[int, Parcel]) -> None:
+        """Parcels must be left alone until `wait` returns."""
+        rank, size = self._collective.rank, self._collective.size
+        peers = sorted({*outgoing, *incoming}, key=lambda peer: (peer - rank) % size)  # not all to one peer first
+        sends = [(peer, False) for peer in peers if peer in outgoing]
+        receives = [(peer, True) for peer in peers if peer in incoming]
+        posts = receives + sends
+        if not self._collective.can_receive_first:  # of each two, the lower rank sends first
+            posts.sort(key=lambda post: (post[0], post[1] == (rank < post[0])))
+        for peer, is_received in posts:
+            if is_received:
+                self._works.append(self._collective.recv(incoming[peer].buffer, source=peer))
+            else:
+                self._works.append(self._collective.send(outgoing[peer].buffer, destination=peer))
+        self.are_busy = True
+        self._overlap.begin()
+
+    def settle(self) -> None:
+        """Nothing is on its way any more; what has come is still to be waited for."""
+        self._overlap.end()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def wait(self) -> None:
+        """Everything has come."""
+        self.settle()
+        self.are_busy = False

@@ -1,0 +1,57 @@
+"""The contract of a mixer: what a worker sends at a step, and what becomes of its model. No network, no clock."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import final
+
+from torch import Tensor
+
+from paceline.strategies.gossip.parcel import Parcel
+from paceline.topology import Neighbours, Topology
+
+
+class Mixer(ABC):
+    """One worker's. Steps are counted from 0, exchanges alone."""
+
+    def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int) -> None:
+        self.topology, self.own, self.rank, self.size = topology, own, rank, size
+        self._received: list[Parcel] = []
+
+    @abstractmethod
+    def outgoing(self, step: int) -> Mapping[int, Parcel]:
+        """What each receiver is sent."""
+
+    @abstractmethod
+    def incoming(self, step: int) -> Mapping[int, Parcel]:
+        """Where each sender's parcel is to be put."""
+
+    @abstractmethod
+    def mix(self, step: int) -> None:
+        """Everything is there: join it with this worker's own."""
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Have the optimizer step on this worker's own values."""
+        step()
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next exchanges depend on besides the own values, to be loaded in place."""
+        return {}
+
+    @final
+    def near(self, step: int) -> Neighbours:
+        return self.topology.neighbours(step, self.rank, self.size)
+
+    @final
+    def kept(self, senders: Mapping[int, float]) -> dict[int, Parcel]:
+        """A parcel for each sender, the same again at every step."""
+        while len(self._received) < len(senders):
+            self._received.append(self.own.alike())
+        return dict(zip(senders, self._received, strict=False))
+
+
+def weigh(own: Parcel, others: Mapping[int, Parcel], own_weight: float, weights: Mapping[int, float]) -> None:
+    """`own` becomes the weighted sum, value by value."""
+    for index, values in enumerate(own.values):
+        values.mul_(own_weight)
+        for sender, weight in weights.items():
+            values.add_(others[sender].values[index], alpha=weight)

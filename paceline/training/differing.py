@@ -1,0 +1,44 @@
+"""Workers whose models differ: how far they are from their mean, and how good each is on its own."""
+
+import math
+from typing import final
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.records import MetricRecord
+from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.worker_run import WorkerRun
+
+CONSENSUS_DISTANCE = "consensus_distance"
+"""The root of the mean over workers of the squared distance of their parameters to the mean model's."""
+
+
+@final
+class Differing:
+    """One look. Made before the mean model is put in place."""
+
+    def __init__(self, run: WorkerRun) -> None:
+        self._run, self._model = run, run.prepared.replica.model
+        self._own = [parameter.detach().clone() for parameter in self._model.parameters()]
+
+    def record_distance(self) -> None:
+        """While the mean model is in place. Collective call."""
+        parts = zip(self._own, self._model.parameters(), strict=True)
+        squared = sum(float(torch.linalg.vector_norm(own - mean.detach()).double() ** 2) for own, mean in parts)
+        everyone = self._run.context.collective.all_gather_object(squared)
+        if self._run.context.rank == 0:
+            self._record(CONSENSUS_DISTANCE, math.sqrt(sum(everyone) / len(everyone)))
+
+    def record_scores(self, evaluation: Evaluation) -> None:
+        """After the worker's own model has come back: as `own_accuracy` and so on."""
+        try:
+            found = evaluate(evaluation, self._model, target=None, now_s=self._run.context.pacing.now_s)
+        except UsageError:
+            return  # the mean model's evaluation has said so to all
+        for name, value in found.metrics.items():
+            self._record(f"own_{name}", value)
+
+    def _record(self, name: str, value: float) -> None:
+        run = self._run
+        run.reporter.emit(MetricRecord(run.context.rank, run.steps, run.iteration, run.clock.now_s, name, value))

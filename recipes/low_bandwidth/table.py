@@ -3,7 +3,7 @@
     python recipes/low_bandwidth/table.py
     python recipes/low_bandwidth/table.py --dataset cifar10 --lr 0.02
 
-Each row is the mean and the range over the seeds, on the virtual engine. What came out is in docs/local_updates.md.
+Each row is the mean and the range over the seeds, on the virtual engine.
 """
 
 import argparse

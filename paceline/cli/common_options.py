@@ -34,6 +34,22 @@ Insecure = Annotated[
 EvalEvery = Annotated[int | None, typer.Option(help="Iterations between evaluations.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that any wait for a peer may take.")]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--target",
+        help="What to reach; the run ends when evaluations hold it. May be repeated: the hardest ends it.",
+        metavar="METRIC=VALUE",
+    ),
+]
+Hold = Annotated[
+    int | None,
+    typer.Option(
+        help="Evaluations in a row that must reach the target.",
+        show_default="up to 3, by num_samples of the evaluation",
+    ),
+]
+AfterTarget = Annotated[str, typer.Option(help="stop, or continue to the end of the budget.", metavar="stop|continue")]
 Track = Annotated[
     list[str] | None, typer.Option(help="Send numbers to mlflow or wandb; may be repeated.", metavar="SERVICE")
 ]

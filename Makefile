@@ -6,10 +6,11 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
+DOCS_STAMP := $(VENV)/.complete-docs
 # Two tests at a time: much of a test of processes is waiting for them to start.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -28,11 +29,15 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict paceline
 	$(BIN)/lint-imports
 
+# A warning fails it. The site is docs/_build/index.html.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/throughput.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp lies in the environment and is written last: an installation that broke off leaves none.
@@ -43,4 +48,8 @@ $(STAMP): pyproject.toml constraints.txt
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@

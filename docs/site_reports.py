@@ -1,7 +1,7 @@
 """The directive `report`: what a study in docs/gallery says, and its report, made anew with the site.
 
-A study is kept as `study.json` and its tables. The directive's text is the study's name, or several names, which are then
-side by side in one report.
+A study is kept as `study.json` and its tables. The directive's text is the study's name, or several names, which are
+then side by side in one report.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ class Report(Directive):
         for directory in directories:
             environment.note_dependency(str(directory / "study.json"))
         file = f"{'-and-'.join(names)}.html"
-        report_page.write(directories, Path(environment.app.outdir) / REPORTS / file)
+        studies = [Study.open(directory) for directory in directories]
+        path = Path(environment.app.outdir) / REPORTS / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(report_page.render([report_page.page_of(study) for study in studies]), encoding="utf-8")
         said = nodes.bullet_list()
-        for directory in directories:
-            study = Study.open(directory)
+        for study in studies:
             text = f"{study.spec.cluster.name if study.spec.cluster else 'Real processes'}: {study.verdict.lines[0]}"
-            said += nodes.list_item("", nodes.paragraph(text=text))
             command = shlex.join(study.spec.command(out=f"studies/{study.name}"))
-            said += nodes.literal_block(command, command, language="text")
+            block = nodes.literal_block(command, command, language="text")
+            said += nodes.list_item("", nodes.paragraph(text=text), block)
         up = "../" * environment.docname.count("/")
         link = nodes.raw("", f'<p><a href="{up}{REPORTS}/{file}">The report</a></p>', format="html")
         return [said, link]

@@ -2,12 +2,14 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from paceline.errors import UsageError
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+AfterTarget = Literal["stop", "continue"]
 _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|(?<![a-z0-9])(mae|mse|rmse|nll|wer|cer)(?![a-z0-9])")
 
 
@@ -55,6 +57,18 @@ class Target:
         return f"{self.metric}{'>=' if self.rising else '<='}{self.value:.15g}"
 
 
+def in_order(targets: Iterable[Target]) -> list[Target]:
+    """The targets of one metric from the easiest to the hardest; those of several as they come. The last one decides.
+
+    >>> [str(target) for target in in_order(map(Target.parse, ("loss=0.3", "loss=0.5")))]
+    ['loss<=0.5', 'loss<=0.3']
+    """
+    found = list(targets)
+    if len({(target.metric, target.rising) for target in found}) == 1:
+        found.sort(key=lambda target: target.value if target.rising else -target.value)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Budget, cadence and environment of one run. Raises UsageError, which names the value, if one is out of range."""
@@ -66,15 +80,20 @@ class RunConfig:
     eval_every: int | None = None
     """Iterations between evaluations; none: only at the end."""
     checkpoint_every: int | None = None
-    """Iterations between checkpoints; none: at evaluations at least 30 s apart, and at the end."""
+    """Iterations between checkpoints; none: so often that a killed run loses at most 30 s, and at the end."""
     target: Target | None = None
+    hold: int | None = None
+    """Evaluations in a row that reach the target for it to count; none: as `training/holding.py` says."""
+    after_target: AfterTarget = "stop"
     seed: int = 0
     device: DeviceChoice = "auto"
     deadline_s: float = 300.0
     """How long any wait for a peer may take."""
+    strict: bool = False
+    """Lock-step workers compare their parameters after every step."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "eval_every", "checkpoint_every", "max_time_s", "deadline_s"):
+        for name in ("max_steps", "eval_every", "checkpoint_every", "hold", "max_time_s", "deadline_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be positive, not {value}")
@@ -82,6 +101,8 @@ class RunConfig:
             raise UsageError(f"seed must be in 0..2^63-1, not {self.seed}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError(f"device must be auto, cpu or cuda, not {self.device!r}")
+        if self.after_target not in ("stop", "continue"):
+            raise UsageError(f"after-target must be stop or continue, not {self.after_target!r}")
         if self.target is not None and self.eval_every is None:
             object.__setattr__(self, "eval_every", DEFAULT_EVAL_EVERY)
 

@@ -62,6 +62,14 @@ class Segment:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
+    def zero_padding(self, flat: Tensor) -> None:
+        """Of the segment, or of what lies before its tail: what came between tensors goes, such as from a codec."""
+        ends = [0, *(slot.stop for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.num_elements - self.tail]
+        for start, stop in zip(ends, starts, strict=True):
+            if start < stop:
+                flat[start:stop].zero_()
+
     def view(self, buffer: Tensor) -> Tensor:
         """The segment as a 1-D tensor of its dtype; `buffer` is the layout's whole uint8 buffer."""
         return buffer[self.start_bytes : self.start_bytes + self.num_bytes].view(self.dtype)

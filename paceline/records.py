@@ -106,6 +106,9 @@ _METRIC_ROW = "%d,%d,%d,%r,%s,%r\n"
 class Reporter(ABC):
     """Where a worker's or server's facts go, and where word to stop comes from."""
 
+    keeps_files: ClassVar[bool] = True
+    """Whether anything becomes of files."""
+
     @abstractmethod
     def emit(self, record: Record) -> None:
         """Keep one record; must not block a training step."""
@@ -123,6 +126,8 @@ class Reporter(ABC):
 @final
 class NullReporter(Reporter):
     """A script run on its own, with no result directory."""
+
+    keeps_files: ClassVar[bool] = False
 
     def emit(self, record: Record) -> None:
         pass

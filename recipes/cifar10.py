@@ -62,7 +62,7 @@ def main() -> None:
         for x, y in test_loader:
             x, y = x.to(worker.device), y.to(worker.device)
             num_correct += (model(x).argmax(dim=1) == y).sum().item()
-        return {"accuracy": num_correct / len(test)}
+        return {"accuracy": num_correct / len(test), "num_samples": len(test)}
 
     for _ in range(args.epochs):
         for x, y in loader:

@@ -24,8 +24,16 @@ def compare(
         str, typer.Option(help="Names from `paceline strategies`, with options as in ps-bsp:servers=2.", metavar="A,B")
     ] = "all-reduce,ps-bsp,ps-asp",
     workers: Annotated[str, typer.Option(help="Numbers of workers.", metavar="N,N")] = "1,2",
-    target: Annotated[
-        str | None, typer.Option(help="What to reach; each run ends when an evaluation does.", metavar="METRIC=VALUE")
+    target: common_options.Targets = None,
+    hold: common_options.Hold = None,
+    after_target: common_options.AfterTarget = "stop",
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Values of a script's option to try, once for each combination, which is judged with its best; may be "
+            "repeated.",
+            metavar="OPTION=A,B",
+        ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="How many, as 3, or which, as 0,1,2.", metavar="N")] = "3",
     engine: common_options.Engine = "ray",
@@ -67,6 +75,9 @@ def compare(
         seeds=parse_seeds(seeds),
         arguments=arguments or (),
         target=target,
+        hold=hold,
+        after_target=after_target,
+        tune=tuple(tune or ()),
         max_steps=max_steps,
         max_time_s=max_time,
         eval_every=eval_every,

@@ -17,8 +17,8 @@ from paceline.lab.spec import StudySpec
 _STRATEGIES = ("all-reduce", "ps-bsp", "ps-asp")
 _HERE, _LAB = (1, 2), (1, 8)
 _CLUSTER = "lab-1gbe"
-_ARGUMENTS = ("--lr", "0.01", "--scale-lr", "--batch-size", "64", "--epochs", "100")
-_EVAL_EVERY = 20
+_ARGUMENTS = ("--lr", "0.02", "--scale-lr", "--batch-size", "64", "--epochs", "100")
+_EVAL_EVERY = 5
 
 
 def demo(

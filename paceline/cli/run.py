@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli import beginning, common_options, crowding, exit_codes
-from paceline.config import DeviceChoice, RunConfig
+from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target, in_order
 from paceline.engines.scripting import read_script
 from paceline.errors import RunFailed, UsageError
 from paceline.lab.tracking import Tracking
@@ -42,15 +42,18 @@ def run(
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
-            help="Iterations between checkpoints.", show_default="every 30 s, at an evaluation, and at the end"
+            help="Iterations between checkpoints.", show_default="a killed run loses at most 30 s; at the end"
         ),
     ] = None,
-    target: Annotated[
-        str | None, typer.Option(help="End when an evaluation reaches this.", metavar="METRIC=VALUE")
-    ] = None,
+    target: common_options.Targets = None,
+    hold: common_options.Hold = None,
+    after_target: common_options.AfterTarget = "stop",
     seed: Annotated[int, typer.Option(help="Of the model, the data order and every random generator.")] = 0,
     device: common_options.Device = "auto",
     deadline: common_options.Deadline = 300.0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Compare the workers' parameters after every step, not only now and then.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
@@ -74,6 +77,7 @@ def run(
     """
     console = Console(stderr=True)
     config = RunConfig(max_steps=max_steps)
+    targets = in_order(map(Target.parse, target or ()))
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
     program = read_script(script, arguments or (), may_alias=alias)
     for name in program.aliases:
@@ -90,7 +94,7 @@ def run(
         settings: dict[str, str | int | float] = {
             "script": str(script),
             "arguments": shlex.join(arguments or ()),
-            "target": target or "none",
+            "target": ", ".join(map(str, targets)) or "none",
             "strategy": name_of(chosen),
             "workers": workers,
             "seed": seed,
@@ -113,10 +117,13 @@ def run(
                     max_time_s=max_time,
                     eval_every=eval_every,
                     checkpoint_every=checkpoint_every,
-                    target=target,
+                    target=targets[-1] if targets else None,
+                    hold=hold,
+                    after_target=cast(AfterTarget, after_target),
                     seed=seed,
                     device=cast(DeviceChoice, device),
                     deadline_s=deadline,
+                    strict=strict,
                     out=directory,
                     resume=resume,
                     watcher=watcher,
@@ -130,7 +137,7 @@ def run(
             raise
     from paceline.cli import tables  # here, because pandas takes a while to load
 
-    Console().print(tables.summary(result))
+    Console().print(tables.summary(result, targets[:-1], hold=hold))
     if result.iteration == 0 and resume is None and not program.aliases:
         console.print(_NOTHING_TRAINED, markup=False, highlight=False, soft_wrap=True)
     if timeline:

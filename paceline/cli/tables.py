@@ -1,7 +1,7 @@
 """Results as tables."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import box
@@ -11,11 +11,12 @@ from paceline.config import Target
 from paceline.lab import words
 from paceline.lab.analysis import num_tried
 from paceline.lab.frames import Frames
+from paceline.lab.reaching import first_reaching
 from paceline.running.result import Result
 from paceline.training import clock
 
-_HEADINGS = ("to target, s", "speed-up", "samples/s", "worker-s")
-_VIRTUAL_HEADINGS = ("to target,\nvirtual s", "virtual\nspeed-up", "samples/\nvirtual s", "virtual\nworker-s")
+_HEADINGS = ("to target, s", "speed-up", "samples/s", "process-s")
+_VIRTUAL_HEADINGS = ("to target,\nvirtual s", "virtual\nspeed-up", "samples/\nvirtual s", "virtual\nprocess-s")
 
 
 def of_study(frames: Frames) -> Table:
@@ -43,7 +44,7 @@ def _target_cells(row: Any) -> list[str]:
         _spread(row, "time_to_target_s", _short) if row["reached"] else "never",
         _spread(row, "speedup", words.ratio),
         f"{row['samples_per_s']:,.0f}",
-        words.quantity(row["worker_s_to_target"]) if row["reached"] else "-",
+        words.quantity(row["cost_s_to_target"]) if row["reached"] else "-",
     ]
 
 
@@ -67,7 +68,13 @@ def _spread(row: Any, quantity: str, say: Callable[[float], str]) -> str:
     return say(mean) if say(low) == say(high) else f"{say(mean)} ({say(low)}-{say(high)})"
 
 
-def summary(result: Result) -> Table:
+def _passed(result: Result, target: Target, hold: int | None) -> str:
+    reaching = first_reaching(result.evaluations, target, hold)
+    return f"{reaching.evaluation.time_s:.2f} {clock.unit(result.engine)}" if reaching is not None else "never"
+
+
+def summary(result: Result, passed: Sequence[Target] = (), *, hold: int | None = None) -> Table:
+    """`passed` are targets on the way to the one that ended the run."""
     table = Table(show_header=False, box=None)
     shares = result.shares
     reached_s = result.time_to_target_s
@@ -80,6 +87,7 @@ def summary(result: Result) -> Table:
         f"samples/{clock.unit(result.engine)}": f"{result.samples_per_s:,.0f}",
         **{name: f"{value:.4g}" for name, value in result.metrics.items()},
         "time to target": f"{reached_s:.2f} {clock.unit(result.engine)}" if reached_s is not None else never,
+        **{f"time to {target}": _passed(result, target, hold) for target in passed},
         "time spent": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
         "results": str(result.directory),
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import TensorMismatch
 from paceline.layout import Layout
+from paceline.server.coded_push import PushCoding
 from paceline.server.spec import OptimizerSpec, Push, Reply
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
@@ -109,6 +110,18 @@ class Collective(ABC):
         """As `persistent_all_reduce`, of works that tell whether the mean is finite; None where that is not seen."""
         return None
 
+    def mean_across(self, tensor: Tensor, cross: "Cross", *, is_whole: bool) -> Callable[[], Work]:
+        """What averages `tensor`, which is in memory from `allocate`, in place each time it is called: the ranks of a
+        host join theirs, then hosts by what `cross` prepares, then the ranks of a host get the result. By default
+        each rank is on a host of its own.
+
+        Args:
+            cross: given the ranks, of different hosts, who hold the same share of a host's tensor, and the share,
+                prepares its average among them. It is not asked of a rank that holds no share.
+            is_whole: one rank of a host is to hold everything.
+        """
+        return cross(self, tensor)
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         """Overwrite `tensor` with the root's, in place; shape and dtype must agree."""
@@ -192,6 +205,10 @@ class Collective(ABC):
                 raise TensorMismatch(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
 
 
+Cross = Callable[[Collective, Tensor], Callable[[], Work]]
+"""Prepares what averages a tensor over a group in place, each time it is called."""
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Reads what is made of Python's own plain types, and nothing else."""
 
@@ -234,13 +251,24 @@ class Store(ABC):
     """A group of servers that own the model's parameters, seen from one worker."""
 
     timing: Timing
+    is_coded: bool = False
+    """Some worker's pushes go through a codec; known once it is attached."""
 
     @abstractmethod
-    def attach(self, layout: Layout, spec: OptimizerSpec, parameters: Tensor, gradients: Tensor) -> None:
+    def attach(
+        self,
+        layout: Layout,
+        spec: OptimizerSpec,
+        parameters: Tensor,
+        gradients: Tensor,
+        *,
+        coding: PushCoding | None = None,
+    ) -> None:
         """Hand the servers the layout, the optimizer and (from rank 0) the initial parameters.
 
         Collective call. `parameters` and `gradients` are uint8 buffers of `layout.num_bytes` made by `allocate`;
-        later calls read gradients from and write parameters to them.
+        later calls read gradients from and write parameters to them. Where `coding` has servers read gradients here
+        themselves, an exchange leaves there what its codec makes of them.
         """
 
     @abstractmethod

@@ -6,6 +6,10 @@ from paceline.errors import Aborted, DeadlineExceeded, PeerLost, TensorMismatch
 
 FAILURES = (PeerLost, DeadlineExceeded, Aborted, TensorMismatch)
 """What ends a collective, unlike a mistake in the arguments of a call."""
+ALIKE = (
+    "every rank must make the same calls in the same order, and leave out a batch or a step only where all do, "
+    "as where worker.all_reduce has given all the same loss"
+)
 
 
 def disagreement(operations: Mapping[int, str]) -> TensorMismatch:
@@ -14,7 +18,7 @@ def disagreement(operations: Mapping[int, str]) -> TensorMismatch:
     other = next(rank for rank in others if operations[rank] != operations[first])
     return TensorMismatch(
         f"ranks disagree on an operation: rank {first} asks for {operations[first]}, "
-        f"rank {other} for {operations[other]}; every rank must make the same calls in the same order"
+        f"rank {other} for {operations[other]}; {ALIKE}"
     )
 
 

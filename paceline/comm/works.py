@@ -49,3 +49,19 @@ class GuardedWork(Work):
             with self._guard():
                 self._work.wait()
             self._work = None
+
+
+@final
+class WhenWaitedFor(Work):
+    """Runs where it is waited for, and blocks there."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def poll(self) -> bool:
+        return self._run is None
+
+    def wait(self) -> None:
+        if self._run is not None:
+            self._run()
+        self._run = None

@@ -57,11 +57,12 @@ def _row(group: pd.DataFrame, base: Base | None) -> dict[str, Any]:
     finished = group[group["status"] == FINISHED]
     times_s = times_of(group, strategy=strategy, workers=workers)
     ratios = speedups(base.times_s, times_s) if base is not None else Speedups([], 0)
-    per_worker = base.workers / workers if base is not None else math.nan
+    num_processes = workers + int(first["servers"])  # a server's place is paid for as well
+    per_process = base.workers / num_processes if base is not None else math.nan
     values = {
         **{quantity: _values(finished, quantity) for quantity in QUANTITIES if quantity not in _DERIVED},
         "speedup": ratios.values,
-        "efficiency": [value * per_worker for value in ratios.values],
+        "efficiency": [value * per_process for value in ratios.values],
     }
     spreads = [_spread(quantity, values[quantity]) for quantity in QUANTITIES]
     return {

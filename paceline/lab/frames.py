@@ -5,7 +5,8 @@ A target that was never reached is NaN in every `*_to_target` column, never 0.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ QUANTITIES = (
     "iterations_to_target",
     "samples_to_target",
     "worker_s_to_target",
+    "cost_s_to_target",
     "samples_per_s",
     "iterations_per_s",
     "speedup",
@@ -42,6 +44,7 @@ COLUMNS: Mapping[str, Columns] = {
         **_TRIAL,
         "status": "str",
         "reason": "str",
+        "setting": "str",  # script options that suited this strategy and number of workers best
         "engine": "str",  # of `virtual`, all seconds are of the simulated clock of `cluster`
         "cluster": "str",
         "unit": "str",  # of an iteration: update, gradient or round
@@ -52,6 +55,8 @@ COLUMNS: Mapping[str, Columns] = {
         "samples_per_s": "float64",
         "iterations_per_s": "float64",
         "target": "str",
+        "passed_targets": "str",  # on the way to it
+        "hold": "int64",  # evaluations in a row that count as reaching it
         "reached": "bool",
         "time_to_target_s": "float64",
         "resolution_s": "float64",  # since the evaluation before: the target was reached somewhere in between
@@ -59,6 +64,8 @@ COLUMNS: Mapping[str, Columns] = {
         "samples_to_target": "float64",
         "worker_s_to_target": "float64",
         "server_s_to_target": "float64",
+        "cost_s_to_target": "float64",  # of workers and servers
+        "ended_by": "str",  # target, max-steps, max-time or script
         "metric": "str",  # what the two that follow are of
         "last_metric": "float64",
         "best_metric": "float64",
@@ -105,6 +112,17 @@ COLUMNS: Mapping[str, Columns] = {
         "base_strategy": "str",  # what speed-ups are measured against
         "base_workers": "int64",  # 0: there is none
     },
+    "comparison": {
+        **_COMBINATION,
+        "quantity": "str",
+        "typical": "float64",  # of a run in the middle of all seeds; runs that never arrived count as later ones
+        "low": "float64",  # by chance it differs from the best by no more than from here ...
+        "high": "float64",  # ... to here, over all combinations at once; NaN: no spread is known
+        "may_be_best": "bool",
+        "spread": "float64",  # standard deviation of runs of one combination and seed, of logarithms but for metrics
+        "arrived": "int64",  # runs with a value
+        "censored": "int64",  # runs that ended before they reached the target
+    },
     "amdahl": {
         **_STRATEGY,
         "workers": "int64",  # as far as the fit goes: where the strategy was fastest
@@ -135,6 +153,18 @@ class Frames:
     amdahl: pd.DataFrame
     """One row a strategy that at least three numbers of workers brought to the target."""
 
+    @cached_property
+    def comparison(self) -> pd.DataFrame:
+        """One row a quantity and combination that has a value of it: whether it may be the best."""
+        from paceline.lab import comparing  # which reads these tables
+
+        return comparing.compare(self.trials, self.summary)
+
+    def compared(self, quantity: str) -> pd.DataFrame:
+        """The rows of `comparison` of a quantity, by strategy and workers."""
+        rows = self.comparison[self.comparison["quantity"] == quantity]
+        return rows.set_index(["strategy", "workers"], drop=False)
+
     def save(self, directory: Path) -> None:
         """Write each table as `directory/NAME.csv`, each as a whole."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -146,7 +176,8 @@ class Frames:
     def load(cls, directory: Path) -> "Frames":
         """The tables in a directory that `save` wrote. Raises UsageError, which names it, if one is missing or
         differs."""
-        return cls(**{name: _load(directory / f"{name}.csv", columns) for name, columns in COLUMNS.items()})
+        read = [field.name for field in fields(cls)]
+        return cls(**{name: _load(directory / f"{name}.csv", COLUMNS[name]) for name in read})
 
 
 def table(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from paceline.engines.standing import Watcher
 from paceline.lab import trace as timeline
 from paceline.lab import words
 from paceline.lab.frames import FINISHED
-from paceline.lab.gathering import first_reaching
+from paceline.lab.reaching import first_reaching
 from paceline.lab.runner import Position, TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
 from paceline.lab.tracking import Tracking
@@ -85,7 +85,7 @@ def _achieved(result: Result, spec: StudySpec, trial: Trial) -> str:
     target = spec.config(trial.seed).target
     if target is None:
         return metrics
-    reaching = first_reaching(result.evaluations, target)
+    reaching = first_reaching(result.evaluations, target, spec.hold)
     if reaching is None:
         return f"{metrics}, target not reached"
     return f"{metrics} after {words.duration(reaching.evaluation.time_s, result.engine)}"

@@ -21,6 +21,7 @@ from paceline.lab.study import Study
 from paceline.lab.summary_table import summary_table
 from paceline.lab.virtual_cluster import VirtualCluster
 from paceline.training import clock
+from paceline.training.holding import NUM_SAMPLES
 
 FILE_NAME = "report.html"
 _SIMULATED = "Gradients are real; the network and the clock are simulated. Figures and tables say so."
@@ -99,8 +100,9 @@ def _page_view(page: Page, subject: Subject) -> dict[str, Any]:
         "name": page.name,
         "answer": page.answer or ["Nothing has finished yet."],
         "context": _context(page, subject),
+        "machine": page.facts.get("Machine", ""),
         "summary": summary_table(
-            page.frames.summary, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
+            page.frames, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
         ),
         "failures": _failures(page.frames.trials),
         "command": page.command,
@@ -118,10 +120,23 @@ def _context(page: Page, subject: Subject) -> str:
     ]
     if subject.target is not None:
         sign = "≥" if subject.target.rising else "≤"
-        parts.append(f"Target: {subject.target.metric} {sign} {subject.target.value:g}.")
+        parts.append(f"Target: {subject.target.metric} {sign} {subject.target.value:g}, {_held(subject)}.")
     clock = f" are virtual, those of the simulated cluster {subject.cluster}, and" if subject.is_virtual else ""
     parts.append(f"Times{clock} leave evaluation out.")
+    if (trials["setting"] != "").any():
+        parts.append("Each has the script's options that suited it best, tuned on a seed that is not judged.")
+    else:
+        parts.append("The script's options were the same for all, whichever they suit best.")
     return " ".join(parts)
+
+
+def _held(subject: Subject) -> str:
+    """How surely it is known that a target was reached, and not touched by luck."""
+    num = int(subject.finished["hold"].max()) if len(subject.finished) else 0
+    if num > 1:
+        return f"held for {num} evaluations in a row"
+    is_known = NUM_SAMPLES in set(subject.frames.evaluations["metric"])
+    return "at one evaluation" + ("" if is_known else " (on how many samples is not known: luck may pass it)")
 
 
 def _failures(trials: pd.DataFrame) -> list[dict[str, str]]:
@@ -140,7 +155,7 @@ def _figure_view(figure: Figure, subjects: Sequence[Subject]) -> dict[str, Any]:
             charts.append(_chart_view(figure, place, chart, subject, names_study=len(subjects) > 1))
     columns = len(subjects) if len(subjects) > 1 else max(1, min(2, len(charts)))
     texts = {"key": figure.key, "title": figure.title, "reading": figure.reading, "failure": figure.failure}
-    return {**texts, "columns": columns, "charts": charts}
+    return {**texts, "is_detail": figure.is_detail, "columns": columns, "charts": charts}
 
 
 def _chart_view(
@@ -166,7 +181,9 @@ def _facts(study: Study) -> dict[str, str]:
     eval_every = spec.config(spec.seeds[0]).eval_every  # with what it is where none was asked for
     facts = {
         "Seeds": ", ".join(map(str, spec.seeds)),
-        "Target": spec.target or "none",
+        "Target": ", ".join(spec.targets) or "none",
+        "Tuned": _tuned(study),
+        "After the target": "training goes on" if spec.after_target == "continue" else "",
         "Engine": spec.engine,
         "Cluster": _cluster(spec.cluster) if spec.cluster is not None else "",
         "Evaluation": f"every {eval_every} iterations" if eval_every else "at the end of each run",
@@ -176,6 +193,12 @@ def _facts(study: Study) -> dict[str, str]:
     }
     facts |= origin(study.directory)
     return {name: value for name, value in facts.items() if value}
+
+
+def _tuned(study: Study) -> str:
+    """What each combination was judged with."""
+    rows = study.frames.trials[["strategy", "workers", "setting"]].drop_duplicates()
+    return "; ".join(f"{s} × {n}: {setting}" for s, n, setting in rows.itertuples(index=False) if setting)
 
 
 def _cluster(cluster: VirtualCluster) -> str:

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -25,6 +25,7 @@ from paceline.engines.ray.nodes import connected
 from paceline.engines.scripting import Script
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, UsageError
+from paceline.lab import tuning
 from paceline.lab.frames import FAILED, FINISHED
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
@@ -132,10 +133,11 @@ def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_fai
         StudyInterrupted: by Ctrl-C.
         OSError: results cannot be written.
     """
-    done = outcomes(study, spec.trials)
+    trials = (*spec.tuning_trials, *spec.trials)
+    done = outcomes(study, trials)
     if retry_failed:
         done = {trial: outcome for trial, outcome in done.items() if outcome.status != FAILED}
-    left = [trial for trial in spec.trials if trial not in done]
+    left = [trial for trial in trials if trial not in done]
     if not left:
         return
     # Read once: a script that is edited meanwhile does not change what the trials still to come are.
@@ -147,7 +149,7 @@ def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_fai
                 _run_until_failure(spec, script, study, watcher, left, done)
     except KeyboardInterrupt:
         raise StudyInterrupted(
-            f"interrupted; {len(done)} of {len(spec.trials)} trials have ended and are kept in {study}: "
+            f"interrupted; {len(done)} of {len(trials)} trials have ended and are kept in {study}: "
             "the same command with that --out goes on from there"
         ) from None
 
@@ -163,7 +165,7 @@ def _run_until_failure(
     """Run trials off the front of `left` into `done` until one fails, whose Ray is not to be trusted."""
     while left:
         trial = left[0]
-        position = Position(len(done) + 1, len(spec.trials), estimate_left_s(left, done))
+        position = Position(len(done) + 1, len(done) + len(left), estimate_left_s(left, done))
         is_first = not any(outcome.status == FINISHED for outcome in done.values())
         watched = watcher.trial(trial, position)
         outcome = _run(spec, trial, script, study, watched, is_first=is_first)
@@ -191,7 +193,7 @@ def _run(
     status, reason = FINISHED, ""
     try:
         with watched as watcher:
-            _launch(spec, trial, script, scratch, watcher)
+            _launch(spec, trial, _for_trial(spec, trial, script, study), scratch, watcher)
         _wait_for_processes(scratch, limit_s=_GONE_S)
     except UsageError as error:
         if is_first:
@@ -210,6 +212,22 @@ def _run(
     return outcome
 
 
+def _for_trial(spec: StudySpec, trial: Trial, script: Script, study: Path) -> Script:
+    """The script with the options that the trial tries, or with those that suited its combination best."""
+    setting = trial.setting or tuned(spec, study).get((trial.variant.text, trial.workers), "")
+    options = [
+        part for option in setting.split() for part in (f"--{option.partition('=')[0]}", option.partition("=")[2])
+    ]
+    return replace(script, arguments=(*script.arguments, *options))
+
+
+def tuned(spec: StudySpec, study: Path) -> tuning.Choice:
+    """What each combination is judged with, as far as trials that tune have finished."""
+    ended = outcomes(study, spec.tuning_trials)
+    finished = {trial: directory_of(study, trial) for trial in ended if ended[trial].status == FINISHED}
+    return tuning.choose(spec, finished)
+
+
 def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watcher: Watcher) -> None:
     launch.run(
         script,
@@ -223,6 +241,8 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         max_time_s=spec.max_time_s,
         eval_every=spec.eval_every,
         target=spec.config(trial.seed).target,
+        hold=spec.hold,
+        after_target=spec.config(trial.seed).after_target,
         seed=trial.seed,
         device=cast(DeviceChoice, spec.device),
         deadline_s=spec.deadline_s,

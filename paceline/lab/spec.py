@@ -1,15 +1,17 @@
 """What a study is asked to do: fixed and checked before anything starts."""
 
 import hashlib
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.placement import place
-from paceline.config import RunConfig, Target
+from paceline.config import RunConfig, Target, in_order
 from paceline.engines.ray.nodes import chosen_address
 from paceline.engines.scripting import Script, read_script
 from paceline.errors import UsageError
@@ -18,6 +20,8 @@ from paceline.lab.virtual_cluster import VirtualCluster
 from paceline.running import launch
 from paceline.strategies.base import Strategy
 
+TUNING_SEED = 1_000_003
+_ODD = r"[^\w.=+-]"
 _EXTENSIBLE = ("strategies", "workers", "seeds")
 _INCIDENTAL = ("script", "address", "insecure", "deadline_s")
 """May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
@@ -31,15 +35,20 @@ class Trial:
     variant: Variant
     workers: int
     seed: int
+    setting: str = ""
+    """Script options that are tried, as `lr=0.1 momentum=0`; empty: the trial is judged."""
 
     @property
     def id(self) -> str:
         """Unique within the study, and the name of the trial's directory."""
-        return f"{self.variant.file_name}-n{self.workers}-s{self.seed}"
+        tried = f"-tune-{re.sub(_ODD, '_', self.setting)}" if self.setting else ""
+        return f"{self.variant.file_name}-n{self.workers}-s{self.seed}{tried}"
 
     @property
     def label(self) -> str:
-        return f"{self.variant.label} x {self.workers} seed {self.seed}"
+        return (
+            f"{self.variant.label} x {self.workers} {f'tuning {self.setting}' if self.setting else f'seed {self.seed}'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,12 @@ class StudySpec:
     workers: tuple[int, ...]
     seeds: tuple[int, ...]
     target: str | None = None
+    passed_targets: tuple[str, ...] = ()
+    """Further targets, whose first reaching is shown; they end no run."""
+    hold: int | None = None
+    after_target: str = "stop"
+    tune: tuple[str, ...] = ()
+    """Script options with values to try, as `lr=0.01,0.1`: each combination is judged with those that suit it best."""
     max_steps: int | None = None
     max_time_s: float | None = None
     eval_every: int | None = None
@@ -91,6 +106,9 @@ class StudySpec:
         launch.check_engine(self.engine, cluster=self.cluster, address=self.address)
         for seed in self.seeds:
             self.config(seed)
+        if self.tune and TUNING_SEED in self.seeds:
+            raise UsageError(f"seed {TUNING_SEED} is the one that options are tuned with; judge others")
+        _ = self.settings
         if not self.trials:
             raise UsageError("; ".join(out.reason for out in self.left_out))
 
@@ -106,6 +124,7 @@ class StudySpec:
         engine: str = "ray",
         cluster: str | Path | None = None,
         address: str | None = None,
+        target: str | Sequence[str] | None = None,
         **settings: Any,
     ) -> "StudySpec":
         """The spec for a script, and for a cluster's file, as they lie there now; `settings` are the other fields.
@@ -117,6 +136,7 @@ class StudySpec:
         if not isinstance(script, str | Path):
             raise UsageError(f"a study takes the path of a script, not {script!r}; functions are for paceline.run")
         program = read_script(script, arguments)
+        targets = _targets(target)
         spec = cls(
             script=program.path,
             script_sha256=_digest(program),
@@ -127,9 +147,12 @@ class StudySpec:
             engine=engine,
             cluster=VirtualCluster.read(cluster) if cluster is not None else None,
             address=chosen_address(address) if engine == "ray" else address,
+            target=targets[-1] if targets else None,
+            passed_targets=tuple(targets[:-1]),
             **settings,
         )
-        launch.check_metric(program, spec.config(spec.seeds[0]).target)
+        for text in targets:
+            launch.check_metric(program, Target.parse(text))
         return spec
 
     def read_script(self) -> Script:
@@ -145,10 +168,17 @@ class StudySpec:
             max_time_s=self.max_time_s,
             eval_every=self.eval_every,
             target=None if self.target is None else Target.parse(self.target),
+            hold=self.hold,
+            after_target=self.after_target,  # type: ignore[arg-type]  # RunConfig checks it
             seed=seed,
             device=self.device,  # type: ignore[arg-type]  # RunConfig checks it
             deadline_s=self.deadline_s,
         )
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The last of them ends a run."""
+        return (*self.passed_targets, self.target) if self.target is not None else ()
 
     @property
     def title(self) -> str:
@@ -166,6 +196,18 @@ class StudySpec:
             for workers in self.workers
             if (variant.text, workers) not in left_out
         )
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """All that are tried; every combination tries each of them once. Raises UsageError if `tune` is wrong."""
+        choices = [_choices(text) for text in self.tune]
+        return tuple(" ".join(choice) for choice in product(*choices)) if choices else ()
+
+    @property
+    def tuning_trials(self) -> tuple[Trial, ...]:
+        """All with the same seed, which is not judged."""
+        arms = dict.fromkeys((trial.variant, trial.workers) for trial in self.trials)
+        return tuple(Trial(*arm, TUNING_SEED, setting) for arm in arms for setting in self.settings)
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
@@ -191,6 +233,8 @@ class StudySpec:
         """The inverse of `to_json`; needs no script. Raises UsageError if it is no spec of this version."""
         try:
             lists = {"arguments": tuple(plain["arguments"]), **{name: tuple(plain[name]) for name in _EXTENSIBLE}}
+            lists["tune"] = tuple(plain.get("tune", ()))
+            lists["passed_targets"] = tuple(plain.get("passed_targets", ()))
             lists["strategies"] = tuple(Variant.parse(text) for text in plain["strategies"])
             cluster = VirtualCluster(**plain["cluster"]) if plain.get("cluster") is not None else None
             return cls(**{**plain, **lists, "cluster": cluster})
@@ -203,7 +247,8 @@ class StudySpec:
             "--strategies": ",".join(variant.text for variant in self.strategies),
             "--workers": ",".join(map(str, self.workers)),
             "--seeds": _seeds_option(self.seeds),
-            "--target": self.target,
+            "--hold": self.hold,
+            "--after-target": None if self.after_target == "stop" else self.after_target,
             "--max-steps": self.max_steps,
             "--max-time": self.max_time_s,
             "--eval-every": self.eval_every,
@@ -219,6 +264,8 @@ class StudySpec:
             "paceline",
             "compare",
             self.script,
+            *(part for target in self.targets for part in ("--target", target)),
+            *(part for tuned in self.tune for part in ("--tune", tuned)),
             *given,
             *(["--insecure"] if self.insecure else []),
             *(["--", *self.arguments] if self.arguments else []),
@@ -251,6 +298,22 @@ class StudySpec:
                 differences.append(f"{field.name} was {_shown(before)}, now {_shown(now)}")
         if differences:
             raise UsageError("; ".join(differences))
+
+
+def _choices(text: str) -> list[str]:
+    """`lr=0.01,0.1` as `lr=0.01` and `lr=0.1`."""
+    name, sign, values = text.partition("=")
+    found = [value.strip() for value in values.split(",") if value.strip()]
+    if not (name.strip() and sign and found) or any(" " in part for part in (name.strip(), *found)):
+        raise UsageError(f"tune {text!r}: give an option of the script with values to try, as lr=0.01,0.03,0.1")
+    return [f"{name.strip()}={value}" for value in found]
+
+
+def _targets(given: str | Sequence[str] | None) -> list[str]:
+    """As they were given, the hardest last."""
+    texts = [given] if isinstance(given, str) else list(given or ())
+    by_target = {Target.parse(text): text for text in texts}
+    return [by_target[target] for target in in_order(by_target)]
 
 
 def _digest(script: Script) -> str:

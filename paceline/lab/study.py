@@ -66,7 +66,10 @@ class Study:
         workers: Sequence[int],
         out: str | Path,
         seeds: int | Sequence[int] = 3,
-        target: str | None = None,
+        target: str | Sequence[str] | None = None,
+        hold: int | None = None,
+        after_target: str = "stop",
+        tune: Sequence[str] = (),
         max_steps: int | None = None,
         max_time_s: float | None = None,
         eval_every: int | None = None,
@@ -90,8 +93,11 @@ class Study:
             strategies: names, with options as in `ps-bsp:servers=2`, or objects such as `ParameterServer(servers=2)`.
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
-            target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments: as for
-                `paceline.run`.
+            target: what ends a run; of several the hardest does, and the others' times are shown beside it.
+            hold, after_target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments:
+                as for `paceline.run`.
+            tune: script options with values to try, as `lr=0.01,0.1`: every combination is judged with those that suit
+                it best, found by as many runs as any other's on a seed that is not judged.
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
             retry_failed: run those trials again that failed.
@@ -111,6 +117,9 @@ class Study:
             seeds=range(seeds) if isinstance(seeds, int) else seeds,
             arguments=arguments,
             target=target,
+            hold=hold,
+            after_target=after_target,
+            tune=tuple(tune),
             max_steps=max_steps,
             max_time_s=max_time_s,
             eval_every=eval_every,

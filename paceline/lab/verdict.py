@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from paceline.config import Target, rises
-from paceline.lab import amdahl, binding, chance, words
+from paceline.lab import amdahl, binding, words
 from paceline.lab.analysis import num_tried, reliability, surest
-from paceline.lab.chance import Sample
+from paceline.lab.comparing import COST, METRIC, RATE, TIME
 from paceline.lab.frames import FAILED, FINISHED, MISSING, Frames
 from paceline.training import clock
 
@@ -21,7 +21,16 @@ _MAX_FAILURES = 8
 _MAX_REASON = 200
 _MAX_DISTURBED = 4
 _BUSY = 0.2  # of the machine: less is what a system does anyhow, and hardly seen in the time of a step
+_MAX_TIED = 3
 _COMBINATION = ("strategy", "workers")
+_MAY_BE = "; chance may explain their differences."
+_ENDED = {
+    "max-steps": "ended by --max-steps",
+    "max-time": "ended by --max-time",
+    "script": "the script ended",
+    "": "ended",
+}
+_NOTHING_KNOWN = "Runs are too few to tell what is chance: with more seeds the study says which is first, and why."
 _VISIBLE = 0.02  # of a time: what is smaller is not seen in two digits
 _LARGE_RESIDUAL = 0.1  # of the best speed-up: beyond it, Amdahl's law does not describe what was measured
 
@@ -38,29 +47,6 @@ class Verdict:
 
 def judge(frames: Frames) -> Verdict:
     return Verdict(_Judge(frames).lines())
-
-
-def is_tie(one: Row, other: Row, quantity: str) -> bool:
-    """Whether two combinations' means of a quantity differ by no more than chance explains, or than is noticed.
-
-    A time to the target is the time of an evaluation, so that nothing shorter than evaluations are apart is noticed.
-    """
-    noticed = max(_resolution_of(one, quantity), _resolution_of(other, quantity))
-    margin = max(chance.margin(_sample(one, quantity), _sample(other, quantity)), noticed)
-    return bool(abs(one[quantity] - other[quantity]) <= margin)
-
-
-def _sample(row: Row, quantity: str) -> Sample:
-    num = int(row["reached"] if "to_target" in quantity else row["seeds"])
-    return Sample(row[quantity], row[f"{quantity}_std"], num)
-
-
-def _resolution_of(row: Row, quantity: str) -> float:
-    """How finely a quantity is known; 0 for those that evaluations do not cut into pieces."""
-    if quantity not in ("time_to_target_s", "worker_s_to_target"):
-        return 0.0
-    value = float(row["resolution_s"] * (row["workers"] if quantity == "worker_s_to_target" else 1))
-    return 0.0 if np.isnan(value) else value
 
 
 @dataclass(frozen=True)
@@ -98,28 +84,42 @@ class _Judge:
         if not reached:
             return [f"No run reached {goal}.", *self._nearest(measured), *self._rates(measured)]
         candidates = _each(surest(self.summary))
-        fastest = min(candidates, key=lambda row: row["time_to_target_s"])
+        first = self._first(candidates, TIME)
         return [
-            *self._fastest(fastest, candidates, goal),
-            *self._cheapest(fastest, candidates),
-            *self._what_binds(fastest),
-            *self._serial(fastest),
+            *self._fastest(first, goal),
+            *self._cheapest(first, candidates),
+            *self._what_binds(first.row),
+            *self._serial(first.row),
             *_unsure(reached),
-            *_never([row for row in measured if row["reached"] == 0], goal),
+            *self._never(first.row, [row for row in measured if row["reached"] == 0], goal),
         ]
 
-    def _fastest(self, fastest: Row, candidates: Sequence[Row], goal: str) -> list[str]:
-        caveat = f", in {_seeds(fastest)} only" if reliability(fastest) < 1 else ""
-        gain = f", {_gain(fastest)}" if _has_gain(fastest) else ""
-        line = f"Reach {goal} fastest with {_name(fastest)}{caveat}: {_time(fastest)}{gain}."
-        return [line, *_ties(fastest, candidates, "time_to_target_s", _time), *_resolution(fastest)]
+    def _first(self, rows: Sequence[Row], quantity: str, *, most: bool = False) -> "_First":
+        """The best of these rows, and those that may be better by what chance explains."""
+        compared = self.frames.compared(quantity)
+        may_be = [row for row in rows if bool(compared.loc[(row["strategy"], row["workers"]), "may_be_best"])]
+        ordered = sorted(may_be, key=lambda row: row[quantity], reverse=most)
+        is_known = len(may_be) == 1 or bool(compared["spread"].notna().any())
+        return _First(ordered[0], ordered[1:], is_known)
 
-    def _cheapest(self, fastest: Row, candidates: Sequence[Row]) -> list[str]:
-        cheapest = min(candidates, key=lambda row: row["worker_s_to_target"])
-        cost = f"{self._cost(cheapest)}."
-        same = cheapest.name == fastest.name
-        line = f"It is also the cheapest: {cost}" if same else f"Cheapest with {_name(cheapest)}: {cost}"
-        return [line, *_ties(cheapest, candidates, "worker_s_to_target", self._cost)]
+    def _fastest(self, first: "_First", goal: str) -> list[str]:
+        row = first.row
+        caveat = f", in {_seeds(row)} only" if reliability(row) < 1 else ""
+        gain = f", {_gain(row)}" if _has_gain(row) else ""
+        if not first.is_known:
+            line = f"Shortest time to {goal}: {_name(row)}{caveat}, {_time(row)}{gain}."
+            return [line, _NOTHING_KNOWN, *_resolution(row)]
+        if first.tied:
+            return [f"No winner at {goal}: {first.listed(_time)}{_MAY_BE}", *_resolution(row)]
+        return [f"Reach {goal} fastest with {_name(row)}{caveat}: {_time(row)}{gain}.", *_resolution(row)]
+
+    def _cheapest(self, fastest: "_First", candidates: Sequence[Row]) -> list[str]:
+        first = self._first(candidates, COST)
+        if first.is_known and first.tied:
+            return [f"Cheapest is one of {len(first.tied) + 1}: {first.listed(self._cost)}{_MAY_BE}"]
+        is_same = first.row.name == fastest.row.name and not fastest.tied
+        line = "It is also the cheapest" if is_same else f"Cheapest with {_name(first.row)}"
+        return [f"{line}: {self._cost(first.row)}."]
 
     def _cost(self, row: Row) -> str:
         virtual = "virtual " if row["engine"] == clock.VIRTUAL else ""
@@ -136,9 +136,11 @@ class _Judge:
         strategy, best = str(fastest["strategy"]), int(fastest["workers"])
         tried = self._rows(self.summary["strategy"] == strategy)
         rows = {int(row["workers"]): row for row in tried if row["reached"] > 0}
+        if max(row["reached"] for row in rows.values()) < 2:
+            return []  # of one run each nobody knows what is chance
         more = min((n for n in rows if n > best), default=None)
         if more is not None:
-            clause, change = self._bound(strategy, best, more), _change(fastest, rows[more])
+            clause, change = self._bound(strategy, best, more), self._change(fastest, rows[more])
             if not (clause or change):
                 return []
             said = ": ".join(part for part in (change, clause) if part) if change else f", {clause}"
@@ -151,7 +153,16 @@ class _Judge:
         costs = [binding.costs_of(self.trials, strategy=strategy, workers=workers) for workers in (fewer, more)]
         if costs[0] is None or costs[1] is None:
             return None
-        return str(binding.what_binds(costs[0], costs[1]))
+        return str(binding.what_binds(costs[0], costs[1], binding.noise_in(self.trials)))
+
+    def _change(self, best: Row, more: Row) -> str | None:
+        """How the time to the target changed; None where it fell, as of a combination that got there less surely."""
+        if more["time_to_target_s"] < best["time_to_target_s"]:
+            return None
+        compared = self.frames.compared(TIME)
+        typical = compared.loc[(best["strategy"], best["workers"]), "typical"]
+        has_risen = compared.loc[(more["strategy"], more["workers"]), "low"] > typical
+        return " the time rises" if has_risen else " the time does not fall"
 
     def _serial(self, fastest: Row) -> list[str]:
         """Amdahl's law, where it describes what was measured."""
@@ -177,15 +188,28 @@ class _Judge:
             f"(Amdahl's law){extent}."
         ]
 
+    def _never(self, fastest: Row, rows: Sequence[Row], goal: str) -> list[str]:
+        """Who never got there, and what ended it. A run that ended before the fastest arrived tells nothing of who is
+        sooner."""
+        if not rows:
+            return []
+        named, early = [], []
+        for row in rows:
+            own = self._trials_of(row)
+            own = own[own["status"] == FINISHED]
+            after = words.duration(own["training_time_s"].mean(), row["engine"])
+            named.append(f"{_name(row)} (last {_last(row)}; {_ENDED[own['ended_by'].iloc[0]]} after {after})")
+            early += [_name(row)] * bool(own["training_time_s"].max() < fastest["time_to_target_s"])
+        unknown = [f"Ended too soon to tell whether it is slower: {words.listed(early)}."] if early else []
+        return [f"Never reached {goal}: {words.listed(named)}.", *unknown]
+
     # --- without ----------------------------------------------------------------------------------------------
 
     def _rates(self, measured: Sequence[Row]) -> list[str]:
         known = [row for row in measured if row["samples_per_s"] > 0]
         if not known:
             return []
-        first = max(known, key=lambda row: row["samples_per_s"])
-        line = f"Most samples a second with {_name(first)}: {_rate(first)}."
-        return [line, *_ties(first, known, "samples_per_s", _rate)]
+        return [self._first(known, RATE, most=True).sentence("Most samples a second", _rate)]
 
     def _nearest(self, measured: Sequence[Row]) -> list[str]:
         known = [row for row in measured if row["last_metric"] == row["last_metric"]]
@@ -194,9 +218,7 @@ class _Judge:
             return []
         target = str(self.trials["target"].iloc[0])
         is_rising = Target.parse(target).rising if target else rises(names[0])
-        best = (max if is_rising else min)(known, key=lambda row: row["last_metric"])
-        line = f"Best last {names[0]} with {_name(best)}: {_last(best)}."
-        return [line, *_ties(best, known, "last_metric", _last)]
+        return [self._first(known, METRIC, most=is_rising).sentence(f"Best last {names[0]}", _last)]
 
     # --- remarks ----------------------------------------------------------------------------------------------
 
@@ -207,9 +229,13 @@ class _Judge:
         if not alone:
             return []
         if len(alone) == len(candidates or measured):
-            return ["One seed only: the spread is not known, and a difference may be chance."]
+            return (
+                []
+                if len(candidates) > 1
+                else ["One seed only: the spread is not known, and a difference may be chance."]
+            )
         named = words.listed([_name(row) for row in alone])
-        return [f"One seed only of {named}: how it varies is not known, and a difference may be chance."]
+        return [f"One seed only of {named}: it is taken to vary as others do."]
 
     def _disturbed(self) -> list[str]:
         """Trials that began beside other programs, whose times are not the strategy's alone."""
@@ -260,6 +286,25 @@ class _Judge:
         if first["engine"] != clock.VIRTUAL:
             return []
         return [f"Times are virtual, those of the simulated cluster {first['cluster']}."]
+
+
+@dataclass(frozen=True)
+class _First:
+    """Who leads in a quantity."""
+
+    row: Row
+    tied: list[Row]
+    """Others that chance may have put behind it."""
+    is_known: bool
+    """Whether it is known what chance explains; if not, all others are tied."""
+
+    def listed(self, say: Callable[[Row], str]) -> str:
+        return words.listed([f"{_name(row)} ({say(row)})" for row in (self.row, *self.tied)], most=_MAX_TIED)
+
+    def sentence(self, what: str, say: Callable[[Row], str]) -> str:
+        if self.is_known and self.tied:
+            return f"{what}: {self.listed(say)}{_MAY_BE}"
+        return f"{what} with {_name(self.row)}: {say(self.row)}."
 
 
 def _each(summary: pd.DataFrame) -> list[Row]:
@@ -323,14 +368,6 @@ def _gain(row: Row) -> str:
     return f"{words.ratio(row['speedup'])} times {_base(row)}{basis}"
 
 
-def _ties(best: Row, others: Sequence[Row], quantity: str, say: Callable[[Row], str]) -> list[str]:
-    tied = [row for row in others if row.name != best.name and is_tie(best, row, quantity)]
-    if not tied:
-        return []
-    named = words.listed([f"{_name(row)} ({say(row)})" for row in tied])
-    return [f"A tie with {named}: the difference may be chance."]
-
-
 def _resolution(fastest: Row) -> list[str]:
     """How finely its time is known, where that can be seen in the number."""
     if not fastest["resolution_s"] > _VISIBLE * fastest["time_to_target_s"]:
@@ -340,19 +377,6 @@ def _resolution(fastest: Row) -> list[str]:
     ]
 
 
-def _change(best: Row, more: Row) -> str | None:
-    """How the time to the target changed; None where it fell, as of a combination that got there less surely."""
-    if more["time_to_target_s"] < best["time_to_target_s"]:
-        return None
-    return " the time does not fall" if is_tie(best, more, "time_to_target_s") else " the time rises"
-
-
 def _unsure(reached: Sequence[Row]) -> list[str]:
     partly = [row for row in reached if reliability(row) < 1]
     return [f"{_name(row)} reached it in {_seeds(row)}, there after {_time(row)}." for row in partly]
-
-
-def _never(rows: Sequence[Row], goal: str) -> list[str]:
-    if not rows:
-        return []
-    return [f"Never reached {goal}: {words.listed([f'{_name(row)} (last {_last(row)})' for row in rows])}."]

@@ -46,10 +46,10 @@ def ratio(value: float) -> str:
 
 def percent(value: float) -> str:
     """
-    >>> percent(0.3141)
-    '31 %'
+    >>> percent(0.3141), percent(-0.001)
+    ('31 %', '0 %')
     """
-    return f"{value * 100:.0f} %"
+    return f"{round(value * 100)} %"
 
 
 def quantity(value: float) -> str:

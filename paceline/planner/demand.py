@@ -27,12 +27,16 @@ class StepWork:
     """The optimizer's state, such as momentum: servers read and write it with every update."""
     is_element_wise: bool = True
     """Whether servers may cut tensors into pieces of 1 MiB; else each server's range goes as a whole."""
+    tensor_shapes: tuple[tuple[int, ...], ...] = ()
+    """Of each parameter, for codecs that look at matrices; none: as if all were square."""
     overhead_s: float = 0.0
     """Seconds of a step besides both passes: batches, the script's own Python, a local optimizer's update."""
 
     def __post_init__(self) -> None:
         if not self.tensor_bytes or min(self.tensor_bytes) < 1:
             raise UsageError("a plan needs the bytes of at least one parameter, each at least 1")
+        if self.tensor_shapes and len(self.tensor_shapes) != len(self.tensor_bytes):
+            raise UsageError(f"{len(self.tensor_shapes)} shapes for {len(self.tensor_bytes)} tensors")
         if self.samples < 1:
             raise UsageError(f"samples must be at least 1, not {self.samples}")
         if self.step_s is not None and not 0 < self.step_s < math.inf:

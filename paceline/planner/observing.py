@@ -22,6 +22,7 @@ from paceline.planner.noise import NoiseScale, NoiseSums
 from paceline.records import Record, StepRecord
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
+from paceline.strategies.several import require_one_of_each
 from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
 
@@ -84,6 +85,7 @@ class _Seen(Watcher):
         assert self.replica is not None
         return StepWork(
             tensor_bytes=tuple(max(1, spec.num_bytes) for spec in self.replica.specs),
+            tensor_shapes=tuple(spec.shape for spec in self.replica.specs),
             samples=self.samples[0],
             forward_flop=self.forward_flop,
             backward_shares=self.shares,
@@ -108,6 +110,7 @@ class Observed(Strategy):
         return Traits(lock_step=True, tells_stop=True, traffic=())
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        require_one_of_each(replica, "a plan")
         return _ObservedSynchronizer(self, context, replica)
 
 

@@ -24,7 +24,7 @@ class SynchronousRun:
     def __init__(self, traffic: Served, setting: Setting, draws: Draws) -> None:
         size = setting.num_workers
         self._rule: AdmissionRule = BulkSynchronous(Membership.first(size), backup_workers=traffic.backup_workers)
-        self._exchange = server_exchange(setting, num_gradients=size - traffic.backup_workers)
+        self._exchange = server_exchange(setting, num_gradients=size - traffic.backup_workers, coding=traffic)
         self._draws, self._every = draws, traffic.every
         self._besides_s = traffic.every * setting.work.overhead_s + self._exchange.ask_s
         self._own_push_s, self._own_pull_s = self._exchange.own_push_s.tolist(), self._exchange.own_pull_s.tolist()
@@ -81,7 +81,7 @@ class AsynchronousRun:
         assert traffic.staleness is not None
         num_workers = setting.num_workers
         self._rule = StaleSynchronous(Membership.first(num_workers), staleness=traffic.staleness)
-        exchange = server_exchange(setting, num_gradients=1)
+        exchange = server_exchange(setting, num_gradients=1, coding=traffic)
         self._draws, self._every = draws, traffic.every
         self._besides_s = traffic.every * setting.work.overhead_s + exchange.ask_s
         self._piece = 1 / exchange.num_pieces

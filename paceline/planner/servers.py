@@ -10,9 +10,11 @@ from paceline.engines.virtual.network.links import CHUNK_BYTES
 from paceline.engines.virtual.server import update_bytes
 from paceline.messages import FRAME_BYTES
 from paceline.planner import costs
+from paceline.planner.coded import payload_bytes
 from paceline.planner.fabric import Floats, Loads
 from paceline.planner.setting import Setting
 from paceline.server.windows import PIECES_UNDER_WAY
+from paceline.strategies.traits import Served
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,14 @@ class ServerExchange:
         return max(self.push_s, self.pull_s, self.both_s) / len(self.own_push_s)
 
 
-def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
-    """The exchange of a setting in which `num_gradients` form one update."""
+def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | None = None) -> ServerExchange:
+    """The exchange of a setting in which `num_gradients` form one update, and pushes may be coded."""
     fabric, work, cluster = setting.fabric, setting.work, setting.cluster
     workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
     num_workers, num_servers = len(workers), len(servers)
     range_bytes = work.parameter_bytes / num_servers
-    push = fabric.everyone_to_everyone(workers, servers, range_bytes, is_packed=True)
+    push_part, encode_s, decode_s = _coded(setting, coding)
+    push = fabric.everyone_to_everyone(workers, servers, range_bytes * push_part, is_packed=True)
     pull = fabric.everyone_to_everyone(servers, workers, range_bytes, is_packed=True)
     push_s, pull_s = fabric.busiest(push).busy_s, fabric.busiest(pull).busy_s
     both = fabric.busiest(push + pull)
@@ -136,20 +139,20 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
     packing = fabric.packing_bytes_per_s
     card = float(min(fabric.rates.down[workers].min(), fabric.rates.down[servers].min(), packing))
     own_packed_s = _remote_bytes(setting, range_bytes) / packing
-    own_push_s = np.maximum(own_packed_s, _own_s(setting, fabric.rates.up, fabric.rates.down, range_bytes))
+    own_push_s = push_part * np.maximum(own_packed_s, _own_s(setting, fabric.rates.up, fabric.rates.down, range_bytes))
     own_pull_s = np.maximum(own_packed_s, _own_s(setting, fabric.rates.down, fabric.rates.up, range_bytes))
     return ServerExchange(
         own_push_s=own_push_s,
         own_pull_s=own_pull_s,
-        own_both_s=np.maximum(np.maximum(own_push_s, own_pull_s), 2 * own_packed_s),
-        own_beside=_beside(own_push_s, own_pull_s, own_packed_s, own_packed_s),
+        own_both_s=np.maximum(np.maximum(own_push_s, own_pull_s), (1 + push_part) * own_packed_s),
+        own_beside=_beside(own_push_s, own_pull_s, push_part * own_packed_s, own_packed_s),
         push_s=push_s,
         pull_s=pull_s,
         both_s=both.busy_s,
         both_push_s=fabric.busy_s(push, both),
         update_s=float((touched_bytes / fabric.rates.memory[servers]).max()),
-        request_s=math.ceil(range_bytes / piece_bytes) * cluster.servers.request_us * 1e-6,
-        ask_s=cluster.communication.request_us * 1e-6,
+        request_s=math.ceil(range_bytes / piece_bytes) * cluster.servers.request_us * 1e-6 + decode_s,
+        ask_s=cluster.communication.request_us * 1e-6 + encode_s,
         latency_s=2 * fabric.farthest_s(workers, servers),
         num_pieces=range_bytes / piece_bytes,
         turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers,
@@ -160,6 +163,23 @@ def server_exchange(setting: Setting, *, num_gradients: int) -> ServerExchange:
         ahead=min(1.0, PIECES_UNDER_WAY * FRAME_BYTES / range_bytes) if is_cut and needs_all else 1.0,
         overlap_s=(num_servers - 1) * min(last_bytes, range_bytes) / card if not is_local else 0.0,
         loads=push + pull,
+    )
+
+
+def _coded(setting: Setting, coding: Served | None) -> tuple[float, float, float]:
+    """What a push is of the gradients' bytes; how long a worker encodes it, and each server decodes its part."""
+    hosts = {*setting.places.workers, *setting.places.servers}
+    if coding is None or coding.codec is None or (coding.codec_scope == "links" and len(hosts) == 1):
+        return 1.0, 0.0, 0.0
+    codec, num_bytes = coding.codec, setting.work.parameter_bytes
+    each = setting.cluster.each_host()
+    encode_s, decode_s = (seconds * num_bytes / 1e9 for seconds in codec.seconds_per_gbyte)
+    if codec.feedback:
+        encode_s += decode_s
+    return (
+        payload_bytes(codec, setting.work) / num_bytes,
+        encode_s / min(each[host].speed for host in setting.places.workers),
+        decode_s / len(setting.places.servers) / min(each[host].speed for host in setting.places.servers),
     )
 
 

@@ -15,7 +15,7 @@ from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
-from paceline.config import DeviceChoice, RunConfig, Target
+from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Job, Supervisor
@@ -57,9 +57,12 @@ def run(
     eval_every: int | None = None,
     checkpoint_every: int | None = None,
     target: str | Target | None = None,
+    hold: int | None = None,
+    after_target: AfterTarget = "stop",
     seed: int = 0,
     device: DeviceChoice = "auto",
     deadline_s: float = 300.0,
+    strict: bool = False,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     watcher: Watcher | None = None,
@@ -79,6 +82,10 @@ def run(
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         insecure: the cluster may be one that takes work from anybody, without a token.
         max_steps, max_time_s, target: what ends the run before the script does.
+        strict: workers compare their parameters after every step, not only now and then; lock-step strategies only.
+        hold: how many evaluations in a row must reach the target; none: up to 3, by the number of samples that the
+            evaluation returns as `num_samples`, so that luck alone rarely passes; 1 where it returns none.
+        after_target: `continue` trains on once the target is reached.
         eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
@@ -103,10 +110,17 @@ def run(
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
         target=Target.parse(target) if isinstance(target, str) else target,
+        hold=hold,
+        after_target=after_target,
         seed=seed,
         device=device,
         deadline_s=deadline_s,
+        strict=strict,
     )
+    if strict and workers == 1:
+        raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
+    if strict and not plan.traits.lock_step:
+        raise UsageError(f"--strict has no effect under {name_of(plan)}, whose workers' parameters differ by design")
     task = _program(program, arguments)
     check_metric(task, config.target)
     raw = checkpoint = None

@@ -26,6 +26,7 @@ from paceline.messages import (
     from_frames,
     to_frames,
 )
+from paceline.server.coded_push import CodedPushes, PushCoding
 from paceline.server.ranges import KeyRange, in_shards
 from paceline.server.server_core import Send
 from paceline.server.spec import Push, Reply
@@ -50,6 +51,8 @@ class _Server:
     gradients: list[list[Tensor]] = field(default_factory=list)
     shard_bytes: list[int] = field(default_factory=list)
     range_bytes: int = 0
+    coded: CodedPushes | None = None
+    """Pushes go through a codec."""
     follows: bool = False
     """It has to be told what the first server decided."""
     is_in_turn: bool = False
@@ -94,21 +97,33 @@ class ClientCore:
         parameters: Tensor,
         gradients: Tensor,
         bodies: Sequence[Mapping[str, Any]],
+        coding: PushCoding | None = None,
     ) -> list[Send]:
         """
         Args:
             whole: each server holds its range in one shard.
             parameters, gradients: this worker's buffers, laid out like the model.
+            coding: of what is pushed.
             bodies: how each server reaches them.
         """
         self._layout = layout
-        for server, pieces in zip(self._servers, ranges, strict=True):
+        for index, (server, pieces) in enumerate(zip(self._servers, ranges, strict=True)):
             shards = in_shards(pieces, whole=whole)
             server.pieces = pieces
             server.parameters = [[piece.view(layout, parameters) for piece in shard] for shard in shards]
             server.gradients = [[piece.view(layout, gradients) for piece in shard] for shard in shards]
             server.shard_bytes = [sum(piece.num_bytes(layout) for piece in shard) for shard in shards]
             server.range_bytes = sum(server.shard_bytes)
+            if coding is not None and (coding.beside or not server.is_beside):
+                server.coded = CodedPushes(
+                    coding,
+                    layout,
+                    shards,
+                    server.gradients,
+                    server=index,
+                    rank=self._rank,
+                    in_place=server.is_beside or not self._carries_bytes,
+                )
         flags = 0 if any(server.is_beside for server in self._servers) else APART
         return self._ask("attach", [[self._message(Kind.ATTACH, flags=flags, body=body)] for body in bodies])
 
@@ -116,6 +131,18 @@ class ClientCore:
         """Give the servers this worker's parameters."""
         request = partial(self._message, Kind.INITIALISE, iteration=iteration)
         return self._ask("initial parameters", [self._with_tensors(request, s, s.parameters) for s in self._servers])
+
+    def encode(self, push: Push) -> None:
+        """What is pushed next, where it is coded."""
+        for server in self._servers:
+            if server.coded is not None and not push.void:
+                server.coded.encode(step=self._clock)
+
+    def settle(self, reply: Reply) -> None:
+        """The last push has been answered."""
+        for server, staleness in zip(self._servers, reply.staleness, strict=True):
+            if server.coded is not None:
+                server.coded.settle(is_applied=staleness >= 0)
 
     def exchange(self, push: Push) -> list[Send]:
         body: dict[str, Any] = {}
@@ -143,7 +170,7 @@ class ClientCore:
             if server.is_beside and server.follows:
                 requests.append(list[Message]())  # it gets the push with the decision
             else:
-                requests.append([request()] if push.void else self._with_tensors(request, server, server.gradients))
+                requests.append([request()] if push.void else self._pushed_to(server, request))
         self._pushed = push, request
         return self._ask(f"exchange of clock {self._clock}", requests)
 
@@ -233,7 +260,8 @@ class ClientCore:
     def served_itself(self, *, clock: int) -> None:
         """The worker has pushed, and goes on at this clock, without any message."""
         self._clock = clock
-        self.moved_bytes = 2 * (HEAD_BYTES + self._servers[0].range_bytes)
+        server = self._servers[0]
+        self.moved_bytes = 2 * HEAD_BYTES + _pushed_bytes(server) + server.range_bytes
 
     def reply(self) -> Reply:
         """What the servers said. Of many shards the first server's last one decides, and speaks for all."""
@@ -250,6 +278,11 @@ class ClientCore:
         """The servers' optimizer state, keyed by parameter."""
         parts = [unpack(server.answers[0].body, server.answers[0].payload) for server in self._servers]
         return join(self._require_layout(), [server.pieces for server in self._servers], parts)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether pushes to some server go through a codec."""
+        return any(server.coded is not None for server in self._servers)
 
     @property
     def iteration(self) -> int:
@@ -303,11 +336,25 @@ class ClientCore:
         decision = {"contributors": decided.body["contributors"], "goes_on_at": decided.clock}
         for index, server in enumerate(self._servers):
             if server.follows and server.is_beside:
-                message = request(tensor_bytes=0 if push.void else server.range_bytes)
+                message = request(tensor_bytes=0 if push.void else _pushed_bytes(server))
                 message.body = {**message.body, **decision}
                 yield self._sent(index, message)
             elif server.follows:
                 yield self._sent(index, self._message(Kind.FOLLOW, body=decision))
+
+    def _pushed_to(self, server: _Server, request: Request) -> list[Message]:
+        coded = server.coded
+        if coded is None:
+            return self._with_tensors(request, server, server.gradients)
+        if server.is_beside:
+            return [request(tensor_bytes=coded.num_bytes)]
+        messages = []
+        for index in range(len(server.gradients)):
+            payload = coded.frames(index) if self._carries_bytes else ()
+            message = request(shard=index, tensor_bytes=coded.shard_bytes(index), payload=payload)
+            message.body = {**message.body, **coded.body}
+            messages.append(message)
+        return messages
 
     def _with_tensors(self, request: Request, server: _Server, tensors: Sequence[Sequence[Tensor]]) -> list[Message]:
         """Messages with the tensors of each shard; the first layers', which the next forward pass needs first, ahead.
@@ -328,3 +375,7 @@ class ClientCore:
         if self._layout is None:
             raise WireError("the servers have not been attached yet")
         return self._layout
+
+
+def _pushed_bytes(server: _Server) -> int:
+    return server.range_bytes if server.coded is None else server.coded.num_bytes

@@ -26,6 +26,7 @@ from paceline.messages import (
 )
 from paceline.records import UpdateRecord
 from paceline.server.admission import ProtocolError
+from paceline.server.coded_push import decode_push
 from paceline.server.part import Part, build_part, require_fitting
 from paceline.server.part_state import initialise, set_state, state_fields
 from paceline.server.ranges import in_shards
@@ -199,6 +200,12 @@ class ServerCore:
         is_complete = are_beside and self._spec is not None and len(self._clients) == self._spec.rule.members.size
         return is_complete and all(part.shard.is_quiet for part in self.parts)
 
+    def decode_s(self, message: Message) -> float:
+        """How long a core decodes a worker's push, where time is simulated."""
+        codec = None if self._spec is None else self._spec.codec
+        num_bytes = sum(part.tensor_bytes for _, part in self._parts_of(message))
+        return 0.0 if codec is None else codec.seconds_per_gbyte[1] * num_bytes / 1e9
+
     def close(self) -> None:
         """Let go of all memory."""
         self._clients.clear()
@@ -222,7 +229,7 @@ class ServerCore:
         groups = body.get("groups")
         for index, part in self._parts_of(message):
             if client.parameters is None and not is_void:
-                from_frames(message.payload, client.gradients[index])
+                self._read_push(message, index, client.gradients[index])
             answers = part.shard.push(
                 message.sender,
                 message.clock,
@@ -235,6 +242,13 @@ class ServerCore:
             yield from self._answer(index, part, answers, now_s)
         if "contributors" in body:
             yield from self._follow(client, message, now_s)
+
+    def _read_push(self, message: Message, index: int, gradients: Sequence[Tensor]) -> None:
+        codec = None if self._spec is None else self._spec.codec
+        if codec is None:
+            from_frames(message.payload, gradients)
+        else:
+            decode_push(codec, message, gradients, server=self.index, shard=index)
 
     def _follow(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         """A worker brings what the first server decided."""

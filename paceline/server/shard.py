@@ -23,7 +23,8 @@ Groups = Sequence[Mapping[str, Any]]
 _KINDS, _NUMBERS = get_args(ContributionKind), (float, int)
 # Their state is tensors, which stay where they are.
 STEPS_IN_PLACE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-_IMPLEMENTATION = frozenset({"foreach", "fused"})  # settings of a group that choose a kernel, not a result
+IMPLEMENTATION = frozenset({"foreach", "fused"})
+"""Settings of a group that choose a kernel, not a result."""
 
 
 class Answer(NamedTuple):
@@ -274,7 +275,7 @@ class Shard:
         groups = max(known, key=lambda entry: entry[0])[1] if known else self._initial
         if groups is not self._in_force:
             for own, new in zip(self.optimizer.param_groups, groups, strict=True):
-                own.update({name: value for name, value in new.items() if name not in _IMPLEMENTATION})
+                own.update({name: value for name, value in new.items() if name not in IMPLEMENTATION})
             self._in_force = groups
 
     def _is_over(self) -> bool:
@@ -406,7 +407,7 @@ def _is_uniform(group: Mapping[str, Any]) -> bool:
 
 def _may_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     """Half precision is left alone: fused kernels round it once where the others do after every operation."""
-    is_free = all(group.get(name) is None for name in _IMPLEMENTATION)
+    is_free = all(group.get(name) is None for name in IMPLEMENTATION)
     is_plain = not (group.get("differentiable") or group.get("capturable"))
     is_single_or_double = all(tensor.dtype in (torch.float32, torch.float64) for tensor in group["params"])
     return type(optimizer) in STEPS_IN_PLACE and is_free and is_plain and is_single_or_double

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.aggregate import MEAN, Aggregator, ContributionKind
+from paceline.codec import TensorCodec
 from paceline.layout import Layout
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
@@ -35,6 +36,10 @@ class ServerSpec:
     rule: AdmissionRule
     max_updates: int | None
     aggregator: Aggregator = MEAN
+    codec: TensorCodec | None = None
+    """Of what workers elsewhere push."""
+    number: int = 0
+    """Of the run's optimizer that it is for."""
 
 
 class Push(NamedTuple):

@@ -1,7 +1,7 @@
 """All-reduce: every worker updates its own copy with the mean of all gradients."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final, get_args
 
@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from paceline.buckets import GradientBuckets, OutOfTurn
+from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing, Work
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
+from paceline.strategies.bucket_size import MIN_BYTES, measured
 from paceline.strategies.bucketing import laid_out
+from paceline.strategies.choosing import Choosing
+from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.overlap import Overlap
+from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
@@ -47,19 +52,33 @@ class AllReduce(Strategy):
         "auto", "size of a gradient bucket in MB; the first one is at most 1 MB; auto: as measured at the start"
     )
 
+    codec: Codec | None = option(None, CODEC_DOC)
+    codec_scope: Scope = option("links", SCOPE_DOC)
+
     def validate(self) -> None:
+        require_choice("codec_scope", self.codec_scope, get_args(Scope))
+        require_averaging(self.codec, self.codec_scope)
+        if self.codec is not None and self.algorithm != "auto":
+            raise UsageError(f"a codec has a way of its own to average; leave out algorithm={self.algorithm}")
         require_choice("algorithm", self.algorithm, get_args(Algorithm))
         if self.bucket_mb != "auto" and not 0 < self.bucket_mb <= 1024:
             raise UsageError(f"bucket_mb must be auto, or above 0 and at most 1024, not {self.bucket_mb}")
 
     @property
     def behind_backward(self) -> bool:
-        """Whether exchanges run behind backward; those over send and receive run when they are waited for."""
-        return self.algorithm == "auto"
+        """Whether exchanges run behind backward; those over send and receive, and coded ones, run when they are waited
+        for."""
+        return self.algorithm == "auto" and (self.codec is None or self.codec.adapts)
 
     @property
     def traits(self) -> Traits:
-        moved = AllReduced(algorithm=self.algorithm, bucket_mb=self.bucket_mb, behind_backward=self.behind_backward)
+        moved = AllReduced(
+            algorithm=self.algorithm,
+            bucket_mb=self.bucket_mb,
+            behind_backward=self.behind_backward,
+            codec=self.codec,
+            codec_scope=self.codec_scope,
+        )
         return Traits(lock_step=True, tells_stop=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
@@ -85,7 +104,24 @@ class _AllReduceSynchronizer(Synchronizer):
         self._buckets = GradientBuckets(
             replica.parameters, layout, buffer, on_bucket=self._on_bucket, on_backward_end=self._finish_backward
         )
-        self._exchange = Exchange(context.collective, self._buckets.buckets, algorithm=strategy.algorithm)
+        coding = coding_of(strategy.codec, strategy.codec_scope, context)
+        self._choosing: Choosing | None = None
+        if coding is None and strategy.codec is not None:
+            self.facts = {**self.facts, "codec": NOTHING_CODED}
+        elif isinstance(strategy.codec, Auto):
+            scratch = buffer if buffer.numel() >= MIN_BYTES else context.collective.allocate(MIN_BYTES)
+            found = measured(context.collective, lambda flat: average(flat)(), scratch, now_s=context.pacing.now_s)
+            self._choosing = Choosing(strategy.codec, context, found, [spec.shape for spec in replica.specs])
+            self._layout, self._coding, coding = layout, coding, None
+        elif coding is not None:
+            self.facts = {**self.facts, "codec": str(coding.codec)}
+        self._exchange = Exchange(
+            context.collective,
+            self._buckets.buckets,
+            algorithm=strategy.algorithm,
+            coding=coding,
+            layout=layout,
+        )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._works: list[Work] = []
         self._looks_first = self._nonfinite != "allow" and not self._exchange.is_watched
@@ -98,7 +134,7 @@ class _AllReduceSynchronizer(Synchronizer):
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        return (self.context.collective.timing, self._overlap.timing)
+        return (self.context.collective.timing, self._overlap.timing, self._exchange.timing)
 
     def set_weight(self, weight: float) -> None:
         if weight != self._weight and not self._is_exchanged:
@@ -128,7 +164,7 @@ class _AllReduceSynchronizer(Synchronizer):
         )
         if self._weight != 1.0:
             self._buckets.buckets[bucket].values.mul_(self._weight)
-        self._works.append(self._exchange.start(bucket))
+        self._works.append(self._exchange.start(bucket, step=self.iteration))
         if is_last:  # nothing is left to hide it
             return
         if self._behind_backward:
@@ -149,8 +185,10 @@ class _AllReduceSynchronizer(Synchronizer):
                 raise UsageError(self._disagreement()) from None
             if self._nonfinite != "allow" and work.nonfinite is not None and self._culprit is None:
                 self._culprit = (work.nonfinite.rank, self._buckets.name_at(bucket, work.nonfinite.element))
-            self._is_nonfinite = self._is_nonfinite or is_nonfinite or self._culprit is not None
+            if self._nonfinite != "allow":
+                self._is_nonfinite = self._is_nonfinite or is_nonfinite or self._culprit is not None
             self._stop = self._stop or stop
+        self._exchange.settle(is_applied=not self._is_nonfinite)
         self._works.clear()
         self._is_exchanged = True
 
@@ -202,8 +240,37 @@ class _AllReduceSynchronizer(Synchronizer):
             self.iteration += 1
         self._is_exchanged = False
         self._turn = 0
+        if self._choosing is not None:
+            self._choose(self._choosing)
         stop, self._stop = self._stop, False
         return StepOutcome(self.iteration, stop=stop, staleness=0 if self.iteration > before else -1)
+
+    def _choose(self, choosing: Choosing) -> None:
+        """Go on with a codec, if one is worth it."""
+        outcome = choosing.step_ended()
+        if outcome is None:
+            return
+        codec, why = outcome
+        self.facts = {"codec": why}
+        self._choosing = None
+        if codec is not None and self._coding is not None:
+            coding = replace(self._coding, codec=codec)
+            self._exchange = Exchange(
+                self.context.collective,
+                self._buckets.buckets,
+                coding=coding,
+                layout=self._layout,
+                timing=self._exchange.timing,
+            )
+            self._behind_backward = False
+            self._looks_first = self._nonfinite != "allow"
+
+    def own_state(self) -> dict[str, OwnState]:
+        return self._exchange.own_state()
+
+    def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
+        super().restore(state, own, iteration=iteration)
+        self._exchange.restore(own)
 
     def close(self) -> None:
         self._buckets.close()

@@ -1,15 +1,18 @@
 """Has a script that changes gradients before its step see the mean of all workers' gradients."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
+from paceline.arrays import as_array
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
+from paceline.strategies.digests import digest
 
 Mode = Literal["auto", "always", "never"]
+_NUM_SAMPLES = 16
 
 
 @final
@@ -22,7 +25,8 @@ class Combining:
     Args:
         flats: all gradients.
         mode: whether to combine.
-        is_partial: not every worker's gradient counts, so there is no mean to change.
+        obstacle: why the first step's gradients are not averaged on trial, and what to ask for instead, for the error
+            of scripts that change gradients; none: they are.
         find_nonfinite: the name of a parameter whose gradient is not finite.
     """
 
@@ -32,16 +36,18 @@ class Combining:
         flats: Sequence[Tensor],
         *,
         mode: Mode,
-        is_partial: bool,
+        obstacle: str | None = None,
         find_nonfinite: Callable[[], str | None],
     ) -> None:
         self._collective, self._flats, self._find_nonfinite = collective, flats, find_nonfinite
-        self._is_partial = is_partial
+        self._obstacle = obstacle
         self._is_undecided = mode == "auto" and collective.size > 1
-        self._averages = mode == "always" or (self._is_undecided and not is_partial)
+        self._averages = mode == "always" or (self._is_undecided and obstacle is None)
         self._refuses_change = mode == "auto" and collective.size > 1
-        self._seen: list[int] | None = None  # what `_versions` gave after backward
-        self._sums: list[int] = []
+        self._samples = [_sample(flat) for flat in flats if flat.is_cpu] if self._refuses_change else []
+        self._seen: tuple[list[int], list[bytes]] | None = None  # what `_versions` gave after backward
+        self._looks_closely = False
+        self._digest = ""  # of the gradients after backward, in a step that is looked at closely
         self.is_combined = False
         """This step's gradients are the workers' mean by now."""
         self.culprit: str | None = None
@@ -57,8 +63,12 @@ class Combining:
                 self._collective.all_reduce(flat, op="mean").wait()
             self.is_combined = True
         self._seen = self._versions()
-        if self._is_undecided:
-            self._sums = self._checksums()
+        if self._is_undecided or self._looks_closely:
+            self._digest = digest(self._flats)
+
+    def look_closely(self) -> None:
+        """At the next step, see also those changes through `.data` that a few bytes do not show."""
+        self._looks_closely = True
 
     def only_accumulates(self) -> None:
         """The next backward passes exchange nothing."""
@@ -69,6 +79,7 @@ class Combining:
         if self._averages and self._seen is not None:
             return
         is_changed_by_script = self._seen != self._versions()
+        self._looks_closely = False
         for flat in self._flats:
             flat.mul_(factor)
         if self._seen is not None and not is_changed_by_script:
@@ -85,10 +96,11 @@ class Combining:
         """
         if self._is_undecided:
             self._decide(is_scaled=is_scaled)
-        elif self._refuses_change and not self._averages and self._is_changed():
+        elif self._refuses_change and not self._averages and self._is_changed(closely=self._looks_closely):
             raise UsageError(
-                f"step {step}: the script changed gradients between backward() and step(), which it did not do "
-                "in its first step; use --option combine=always so that it sees the mean of all workers' gradients"
+                f"step {step}: the script changed gradients between backward() and step() on rank "
+                f"{self._collective.rank}, which it did not do in its first step; use --option combine=always so that "
+                "it sees the mean of all workers' gradients"
             )
         if self._averages and self._seen is None:
             self.after_backward(weight)
@@ -96,27 +108,30 @@ class Combining:
     def take(self) -> bool:
         """The step begins: whether its gradients are the workers' mean. The next step starts anew."""
         is_combined, self.is_combined, self._seen = self.is_combined, False, None
+        self._looks_closely = False
         return is_combined
 
     def _decide(self, *, is_scaled: bool) -> None:
         """Keep averaging if the script changed the gradients of its first step on any worker, or is about to."""
-        changed = self._seen is not None and (is_scaled or self._is_changed() or self._sums != self._checksums())
+        changed = self._seen is not None and (is_scaled or self._is_changed(closely=True))
         self._is_undecided = False
-        if not self._is_partial:
+        if self._obstacle is None:
             self._averages = any(self._collective.all_gather_object(changed))
         elif changed:  # alone, since workers need not be at the same step
-            raise UsageError(
-                "the script changes gradients between backward() and step(), and under ps-bsp with backup_workers "
-                "there is no mean gradient to change; use --option combine=never to change each worker's own"
-            )
+            raise UsageError(f"the script changes gradients between backward() and step(), and {self._obstacle}")
 
-    def _is_changed(self) -> bool:
-        return self._seen is not None and self._seen != self._versions()
+    def _is_changed(self, *, closely: bool) -> bool:
+        if self._seen is None:
+            return False
+        return self._seen != self._versions() or (closely and self._digest != digest(self._flats))
 
-    def _versions(self) -> list[int]:
-        """In-place changes of any gradient so far, which views count on the tensor they are a view of."""
-        return [flat._version for flat in self._flats]
+    def _versions(self) -> tuple[list[int], list[bytes]]:
+        """In-place changes of any gradient so far, which views count on the tensor they are a view of, and some bytes,
+        since torch does not count changes through `.data`."""
+        return [flat._version for flat in self._flats], [sample.tobytes() for sample in self._samples]
 
-    def _checksums(self) -> list[int]:
-        """The sum of each buffer's bytes, since torch does not count a scaler's unscaling as an in-place change."""
-        return [int(flat.view(torch.uint8).sum()) for flat in self._flats]
+
+def _sample(flat: Tensor) -> Any:
+    """A view of some bytes of the gradients, of every place within a number."""
+    raw = as_array(flat.view(torch.uint8))
+    return raw[:: len(raw) // _NUM_SAMPLES | 1]

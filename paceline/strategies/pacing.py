@@ -18,6 +18,9 @@ class Pacing(ABC):
     def now_s(self) -> float:
         """The time on the clock that this worker's run is timed with."""
 
+    def spend(self, seconds: float) -> None:
+        """Something besides the model took a core so long; real time has passed by itself."""
+
     @abstractmethod
     def watch(self, replica: "Replica") -> None:
         """The script has prepared this model. Called before the strategy is bound to it."""

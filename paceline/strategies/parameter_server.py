@@ -6,10 +6,12 @@ from typing import Literal, final, get_args
 
 import torch
 
+from paceline.codec import Codec, TensorCodec
 from paceline.errors import UsageError
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
+from paceline.strategies.coding import CODEC_DOC, SCOPE_DOC, Scope, require_averaging
 from paceline.strategies.combining import Mode
 from paceline.strategies.replica import Replica, cannot_evaluate, require_plain_steps
 from paceline.strategies.serving import ServerSynchronizer
@@ -54,7 +56,12 @@ class ParameterServer(Strategy):
         "auto", "average gradients among workers before the script sees them: auto (if it changes them), always, never"
     )
 
+    codec: Codec | None = option(None, CODEC_DOC)
+    codec_scope: Scope = option("links", SCOPE_DOC)
+
     def validate(self) -> None:
+        require_choice("codec_scope", self.codec_scope, get_args(Scope))
+        require_averaging(self.codec, self.codec_scope, of_servers=True)
         require_choice("consistency", self.consistency, get_args(Consistency))
         require_choice("combine", self.combine, get_args(Mode))
         if self.servers < 1:
@@ -78,7 +85,12 @@ class ParameterServer(Strategy):
 
     @property
     def traits(self) -> Traits:
-        served = Served(staleness=self._staleness, backup_workers=self.backup_workers)
+        served = Served(
+            staleness=self._staleness,
+            backup_workers=self.backup_workers,
+            codec=self.codec,
+            codec_scope=self.codec_scope,
+        )
         return Traits(
             lock_step=self.consistency == "bsp" and self.backup_workers == 0,
             unit="update" if self.consistency == "bsp" else "gradient",
@@ -92,6 +104,22 @@ class ParameterServer(Strategy):
         if staleness is None:
             return BulkSynchronous(members, backup_workers=self.backup_workers)
         return StaleSynchronous(members, staleness=staleness, torn_reads=self.torn_reads)
+
+    def codec_of_pushes(self) -> TensorCodec | None:
+        assert self.codec is None or isinstance(self.codec, TensorCodec)  # others are refused
+        return self.codec
+
+    def admission_rule_beside(self, members: Membership) -> AdmissionRule:
+        """Under ssp the first optimizer's clocks keep workers together, and with them what every other one has done."""
+        if self.backup_workers:
+            raise UsageError(
+                "with backup_workers each optimizer's servers would take other workers' gradients, and workers could "
+                "wait for one another at different optimizers for ever; prepare one optimizer, or leave backup_workers "
+                "out"
+            )
+        if self._staleness is None:
+            return BulkSynchronous(members)
+        return StaleSynchronous(members, torn_reads=self.torn_reads)
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if context.store is None:
@@ -108,6 +136,8 @@ class ParameterServer(Strategy):
             is_weighted=is_synchronous,
             combine=self.combine if is_synchronous else "never",
             is_partial=self.backup_workers > 0,
+            codec=self.codec_of_pushes(),
+            codec_scope=self.codec_scope,
         )
 
     @property

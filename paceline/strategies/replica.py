@@ -1,6 +1,7 @@
 """A script's model and optimizer, checked and described for a strategy."""
 
 import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -29,6 +30,21 @@ class Replica:
     """Those that the optimizer updates and that require gradients, in the order of its groups."""
     specs: tuple[TensorSpec, ...]
     optimizer_spec: OptimizerSpec
+    is_first: bool = True
+    """Of the run's optimizers, that it stands for what none of them trains: buffers, and other parameters."""
+    beside: frozenset[int] = frozenset()
+    """Parameters that the run's other optimizers train, by `id`."""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's, if this replica stands for them."""
+        return list(self.model.buffers()) if self.is_first else []
+
+    @property
+    def all_parameters(self) -> list[nn.Parameter]:
+        """The optimizer's, and those that no optimizer trains if this replica stands for them."""
+        own = self.model.parameters() if self.is_first else self.parameters
+        return [parameter for parameter in own if id(parameter) not in self.beside]
 
     @functools.cached_property
     def is_light(self) -> bool:
@@ -111,13 +127,19 @@ def copy_from_first(model: nn.Module, collective: Collective) -> None:
 
 
 def require_same_parameters(replica: Replica) -> None:
-    """Look whether the optimizer still updates the parameters that it was prepared with. Raises UsageError if some
-    were added or unfrozen since; their gradients would not be exchanged."""
+    """Look whether the optimizer still updates the parameters that it was prepared with, or some of them. Raises
+    UsageError if others were added, unfrozen or put in their place since: their gradients would not be exchanged."""
     trained = [p for group in replica.optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if len(trained) != len(replica.parameters):
+    if len(trained) == len(replica.parameters) and all(map(operator.is_, trained, replica.parameters)):
+        return
+    known = set(map(id, replica.parameters))
+    strange = [parameter for parameter in trained if id(parameter) not in known]
+    if strange:
+        names = {id(parameter): repr(name) for name, parameter in replica.model.named_parameters()}
         raise UsageError(
-            f"the optimizer had {len(replica.parameters)} parameters to train when it was prepared and has "
-            f"{len(trained)} now; freeze, unfreeze and add parameters before prepare"
+            f"the optimizer trains parameter {names.get(id(strange[0]), 'that is not of the model')}, of shape "
+            f"{list(strange[0].shape)}, which it did not when it was prepared; add, replace and unfreeze parameters "
+            "before prepare (one that was trained then may be frozen and unfrozen)"
         )
 
 
@@ -143,13 +165,9 @@ def require_plain_steps(replica: Replica) -> None:
     spec = replica.optimizer_spec
     try:
         samples = [[torch.zeros(2, requires_grad=True)] for _ in spec.groups]
-        fresh = build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
+        build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
     except Exception as error:
         raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
-    # Some optimizers, such as Adagrad, have a state from the start.
-    has_stepped = any(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
-    if has_stepped or (optimizer.state and not fresh.state):
-        raise UsageError(f"{kind} has taken steps already; servers start from a fresh optimizer: call prepare first")
 
 
 def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:

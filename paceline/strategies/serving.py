@@ -4,16 +4,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from paceline.buckets import GradientBuckets
+from paceline.codec import TensorCodec
 from paceline.comm.base import Store, Timing
 from paceline.errors import UsageError
-from paceline.layout import by_group
+from paceline.layout import Layout, by_group
+from paceline.server.coded_push import PushCoding
 from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
+from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode
+from paceline.strategies.held_state import HeldState
 from paceline.strategies.mirror import Mirror
+from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import (
     Replica,
     cannot_evaluate,
@@ -23,6 +29,15 @@ from paceline.strategies.replica import (
     require_same_parameters,
 )
 from paceline.strategies.server_owned import ServerOwned
+
+NO_MEAN = (
+    "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
+    "worker's own"
+)
+NO_TRIAL = (
+    "with a codec a first step that is averaged would differ from the others; use --option combine=always so that it "
+    "sees the mean of all workers' gradients, or combine=never to change each worker's own"
+)
 
 
 @final
@@ -35,6 +50,8 @@ class ServerSynchronizer(Synchronizer):
         is_weighted: an update is a mean, in which each gradient counts by its share of the global batch.
         combine: whether workers average gradients among themselves before the script sees them.
         is_partial: not every worker's gradient counts.
+        codec: of what is pushed.
+        codec_scope: whether servers on this worker's host get it coded, too.
     """
 
     def __init__(
@@ -47,6 +64,8 @@ class ServerSynchronizer(Synchronizer):
         is_weighted: bool,
         combine: Mode,
         is_partial: bool,
+        codec: TensorCodec | None = None,
+        codec_scope: Scope = "links",
     ) -> None:
         super().__init__(context, replica)
         self._store, self._nonfinite, self._is_weighted = store, nonfinite, is_weighted
@@ -62,14 +81,28 @@ class ServerSynchronizer(Synchronizer):
             context.collective,
             self._flats,
             mode=combine,
-            is_partial=is_partial,
+            obstacle=NO_MEAN if is_partial else None if codec is None else NO_TRIAL,
             find_nonfinite=self._buckets.find_any_nonfinite,
         )
+        self._held = HeldState(store, replica, context.collective)
         self._steps = 0
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
         self._parameters.to_host()
-        store.attach(layout, replica.optimizer_spec, self._parameters.host, self._gradients.host)
+        self._left: list[Tensor] = []  # what codecs have left out of pushes up to now
+        store.attach(
+            layout,
+            replica.optimizer_spec,
+            self._parameters.host,
+            self._gradients.host,
+            coding=self._coding(codec, codec_scope, layout),
+        )
+        if codec is not None:
+            self.facts = {"codec": str(codec) if store.is_coded else NOTHING_CODED}
+
+    def start(self) -> None:
+        self._parameters.to_host()
+        self._held.hand_over(iteration=self.iteration)
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -106,10 +139,19 @@ class ServerSynchronizer(Synchronizer):
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
-        return self._take(self._store.exchange(push))
+        outcome = self._take(self._store.exchange(push))
+        if self._store.is_coded:
+            for segment, flat in zip(self._buckets.layout.segments, self._flats, strict=True):
+                segment.zero_padding(flat)
+        if self._steps == 1 or outcome.iteration >= pause_at:
+            self._owned.accept(looks_closely=True)
+            self._combining.look_closely()
+        return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
-        return self._take(self._store.wait_for_admission(pause_at=pause_at))
+        outcome = self._take(self._store.wait_for_admission(pause_at=pause_at))
+        self._owned.accept()
+        return outcome
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
@@ -127,13 +169,31 @@ class ServerSynchronizer(Synchronizer):
     def optimizer_state(self) -> dict[str, Tensor]:
         return self._store.optimizer_state()
 
+    def own_state(self) -> dict[str, OwnState]:
+        return {f"push.{index}.left": OwnState(left, "average") for index, left in enumerate(self._left)}
+
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
+        for index, left in enumerate(self._left):
+            left.copy_(own.get(f"push.{index}.left", left))
         self._parameters.to_host()
         self._store.load_state(state, iteration=iteration)
+        self._held.drop()
         self.iteration = iteration
 
     def close(self) -> None:
         self._buckets.close()
+        self._held.close()
+
+    def _coding(self, codec: TensorCodec | None, scope: Scope, layout: Layout) -> PushCoding | None:
+        if codec is None:
+            return None
+        for segment in layout.segments:
+            require_real(codec, segment.dtype)
+        left = torch.zeros(layout.num_bytes, dtype=torch.uint8) if codec.feedback else None
+        if left is not None:
+            self._left = [segment.view(left) for segment in layout.segments]
+        spend = self.context.pacing.spend
+        return PushCoding(codec, self.context.seed, left, beside=scope == "all", spend=spend)
 
     def _refresh(self) -> None:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
@@ -160,8 +220,8 @@ class ServerSynchronizer(Synchronizer):
         if name is not None:
             raise UsageError(
                 f"step {self._steps}: parameter {name!r} has no gradient on rank {self.context.rank}, and "
-                "servers update every parameter at every step; freeze it with requires_grad_(False) or use "
-                "all-reduce"
+                "servers update every parameter at every step; freeze it with requires_grad_(False) before prepare, "
+                "or use all-reduce"
             )
 
     def _is_nonfinite(self) -> bool:

@@ -50,8 +50,9 @@ class Account:
         now_s, totals = self._clock.now_s, self._totals()
         communication_s, waiting_s, moved_bytes, hidden_s = totals
         communication_0_s, waiting_0_s, moved_0_bytes, hidden_0_s = self._booked
-        communication_s -= communication_0_s
-        waiting_s -= waiting_0_s
+        # What is read while others add to it, or rounded, may be less than before.
+        communication_s = max(0.0, communication_s - communication_0_s)
+        waiting_s = max(0.0, waiting_s - waiting_0_s)
         compute_s = max(0.0, now_s - self._time_s - communication_s - waiting_s)
         self._time_s, self._booked = now_s, totals
         return Share(now_s, compute_s, communication_s, waiting_s, moved_bytes - moved_0_bytes, hidden_s - hidden_0_s)

@@ -6,7 +6,29 @@ from typing import final
 from paceline.config import RunConfig
 
 NEVER = 2**62
-_AGREE_S = 1.0
+_LATE_FIRST = 256
+
+
+@final
+class Rhythm:
+    """What is to come again after some time, in iterations. Intervals at most double, since first steps are unlike
+    later ones.
+
+    Args:
+        first: the first interval, of which nobody can tell how long it takes.
+
+    >>> rhythm = Rhythm()
+    >>> [rhythm.next(iteration, wanted=5) for iteration in (0, 1, 3, 7)]
+    [1, 3, 7, 12]
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self._first, self._interval = first, 0
+
+    def next(self, iteration: int, *, wanted: float) -> int:
+        """The iteration at which it is to come next, `wanted` iterations from here if that is not too far."""
+        self._interval = int(max(1, min(wanted, 2 * self._interval))) if self._interval else self._first
+        return iteration + self._interval
 
 
 @final
@@ -14,9 +36,12 @@ class Cadence:
     """Evaluations and checkpoints of one run, and the iteration that ends it.
 
     Iterations of asynchronous strategies jump: what was due within a jump is due after it, once.
+
+    Args:
+        waits: workers wait for each other at pauses alone, so that the first are not to come soon for nothing.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, waits: bool) -> None:
         self._config = config
         self.evaluates = False
         """Whether the script has registered an evaluation."""
@@ -24,29 +49,31 @@ class Cadence:
         self.checkpointed_at = -1
         self.next_pause = 0
         """The iteration at which all workers are to meet next, as `plan` found it."""
-        self._agree_at = NEVER
-        self._agree_interval = 1
+        self._meet_at = NEVER
+        self._rhythm = Rhythm(first=_LATE_FIRST if waits else 1)
 
     def is_over(self, iteration: int) -> bool:
         return iteration >= (self._config.max_steps or NEVER)
 
-    def plan(self) -> None:
-        """Set the next pause, from what has been done. Pauses alone change that, and so it is not asked every step."""
+    def plan(self, *, check_at: int) -> None:
+        """Set the next pause, from what has been done. Pauses alone change that, and so it is not asked every step.
+
+        Args:
+            check_at: when workers are to compare their models, if nothing else has them meet before.
+        """
         config = self._config
-        due = [config.max_steps or NEVER, self._agree_at]
+        due = [config.max_steps or NEVER, self._meet_at, check_at]
         if config.eval_every is not None and self.evaluates:
             due.append((max(0, self.evaluated_at) // config.eval_every + 1) * config.eval_every)
         if config.checkpoint_every is not None:
             due.append((max(0, self.checkpointed_at) // config.checkpoint_every + 1) * config.checkpoint_every)
         self.next_pause = min(due)
 
-    def agree_after(self, iteration: int, *, time_s: float, iterations_per_s: float) -> None:
-        """Name the iteration at which all workers meet next to agree on whether to stop: in a second, or when the time
-        is over, if that is sooner. Intervals at most double, since first steps are unlike later ones."""
-        left_s = (self._config.max_time_s or math.inf) - time_s
-        wanted = int(min(_AGREE_S, left_s) * iterations_per_s)
-        self._agree_interval = max(1, min(wanted, 2 * self._agree_interval))
-        self._agree_at = iteration + self._agree_interval
+    def meet_in(self, wait_s: float, iteration: int, *, iterations_per_s: float) -> None:
+        """Name the iteration at which all workers meet next for what goes by time; none if that is infinite."""
+        self._meet_at = NEVER
+        if wait_s < math.inf:
+            self._meet_at = self._rhythm.next(iteration, wanted=wait_s * iterations_per_s)
 
     def is_evaluation_due(self, iteration: int, *, at_end: bool) -> bool:
         every = self._config.eval_every

@@ -11,8 +11,10 @@ from torch import nn
 from paceline.config import Target
 from paceline.errors import UsageError, unknown
 from paceline.seeding import preserved_random_state
+from paceline.strategies.several import models_of
 
-Evaluation = Callable[[nn.Module], Mapping[str, float]]
+Evaluation = Callable[..., Mapping[str, float]]
+"""Of the models that the script has prepared, in their order."""
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,20 @@ class Findings:
 
     metrics: dict[str, float]
     duration_s: float
-    is_target_reached: bool
 
 
 def evaluate(
     function: Evaluation, model: nn.Module, *, target: Target | None, now_s: Callable[[], float] = time.perf_counter
 ) -> Findings:
-    """Call `function(model)` in evaluation mode and without gradients; modes and random state are as before
-    afterwards. Raises UsageError if it returns something else than numbers by name, or not the target's metric."""
+    """Call `function` with the model, or with each of several, in evaluation mode and without gradients; modes and
+    random state are as before afterwards. Raises UsageError if it returns something else than numbers by name, or not
+    the target's metric."""
     began_s = now_s()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with preserved_random_state(), torch.no_grad():
-            returned = function(model)
+            returned = function(*models_of(model))
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -43,8 +45,7 @@ def evaluate(
     metrics = {str(name): _number(name, value) for name, value in returned.items()}
     if target is not None and target.metric not in metrics:
         raise unknown("target metric", target.metric, metrics)
-    is_reached = target is not None and target.is_reached(metrics[target.metric])
-    return Findings(metrics, now_s() - began_s, is_reached)
+    return Findings(metrics, now_s() - began_s)
 
 
 def metrics_in(source: str) -> set[str] | None:

@@ -1,5 +1,6 @@
 """Pauses: all workers meet between two steps, agree on where the run is, and look at the global model."""
 
+import math
 from typing import Any, final
 
 from torch import nn
@@ -7,13 +8,16 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.records import EvaluationRecord
 from paceline.training import snapshot
+from paceline.training.agreement import Agreement
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.differing import Differing
 from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.holding import Streak
 from paceline.training.worker_run import WorkerRun
 
 MODEL_FILE = "model.safetensors"
+_AGREE_S = 1.0
 
 
 @final
@@ -26,9 +30,13 @@ class Pauses:
 
     def __init__(self, run: WorkerRun, cadence: Cadence, checkpoints: Checkpoints) -> None:
         self._run, self._cadence, self._checkpoints = run, cadence, checkpoints
+        self._agreement = Agreement(run)
         self.evaluation: Evaluation | None = None
         self.last_metrics: dict[str, float] = {}
         self._met_at = (0, 0.0)
+        config = run.config
+        self._streak = Streak(config.target, config.hold) if config.target is not None else None
+        self._is_target_reached = False
 
     def require_evaluation(self) -> None:
         """Raise UsageError if the run asks for evaluations and the script has none."""
@@ -47,7 +55,9 @@ class Pauses:
             Whether no worker does.
 
         Raises:
-            UsageError: the evaluation does not return what it should.
+            UsageError: the evaluation does not return what it should, or a worker under a lock-step strategy has left
+                a batch or a step out.
+            TensorMismatch: lock-step workers' parameters or settings have drifted apart.
         """
         run, cadence, collective = self._run, self._cadence, self._run.context.collective
         if is_done and not run.strategy.traits.lock_step:
@@ -55,17 +65,17 @@ class Pauses:
         run.awaits_others = True
         reports = collective.all_gather_object(self._report(is_done=is_done))
         run.awaits_others = False
+        self._agreement.require(reports)
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
         run.iteration = max(report["iteration"] for report in reports)
         all_done = all(report["done"] for report in reports)
         cadence.evaluates = first["evaluates"]
         evaluates = cadence.is_evaluation_due(run.iteration, at_end=all_done) and not first["interrupted"]
-        saves = cadence.is_checkpoint_due(run.iteration, at_end=all_done, is_late=first["is_late"])
+        saves = cadence.is_checkpoint_due(run.iteration, at_end=all_done, is_late=first["checkpoint_in_s"] <= 0)
         if evaluates or saves or all_done:
             self._look_at_global_model(reports, evaluates=evaluates, saves=saves, is_last=all_done)
-        self._agree(reports)
-        cadence.plan()
+        self._agree(reports, has_saved=saves)
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
         collective.set_deadline(run.config.deadline_s)
@@ -84,20 +94,24 @@ class Pauses:
             "evaluates": self.evaluation is not None,
             "interrupted": run.reporter.stop_requested(),
             "wants_stop": run.wants_stop(),
-            "is_late": self._checkpoints.is_late,
+            "checkpoint_in_s": self._checkpoints.due_in_s,
             "iterations_per_s": (run.iteration - iteration) / elapsed_s if elapsed_s > 0 else 0.0,
+            **self._agreement.said(is_last=is_done),
         }
 
-    def _agree(self, reports: list[dict[str, Any]]) -> None:
-        """Whether the run ends here, and when to meet again if steps do not tell who wants to stop."""
-        run = self._run
+    def _agree(self, reports: list[dict[str, Any]], *, has_saved: bool) -> None:
+        """Whether the run ends here, and when to meet next."""
+        run, first = self._run, reports[0]
+        rate = first["iterations_per_s"]
         self._met_at = (run.iteration, run.clock.now_s)
         run.has_ended = run.has_ended or self._cadence.is_over(run.iteration)
-        if run.strategy.traits.tells_stop:
-            return
-        run.has_ended = run.has_ended or any(report["wants_stop"] for report in reports)
-        first = reports[0]
-        self._cadence.agree_after(run.iteration, time_s=first["time_s"], iterations_per_s=first["iterations_per_s"])
+        waits_s = [self._checkpoints.next_in_s(first["checkpoint_in_s"], has_saved=has_saved)]
+        if not run.strategy.traits.tells_stop:
+            run.has_ended = run.has_ended or any(report["wants_stop"] for report in reports)
+            left_s = (run.config.max_time_s or math.inf) - first["time_s"]
+            waits_s += [_AGREE_S, left_s]
+        self._cadence.meet_in(min(waits_s), run.iteration, iterations_per_s=rate)
+        self._cadence.plan(check_at=self._agreement.next_at(first, iterations_per_s=rate))
 
     def _look_at_global_model(
         self, reports: list[dict[str, Any]], *, evaluates: bool, saves: bool, is_last: bool
@@ -137,7 +151,16 @@ class Pauses:
         except UsageError as error:
             return {"error": str(error)}
         run.reporter.emit(EvaluationRecord(run.iteration, time_s, samples, found.metrics, found.duration_s))
-        if target is not None and found.is_target_reached:
-            details = {"target": str(target), "value": found.metrics[target.metric]}
-            run.tell("target_reached", details, at_s=time_s)
-        return {"metrics": found.metrics, "stop": found.is_target_reached}
+        is_reached = self._is_held(found.metrics, time_s)
+        return {"metrics": found.metrics, "stop": is_reached and run.config.after_target == "stop"}
+
+    def _is_held(self, metrics: dict[str, float], time_s: float) -> bool:
+        """Whether the target is reached by now; when it first is, that is told."""
+        if self._streak is None or not self._streak.add(metrics, time_s):
+            return self._is_target_reached
+        if not self._is_target_reached:
+            target = self._streak.target
+            details = {"target": str(target), "value": metrics[target.metric], "held": self._streak.num}
+            self._run.tell("target_reached", details, at_s=self._streak.began_s)
+        self._is_target_reached = True
+        return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,19 @@ class Row:
     drops_gradients: bool = False
     workers_differ: bool = False
     """Each worker has a model, a step and a gradient of its own; the global model is the mean."""
+    is_slow: bool = False
+    """Left to `make test-slow`."""
+    steps_an_iteration: int = 1
+    """Local steps of a round, where an iteration is one."""
+    is_plain: bool = True
+    """An iteration takes what workers found as it is, and leaves all of them with it."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
     """What a script that clips gradients has to ask for."""
+
+    @property
+    def is_local(self) -> bool:
+        """Workers take steps alone."""
+        return self.steps_an_iteration > 1
 
     @property
     def num_servers(self) -> int:
@@ -61,6 +72,31 @@ class Row:
 
 
 GOSSIP = {"own_scores": False}  # the checks count how often the script's evaluation is called
+CODECS = (
+    "fp16",
+    "bf16",
+    "int8",
+    "int8:scales=rows",
+    "fp8",
+    "qsgd:bits=8",
+    "terngrad",
+    "one-bit",
+    "top-k:ratio=0.2",
+    "random-k:ratio=0.5",
+    "dct:edge=8",
+)
+"""What every strategy takes."""
+JOINT_CODECS = ("sign", "powersgd:start=3:least=1")
+"""What only workers among themselves take."""
+
+
+def coded(strategy: str, codec: str, **fields: Any) -> Row:
+    """A row for a strategy with a codec, left to `make test-slow` unless it says otherwise."""
+    name = f"{strategy}-{codec.partition(':')[0]}{'-rows' if 'rows' in codec else ''}"
+    options = {"codec": codec, "codec_scope": "all"}
+    return Row(name, strategy, 2, options, **{"is_slow": True, **fields})
+
+
 ROWS = (
     Row("single", "single", 1),
     Row("all-reduce", "all-reduce", 2),
@@ -82,11 +118,31 @@ ROWS = (
     Row("gossip-awc", "gossip", 3, {**GOSSIP, "topology": "one-peer", "order": "awc"}, workers_differ=True),
     Row("sgp", "sgp", 3, GOSSIP, workers_differ=True),
     Row("relay", "relay", 2, GOSSIP, workers_differ=True),
+    *(coded("all-reduce", codec, is_slow=not codec.startswith("powersgd")) for codec in (*CODECS, *JOINT_CODECS)),
+    *(
+        coded("ps-bsp", codec, is_slow=codec != "int8", options_to_change_gradients={"combine": "always"})
+        for codec in CODECS
+    ),
+    *(coded("ps-asp", codec, is_deterministic=False, updates_are_joint=False) for codec in CODECS),
+    Row("local-sgd", "local-sgd", 2, {"every": 3}, steps_an_iteration=3),
+    Row(
+        "diloco-fragments",
+        "diloco",
+        2,
+        {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5},
+        steps_an_iteration=4,
+        is_plain=False,
+    ),
 )
-every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-every_deterministic_row = pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.is_deterministic], ids=lambda row: row.name
-)
+
+
+def _among(rows: Iterable[Row]) -> pytest.MarkDecorator:
+    params = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.is_slow else []) for row in rows]
+    return pytest.mark.parametrize("row", params)
+
+
+every_row = _among(ROWS)
+every_deterministic_row = _among(row for row in ROWS if row.is_deterministic)
 
 
 def launched(script: Callable[..., Any], out: Path) -> None:

@@ -15,6 +15,7 @@ def config_of(
     seed: int = 0,
     deadline_s: float = 60.0,
     device: DeviceChoice = "cpu",
+    strict: bool = False,
 ) -> RunConfig:
     """On cores, wherever the tests run: their scripts leave batches where these are."""
     return RunConfig(
@@ -26,4 +27,5 @@ def config_of(
         seed=seed,
         deadline_s=deadline_s,
         device=device,
+        strict=strict,
     )

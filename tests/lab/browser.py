@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page, Route, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _DRAWN_MS = 60_000
+_ALL_DRAWN = "document.documentElement.dataset.drawn == document.querySelectorAll('.plot').length"
 DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
@@ -45,7 +46,10 @@ class Loaded:
 
 @contextmanager
 def opened(browser: Browser, file: Path, *, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Iterator[Loaded]:
-    """The file once its figures are drawn. What it asks for beyond itself is written down and not answered."""
+    """The file once its figures are drawn, those that are folded away too.
+
+    What it asks for beyond itself is written down and not answered.
+    """
     width, height = size
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     loaded = Loaded(context.new_page())
@@ -63,5 +67,7 @@ def opened(browser: Browser, file: Path, *, size: tuple[int, int] = DESKTOP, sch
     loaded.page.on("pageerror", lambda error: loaded.complaints.append(str(error)))
     loaded.page.goto(own)
     loaded.page.wait_for_selector("html[data-drawn]", timeout=_DRAWN_MS)
+    loaded.page.evaluate("document.getElementById('more')?.setAttribute('open', '')")
+    loaded.page.wait_for_function(_ALL_DRAWN, timeout=_DRAWN_MS)
     yield loaded
     context.close()

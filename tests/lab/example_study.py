@@ -91,6 +91,7 @@ def _trial(
         weight = 1.0 if synchronous else math.exp(-(((stale - count + 1) / max(0.4 * count, 0.5)) ** 2))
         parts["staleness"].append({**key, "staleness": stale, "count": round(iterations * weight)})
     row = _trial_row(key, "finished", "", settings["engine"], synchronous, servers)
+    row |= {"ended_by": "max-time" if never else "target"}
     row |= {"iterations": iterations, "training_time_s": whole_s, "samples": iterations * per_iteration}
     row |= {"samples_per_s": per_iteration / iteration_s, "iterations_per_s": 1 / iteration_s}
     row |= {"last_metric": best, "best_metric": best, "moved_bytes": 10**8 * count}
@@ -99,7 +100,7 @@ def _trial(
     if not never:
         row |= {"reached": True, "time_to_target_s": whole_s, "iterations_to_target": iterations}
         row |= {"samples_to_target": iterations * per_iteration, "worker_s_to_target": count * whole_s}
-        row |= {"server_s_to_target": servers * whole_s}
+        row |= {"server_s_to_target": servers * whole_s, "cost_s_to_target": (count + servers) * whole_s}
     parts["trials"].append(row)
 
 
@@ -107,7 +108,8 @@ def _trial_row(
     key: dict[str, Any], status: str, reason: str, engine: str, synchronous: bool, servers: int
 ) -> dict[str, Any]:
     absent = dict.fromkeys(("time_to_target_s", "iterations_to_target", "samples_to_target"), math.nan)
-    absent |= dict.fromkeys(("worker_s_to_target", "server_s_to_target", "last_metric", "best_metric"), math.nan)
+    absent |= dict.fromkeys(("worker_s_to_target", "server_s_to_target", "cost_s_to_target"), math.nan)
+    absent |= dict.fromkeys(("last_metric", "best_metric"), math.nan)
     zero = dict.fromkeys(("iterations", "training_time_s", "samples", "samples_per_s", "iterations_per_s"), 0)
     zero |= {f"{part}_share": 0.0 for part in ("compute", "communication", "waiting", "hidden")}
     zero |= {"moved_bytes": 0, "mean_staleness": 0.0, "max_staleness": 0}
@@ -118,5 +120,6 @@ def _trial_row(
         "unit": "update" if synchronous else "gradient",
         "servers": servers,
     }
+    facts |= {"setting": "", "passed_targets": "", "ended_by": "", "hold": 1}
     facts["cluster"] = CLUSTER if engine == "virtual" else ""
     return {**key, **absent, **zero, **facts, "target": f"accuracy={TARGET}", "reached": False, "metric": "accuracy"}

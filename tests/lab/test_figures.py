@@ -136,7 +136,7 @@ def test_lines_differ_in_dash_and_marker_and_bars_in_pattern(charts: dict[str, d
         assert len(lines) == 4
         assert len({line.line.dash for line in lines}) == 4
         assert len({line.marker.symbol for line in lines}) == 4
-    for kind in ("cost", "shares", "per-worker"):
+    for kind in ("shares", "per-worker"):
         for chart in charts[kind].values():
             assert len({bar.marker.pattern.shape for bar in chart.plot.data}) == 4
 
@@ -240,18 +240,49 @@ def test_the_ideal_and_the_fits_are_drawn(subject: Subject, charts: dict[str, di
 
 
 def test_rankings_go_from_best_to_never(subject: Subject, charts: dict[str, dict[str, Chart]]) -> None:
-    for kind, quantity in (("time-to-target", "time_to_target_s"), ("cost", "worker_s_to_target")):
+    for kind, quantity in (("time-to-target", "time_to_target_s"), ("cost", "cost_s_to_target")):
         plot = charts[kind][""].plot
-        bars = {label: x for trace in plot.data for label, x in zip(trace.y, trace.x, strict=True)}
+        typical = {label: x for trace in _typical(plot) for label, x in zip(trace.y, trace.x, strict=True)}
         rows = list(plot.layout.yaxis.categoryarray)[::-1]
-        lengths = [bars[row] for row in rows if row in bars]
-        assert lengths == sorted(lengths)
-        assert len(lengths) == int((subject.frames.summary["reached"] > 0).sum())
-        assert min(lengths) == pytest.approx(subject.frames.summary[quantity].min())
+        values = [typical[row] for row in rows if row in typical]
+        assert values == sorted(values)
+        assert len(values) == int((subject.frames.summary["reached"] > 0).sum())
+        assert min(values) == pytest.approx(subject.frames.summary[quantity].min(), rel=0.01)
         assert rows[-1] == "ps-asp × 10"
         assert [note.text for note in plot.layout.annotations] == ["✕ never reached"]
         last = charts[kind][""].table.iloc[-1]
         assert last.iloc[:3].tolist() == ["ps-asp", 10, "never reached"]
+
+
+def test_every_run_has_its_dot_and_what_ended_is_told_from_what_arrived(
+    subject: Subject, charts: dict[str, dict[str, Chart]]
+) -> None:
+    chart = charts["time-to-target"][""]
+    dots = {
+        what: [x for t in chart.plot.data if t.name == what for x in t.x] for what in ("run", "ended before it arrived")
+    }
+    finished = subject.finished
+    assert sorted(dots["run"]) == pytest.approx(sorted(finished["time_to_target_s"].dropna()))
+    ended = finished.loc[~finished["reached"], "training_time_s"]
+    assert len(ended) == 4
+    assert sorted(dots["ended before it arrived"]) == pytest.approx(sorted(ended))
+    assert "ps-asp × 5, seed 2: not reached when --max-time ended it." in chart.notes
+
+
+def test_full_marks_cross_the_line_of_the_best_and_hollow_ones_do_not(charts: dict[str, dict[str, Chart]]) -> None:
+    plot = charts["time-to-target"][""].plot
+    line = plot.layout.shapes[0].x0
+    for trace in _typical(plot):
+        for label, x, below, symbol in zip(
+            trace.y, trace.x, trace.error_x.arrayminus, trace.marker.symbol, strict=True
+        ):
+            may_be_best = not symbol.endswith("-open")
+            assert may_be_best == (x - below <= line * (1 + 1e-9)), label
+            assert may_be_best or not label.startswith("≈")
+
+
+def _typical(plot: go.Figure) -> list[go.Scatter]:
+    return [trace for trace in plot.data if trace.error_x.array is not None]
 
 
 def test_shares_add_up_and_overlap_is_taken_out_of_compute(
@@ -319,7 +350,7 @@ def test_a_target_that_nobody_reached_leaves_only_words() -> None:
     assert "efficiency" not in drawn
     (ranking,) = drawn["time-to-target"].rows[0]
     assert ranking is not None
-    assert len(ranking.plot.data) == 0
+    assert not _typical(ranking.plot)
     assert "never reached" in ranking.alternative
 
 

@@ -47,9 +47,11 @@ def test_a_trial_worked_out_by_hand(tmp_path: Path) -> None:
         "iterations_per_s": 0.4, "target": "accuracy=0.5", "reached": True, "time_to_target_s": 7.5,
         "resolution_s": 2.5,
         "iterations_to_target": 3, "samples_to_target": 192, "worker_s_to_target": 15.0, "server_s_to_target": 15.0,
-        "metric": "accuracy", "last_metric": 0.48, "best_metric": 0.52, "compute_share": 0.6,
+        "cost_s_to_target": 30.0, "ended_by": "target", "metric": "accuracy", "last_metric": 0.48, "best_metric": 0.52,
+        "compute_share": 0.6,
         "communication_share": 0.1, "waiting_share": 0.3, "hidden_share": 0.0, "moved_bytes": 8000,
         "mean_staleness": 2.0, "max_staleness": 2, "used_by_others": 0.25,
+        "hold": 1, "passed_targets": "", "setting": "",
     }  # fmt: skip
     assert trial.to_dict() == {name: pytest.approx(value) for name, value in expected.items()}
     assert frames.evaluations["time_s"].tolist() == [0.0, 5.0, 7.5, 10.0]
@@ -67,7 +69,7 @@ def test_a_target_that_is_never_reached_is_absent_not_zero(tmp_path: Path) -> No
     trial = only(frames.trials)
     assert not trial["reached"]
     absent = [name for name in COLUMNS["trials"] if "to_target" in name]
-    assert len(absent) == 5
+    assert len(absent) == 6
     assert math.isnan(trial["resolution_s"])
     assert trial[absent].isna().all()
     summary = only(frames.summary)

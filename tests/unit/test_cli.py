@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -212,8 +213,11 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     assert paceline(monkeypatch, "strategies") == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    servers = ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
-    assert names == ["single", "all-reduce", "ring", *servers, "gossip", "d-psgd", "sgp", "relay"]
+    servers, local = (
+        ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"],
+        ["local-sgd", "post-local", "slowmo", "diloco"],
+    )
+    assert names == ["single", "all-reduce", "ring", *servers, "gossip", "d-psgd", "sgp", "relay", *local]
     assert [line.split()[:1] for line in lines].count(["backup_workers"]) == 1, (
         "another name's options are not repeated"
     )
@@ -298,13 +302,37 @@ def test_a_run_that_fails_has_a_timeline_too(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize("options", [(), ("--out", "here")])
 def test_the_demo_says_where_its_files_are_kept(options: tuple[str, ...], monkeypatch, capsys) -> None:
-    kept: list[Path] = []
-    monkeypatch.setattr(demo, "conduct", lambda spec, out: kept.append(out))
+    kept: list[tuple[StudySpec, Path]] = []
+    reports: list[Path] = []
+    monkeypatch.setattr(demo, "conduct", lambda spec, out: kept.append((spec, out)))
+    monkeypatch.setattr(demo, "finish", lambda studies, out: reports.append(out))
     assert paceline(monkeypatch, "demo", *options) == 0
-    (directory,) = kept
-    said = f"Its files are kept in {directory}; --out DIR keeps them elsewhere."
-    assert directory == Path("here") if options else directory.parent == Path("runs")
+    directory = Path("here") if options else reports[0].parent
+    assert directory.parent == Path() if options else directory.parent == Path("runs")
+    assert reports == [directory / "report.html"]
+    assert [(spec.engine, max(spec.workers), out) for spec, out in kept] == [
+        ("ray", 2, directory / "this-machine"),
+        ("virtual", 8, directory / "simulated-lab"),
+    ]
+    assert kept[0][0].script_sha256 == kept[1][0].script_sha256
+    assert kept[0][0].arguments == kept[1][0].arguments
+    said = f"Files are kept in {directory}; --out DIR keeps them elsewhere."
     assert (said in capsys.readouterr().err) == (not options)
+
+
+@pytest.mark.parametrize(("answer", "opened"), [("y\n", 1), ("\n", 1), ("n\n", 0), (None, 0)])
+def test_whoever_sits_at_a_terminal_is_offered_the_report(answer: str | None, opened: int, monkeypatch) -> None:
+    pages: list[str] = []
+
+    class Keyboard(io.StringIO):
+        def isatty(self) -> bool:
+            return answer is not None
+
+    monkeypatch.setattr(demo.webbrowser, "open", pages.append)
+    monkeypatch.setattr(sys, "stdin", Keyboard(answer or ""))
+    monkeypatch.setattr(sys, "stdout", Keyboard())
+    demo._offer(Path("report.html"))
+    assert len(pages) == opened
 
 
 def test_far_more_workers_than_cores_are_warned_of(monkeypatch, capsys) -> None:

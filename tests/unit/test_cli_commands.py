@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+from paceline import data
 from paceline.cli import commands
+from paceline.cluster.reading import shipped
 
 
 def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:
@@ -70,3 +73,26 @@ with beginning.ray_beside_imports(engine={engine!r}, address="there", insecure=F
 assert seen == ([("there", 3, False), "ended"] if {starts} else []), seen
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_names_clusters_and_data_sets() -> None:
+    assert set(commands.DATA_SETS) == set(data.NAMES)
+    said = without_torch("--help").stdout
+    assert all(name in said for name in (*shipped(), *data.NAMES))
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("comp", {"compare"}),
+        ("run train.py --strat", {"--strategy"}),
+        ("run train.py --cluster lab", {"lab-1gbe"}),
+        ("plan train.py --cluster v", {"volunteers"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_clusters(words: str, wanted: set[str]) -> None:
+    code = "from paceline import cli; import sys; sys.argv = ['paceline']; cli.main()"
+    asked = {"COMP_WORDS": f"paceline {words}", "COMP_CWORD": str(len(words.split()))}
+    environment = os.environ | asked | {"_PACELINE_COMPLETE": "complete_bash"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert set(ended.stdout.split()) == wanted, ended.stderr

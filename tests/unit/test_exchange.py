@@ -11,27 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.buckets import NONFINITE, Bucket
-from paceline.codec import Codec, Encoded, Half, Payload
+from paceline.codec import BF16, FP16, QSGD, Codec, Int8, OneBit, PowerSGD, RandomK, Sign, TopK
 from paceline.comm.base import Collective
+from paceline.strategies.coding import Coding
 from paceline.strategies.combining import Combining
 from paceline.strategies.exchange import Exchange
 from paceline.strategies.own_state import OwnState, carried_over
 from tests.unit.collective_harness import World
 
 SIZE, NUM_VALUES, NUM_ROUNDS = 3, 64, 5
-
-
-class Signs(Codec):
-    """One bit and a scale: the sum of payloads means nothing."""
-
-    linear = False
-    unbiased = False
-
-    def encode(self, tensor: Tensor, memory: Tensor | None) -> Encoded:
-        return Encoded((tensor.sign().to(torch.int8), tensor.abs().mean().reshape(1)), memory)
-
-    def decode(self, payload: Payload, like: Tensor) -> Tensor:
-        return payload[0].to(like.dtype) * payload[1]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +36,7 @@ def averaged_through(collective: Collective, codec: Codec | None, poisoned: bool
     """What every round gave, and the memory in the end; a poisoned second round is not finite on rank 0."""
     flat = torch.zeros(NUM_VALUES + 2)
     bucket = Bucket(flat, flat[:NUM_VALUES], flat[NUM_VALUES:])
-    exchange = Exchange(collective, [bucket], codec=codec)
+    exchange = Exchange(collective, [bucket], coding=Coding(codec) if codec is not None else None)
     rounds = []
     for number in range(NUM_ROUNDS):
         bucket.values.copy_(values_of(collective.rank, number))
@@ -56,7 +44,8 @@ def averaged_through(collective: Collective, codec: Codec | None, poisoned: bool
         if poisoned and number == 1 and collective.rank == 0:
             bucket.values[0] = torch.inf
             bucket.flags[NONFINITE] = 1.0
-        exchange.start(0).wait()
+        exchange.start(0, step=number).wait()
+        exchange.settle(is_applied=float(bucket.flags[NONFINITE]) == 0)
         rounds.append(flat.clone())
     return rounds, [state.tensor for state in exchange.own_state().values()]
 
@@ -73,32 +62,50 @@ def test_without_a_codec_values_and_flags_are_averaged(world: World) -> None:
             torch.testing.assert_close(flat[NUM_VALUES:], torch.tensor([0.0, 1.0]))
 
 
-def test_a_codec_never_sees_flags(world: World) -> None:
-    """Flags come through a codec of one bit as they are."""
-    answers = world.run(averaged_through, Signs(), False)
+@pytest.mark.parametrize("codec", [OneBit(), TopK(ratio=0.1), RandomK(), Sign(), Int8(), QSGD()], ids=str)
+def test_a_codec_never_sees_flags(world: World, codec: Codec) -> None:
+    """Flags come through as they are, however little is left of values; and all workers get the same."""
+    answers = world.run(averaged_through, codec, False)
     for rounds, _ in answers:
-        for number, flat in enumerate(rounds):
-            each = [values_of(rank, number) for rank in range(SIZE)]
-            torch.testing.assert_close(
-                flat[:NUM_VALUES], torch.stack([v.sign() * v.abs().mean() for v in each]).mean(0)
-            )
+        for flat, first in zip(rounds, answers[0][0], strict=True):
             torch.testing.assert_close(flat[NUM_VALUES:], torch.tensor([0.0, 1.0]))
-    assert all(torch.equal(torch.stack(rounds), torch.stack(answers[0][0])) for rounds, _ in answers)
+            assert torch.equal(flat, first)
 
 
 def test_what_half_precision_leaves_out_comes_with_the_next_rounds(world: World) -> None:
-    answers = world.run(averaged_through, Half(), False)
+    answers = world.run(averaged_through, BF16(), False)
     sent = torch.stack(answers[0][0])[:, :NUM_VALUES].sum(0)
-    memory = torch.stack([memory[0] for _, memory in answers]).mean(0)
+    left = torch.stack([memory[0] for _, memory in answers]).mean(0)
+    parts = torch.cat([memory[1] for _, memory in answers])
     wanted = torch.stack([mean_of(number) for number in range(NUM_ROUNDS)]).sum(0)
-    # The sum of payloads is itself rounded to half precision, a few parts in a thousand.
-    torch.testing.assert_close(sent + memory, wanted, rtol=0.0, atol=0.03)
+    torch.testing.assert_close(sent + left + parts, wanted, rtol=0.0, atol=2e-6)
 
 
-def test_a_gradient_that_is_not_finite_leaves_no_trace(world: World) -> None:
-    for rounds, memory in world.run(averaged_through, Half(), True):
-        assert bool(memory[0].isfinite().all())
+@pytest.mark.parametrize("codec", [BF16(), TopK(ratio=0.1), PowerSGD(start=0)], ids=str)
+def test_a_gradient_that_is_not_finite_leaves_the_memory_as_it_was(world: World, codec: Codec) -> None:
+    """Rounds go on as if there had been none."""
+    poisoned, clean = (world.run(averaged_through, codec, trouble) for trouble in (True, False))
+    for (rounds, memory), (_, same) in zip(poisoned, clean, strict=True):
+        assert float(rounds[1][NUM_VALUES + NONFINITE]) > 0
+        assert all(bool(kept.isfinite().all()) for kept in memory)
         assert bool(torch.stack(rounds[2:]).isfinite().all())
+        assert [kept.shape for kept in memory] == [kept.shape for kept in same]
+
+
+def overflown(collective: Collective) -> tuple[float, list[float]]:
+    """The flag after a round that the codec cannot hold, and what is left of it."""
+    flat = torch.full((NUM_VALUES + 2,), 1e30)
+    bucket = Bucket(flat, flat[:NUM_VALUES], flat[NUM_VALUES:])
+    exchange = Exchange(collective, [bucket], coding=Coding(FP16()))
+    bucket.flags.zero_()
+    exchange.start(0).wait()
+    is_finite = float(bucket.flags[NONFINITE]) == 0
+    exchange.settle(is_applied=is_finite)
+    return float(bucket.flags[NONFINITE]), [float(s.tensor.abs().sum()) for s in exchange.own_state().values()]
+
+
+def test_a_mean_that_a_codec_cannot_hold_is_not_finite_on_all_workers(world: World) -> None:
+    assert world.run(overflown) == [(1.0, [0.0, 0.0])] * SIZE
 
 
 def combined(collective: Collective) -> tuple[str | None, bool]:
@@ -108,7 +115,7 @@ def combined(collective: Collective) -> tuple[str | None, bool]:
     def find_nonfinite() -> str | None:
         return None if bool(flat.isfinite().all()) else "weight"
 
-    combining = Combining(collective, [flat], mode="always", is_partial=False, find_nonfinite=find_nonfinite)
+    combining = Combining(collective, [flat], mode="always", find_nonfinite=find_nonfinite)
     combining.after_backward(1.0)
     return combining.culprit, bool(flat.isfinite().all())
 
@@ -125,6 +132,13 @@ def test_states_become_what_they_say(before: int, after: int, fate: str) -> None
     expected = {"average": [total / before], "sum": [total / after], "reset": None}[fate]
     assert (tensors["x"].tolist() if "x" in tensors else None) == (pytest.approx(expected) if expected else None)
     assert fates == {"x": {"average": "averaged", "sum": "summed", "reset": "reset"}[fate]}
+
+
+def test_what_all_have_the_same_is_kept_and_held_once() -> None:
+    everyone = [{"x": OwnState(torch.ones(1), "same"), "y": OwnState(torch.ones(1), "same")}, {}]
+    tensors, fates = carried_over(everyone, wanted={"x": OwnState(torch.zeros(1))}, size=3)
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"x": [1.0]}
+    assert fates == {"x": "kept", "y": "reset"}
 
 
 def test_states_that_do_not_fit_are_reset() -> None:

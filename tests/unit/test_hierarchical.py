@@ -15,9 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.buckets import Bucket
+from paceline.codec import Codec, Int8, PowerSGD, RandomK, TopK
 from paceline.comm.base import REDUCE_OPS, Collective, ReduceOp
 from paceline.comm.hierarchical.collective import HierarchicalCollective
 from paceline.errors import UsageError
+from paceline.layout import TensorSpec, in_buckets
+from paceline.strategies.coding import Coding
+from paceline.strategies.exchange import Exchange
 from tests.unit.collective_harness import MEETING_S, World, caught, later, wait_for
 from tests.unit.many_works import run_many, sums_of_many
 
@@ -395,3 +400,44 @@ def run_and_close(collective: Collective) -> tuple[str, float]:
     collective.close()
     collective.close()
     return caught(collective.barrier)[0], float(tensor[99])
+
+
+# --- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def coded_rounds(collective: Collective, codec: Codec, num_rounds: int) -> tuple[list[Tensor], list[Tensor], int]:
+    """Means of what each round gave, what this rank keeps, and the bytes that it has moved."""
+    layout = in_buckets([TensorSpec(f"{n}", (60, 50), torch.float32) for n in range(4)], bucket_bytes=20_000)
+    buffer = collective.allocate(layout.num_bytes)
+    flats = [segment.view(buffer) for segment in layout.segments]
+    cuts = [flat.numel() - segment.tail for flat, segment in zip(flats, layout.segments, strict=True)]
+    buckets = [Bucket(flat, flat[:cut], flat[cut:]) for flat, cut in zip(flats, cuts, strict=True)]
+    exchange = Exchange(collective, buckets, coding=Coding(codec, among_hosts=True), layout=layout)
+    means, before = [], collective.timing.moved_bytes
+    for number in range(num_rounds):
+        for bucket, segment in zip(buckets, layout.segments, strict=True):
+            bucket.values.normal_(generator=torch.Generator().manual_seed(100 * collective.rank + number))
+            bucket.flags.fill_(float(collective.rank))
+            segment.zero_padding(bucket.values)
+            bucket.flags[0] = 0.0
+        for work in [exchange.start(index, step=number) for index in range(len(buckets))]:
+            work.wait()
+        exchange.settle(is_applied=True)
+        assert all(float(bucket.flags[1]) == (collective.size - 1) / 2 for bucket in buckets)
+        means.append(torch.cat([bucket.values for bucket in buckets]))
+    kept = [state.tensor for state in exchange.own_state().values()]
+    return means, kept, collective.timing.moved_bytes - before
+
+
+@pytest.mark.parametrize("codec", [Int8(), TopK(ratio=0.1), PowerSGD(start=0), RandomK()], ids=str)
+def test_hosts_join_theirs_before_anything_is_coded(hierarchy: Hierarchy, codec: Codec) -> None:
+    """Several buckets at once, through the hosts: all ranks have the same mean, which is near what it should be."""
+    rounds = 12
+    answers = hierarchy.run(coded_rounds, codec, rounds)
+    for means, _, _ in answers[1:]:
+        assert all(torch.equal(*pair) for pair in zip(means, answers[0][0], strict=True))
+    exact = hierarchy.run(coded_rounds, Int8(size=1), rounds)[0][0]  # a scale for each element
+    error = torch.stack(answers[0][0]).sum(0) - torch.stack(exact).sum(0)
+    assert float(error.norm()) < (6 if codec.unbiased else 3.5) * float(torch.stack(exact).sum(0).norm())
+    if isinstance(codec, Int8):
+        assert float(error.norm()) < 0.01 * float(torch.stack(exact).sum(0).norm())

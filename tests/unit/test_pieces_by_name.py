@@ -77,6 +77,15 @@ def test_options_name_pieces_and_set_their_own_options(options: dict[str, Any], 
     assert build("shaped", options) == wanted
 
 
+def test_options_may_stand_behind_the_name() -> None:
+    assert build(" shaped:shape=pile:shape.height=2.5 ", {"size": "2"}) == Shaped(shape=Pile(2.5), size=2)
+    for text, options in (("shaped:size=1", {"size": "1"}), ("shaped:size=1:size=1", {})):
+        with pytest.raises(UsageError, match="size is given twice"):
+            build(text, options)
+    with pytest.raises(UsageError, match="not of the form option=value"):
+        build("shaped:size")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

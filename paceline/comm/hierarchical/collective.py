@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import PrefixStore
 
 from paceline.comm.arguments import flatten
-from paceline.comm.base import Collective, Finished, ReduceOp, Timing, Work
+from paceline.comm.base import Collective, Cross, Finished, ReduceOp, Timing, Work
 from paceline.comm.hierarchical.host_shares import Division, HostShares
 from paceline.comm.hierarchical.stages import Passage, Stages
 from paceline.comm.process_group.collective import TorchCollective, connect_gloo
@@ -127,6 +127,20 @@ class HierarchicalCollective(Collective):
             return self._reduce_in_slot(flat, op, copy_back)
         with self._failing():
             return GuardedWork(self._world.all_reduce(tensor, op=op), self._failing)
+
+    def mean_across(self, tensor: Tensor, cross: Cross, *, is_whole: bool) -> Callable[[], Work]:
+        division = self._shares.divide(tensor, "mean", is_led=is_whole or not self._is_even)
+        if division is None:
+            raise UsageError("only memory from allocate is averaged within hosts first")
+        holds_some = self._across is not None and division.total.numel() > 0
+        prepared = cross(self._across, division.total) if holds_some and self._across is not None else None
+
+        def start() -> Work:
+            self._check()
+            with self._failing():
+                return OwnedWork(self, self._stages.submit(division, None, prepared))
+
+        return start
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         with self._among_all() as world:

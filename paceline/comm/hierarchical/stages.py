@@ -15,6 +15,8 @@ class Passage:
     finish: Callable[[], None] | None
     """What is to be done here once the result is in place."""
     work: Work
+    cross: Callable[[], Work] | None = None
+    """What averages hosts' sums, where that is not an all-reduce."""
     is_over: bool = False
 
 
@@ -40,8 +42,10 @@ class Stages:
             (self._handed_round, self._end),
         )
 
-    def submit(self, division: Division, finish: Callable[[], None] | None) -> Passage:
-        passage = Passage(division, finish, self._shares.reduce(division))
+    def submit(
+        self, division: Division, finish: Callable[[], None] | None, cross: Callable[[], Work] | None = None
+    ) -> Passage:
+        passage = Passage(division, finish, self._shares.reduce(division), cross)
         self._reducing.append(passage)
         self.advance()
         return passage
@@ -72,11 +76,15 @@ class Stages:
         division = passage.division
         if self._across is None or division.total.numel() == 0:
             passage.work = Finished()
+        elif passage.cross is not None:
+            passage.work = passage.cross()
         else:
             passage.work = self._across.all_reduce(division.total, op=division.op)
         self._crossing.append(passage)
 
     def _hand_round(self, passage: Passage) -> None:
+        if passage.cross is not None and self._across is not None:
+            passage.division.total.mul_(self._across.size)
         passage.division.settle(size=self._size)
         passage.work = self._shares.hand_round(passage.division)
         self._handed_round.append(passage)

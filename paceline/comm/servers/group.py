@@ -10,6 +10,7 @@ from paceline.comm.base import Collective, Store, Timing
 from paceline.layout import Layout
 from paceline.messages import FRAME_BYTES
 from paceline.server.client_core import ClientCore
+from paceline.server.coded_push import PushCoding
 from paceline.server.ranges import KeyRange, cut
 from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Push, Reply
@@ -86,7 +87,15 @@ class ServerGroup(Store):
     def allocate(self, num_bytes: int) -> Tensor:
         return self._carrier.allocate(num_bytes)
 
-    def attach(self, layout: Layout, spec: OptimizerSpec, parameters: Tensor, gradients: Tensor) -> None:
+    def attach(
+        self,
+        layout: Layout,
+        spec: OptimizerSpec,
+        parameters: Tensor,
+        gradients: Tensor,
+        *,
+        coding: PushCoding | None = None,
+    ) -> None:
         whole = not spec.element_wise
         # Between hosts a piece is updated, and sent back, while the next one arrives; on one host nothing is gained.
         is_remote = any(self._collective.all_gather_object(not all(self._carrier.beside)))
@@ -101,18 +110,31 @@ class ServerGroup(Store):
         self._collective.barrier()
         bodies = self._carrier.bodies(parameters, gradients)
         self._ask(
-            self._client.attach(layout, ranges, whole=whole, parameters=parameters, gradients=gradients, bodies=bodies)
+            self._client.attach(
+                layout,
+                ranges,
+                whole=whole,
+                parameters=parameters,
+                gradients=gradients,
+                bodies=bodies,
+                coding=coding,
+            )
         )
+        self.is_coded = any(self._collective.all_gather_object(self._client.is_coded))
         self._carrier.attached(self._client, layout, spec, self._client.attached())
         self._collective.barrier()
         self._initialise(iteration=0)
 
     def exchange(self, push: Push) -> Reply:
+        self._client.encode(push)
         turn = self._carrier.serve_itself(self._client) if push.is_plain else None
         if turn is None:
-            return self._timed(self._client.exchange(push))
-        self._account(turn.elapsed_s, turn.waiting_s)
-        return turn.reply
+            reply = self._timed(self._client.exchange(push))
+        else:
+            self._account(turn.elapsed_s, turn.waiting_s)
+            reply = turn.reply
+        self._client.settle(reply)
+        return reply
 
     def wait_for_admission(self, *, pause_at: int) -> Reply:
         return self._timed(self._client.wait(pause_at=pause_at))

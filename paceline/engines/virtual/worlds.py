@@ -29,7 +29,7 @@ from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Reporter
 from paceline.server.ranges import KeyRange
-from paceline.server.spec import OptimizerSpec, ServerSpec
+from paceline.server.spec import OptimizerSpec
 from paceline.strategies.base import Context
 
 _US = 1e-6
@@ -54,6 +54,15 @@ class Worlds:
             ranks_by_host=self.places.ranks_by_host,
             messages=network(links.between_workers),
         )
+        hosts, leaders = self.places.ranks_by_host, [ranks[0] for ranks in self.places.ranks_by_host]
+        self._groups: list[tuple[Sequence[int], Meeting]] = []
+        """For what the ranks of a host do before hosts meet, those of each host, and last the first ones of all."""
+        if 1 < len(hosts) < job.num_workers:
+            for ranks in (*hosts, leaders):
+                host_of = [self.places.workers[rank] for rank in ranks]
+                by_host = [[place] for place in range(len(ranks))] if ranks is leaders else [list(range(len(ranks)))]
+                meeting = Meeting(timeline, network(links), host_of=host_of, ranks_by_host=by_host)
+                self._groups.append((ranks, meeting))
         self._server_network = network(links.between_workers_and_servers)
         self.servers = [
             VirtualServer(
@@ -64,6 +73,7 @@ class Worlds:
                 memory_bytes_per_s=self._hosts[host].memory_gbyte_per_s * 1e9,
                 request_s=cluster.servers.request_us * _US,
                 reporter=reporter,
+                speed=self._hosts[host].speed,
             )
             for index, host in enumerate(self.places.servers)
         ]
@@ -74,6 +84,7 @@ class Worlds:
         job = self._job
         local_ranks = next(ranks for ranks in self.places.ranks_by_host if rank in ranks)
         collective = self._collective(rank, process)
+        store_of = partial(self._store, rank, process, collective)
         context = Context(
             rank=rank,
             membership=Membership.first(job.num_workers),
@@ -81,7 +92,8 @@ class Worlds:
             local_size=len(local_ranks),
             device=self._device,
             collective=collective,
-            store=self._store(rank, process, collective) if self.servers else None,
+            store=store_of(0) if self.servers else None,
+            store_beside=store_of if self.servers else None,
             pacing=self._pace(rank, process, num_sharing=len(local_ranks), before_step=before_step),
         )
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
@@ -102,31 +114,36 @@ class Worlds:
         if self._job.num_workers == 1:
             return AloneCollective()
         costs = self._job.cluster.communication
-        return VirtualCollective(
-            self._meeting,
-            process,
-            rank=rank,
-            operation_s=costs.operation_us * _US,
-            message_s=costs.message_us * _US,
-        )
+        operation_s, message_s = costs.operation_us * _US, costs.message_us * _US
+        collective = VirtualCollective(self._meeting, process, rank=rank, operation_s=operation_s, message_s=message_s)
+        own = [
+            VirtualCollective(meeting, process, rank=ranks.index(rank), operation_s=operation_s, message_s=message_s)
+            for ranks, meeting in self._groups
+            if rank in ranks
+        ]
+        if own:
+            collective.divide(own[0], own[1] if len(own) > 1 else None)
+        return collective
 
-    def _store(self, rank: int, process: Process, collective: Collective) -> Store:
+    def _store(self, rank: int, process: Process, collective: Collective, number: int) -> Store:
         carrier = VirtualCarrier(
             self.servers,
             self._server_network,
             process=process,
             host=self.places.workers[rank],
             request_s=self._job.cluster.communication.request_us * _US,
+            number=number,
         )
-        return ServerGroup(carrier, collective=collective, configure=self._configure, epoch=EPOCH)
+        return ServerGroup(carrier, collective=collective, configure=partial(self._configure, number), epoch=EPOCH)
 
-    def _configure(self, layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
-        """Have every server build its shards."""
-        strategy, max_updates = self._job.strategy, self._job.config.max_steps
+    def _configure(self, number: int, layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
+        """Have every server build its shards for the optimizer of this number."""
+        members, max_updates = Membership.first(self._job.num_workers), self._job.config.max_steps
         for server, pieces in zip(self.servers, ranges, strict=True):
-            rule = strategy.admission_rule(Membership.first(self._job.num_workers))
-            assert rule is not None
-            server.core.configure(ServerSpec(layout, pieces, optimizer, rule, max_updates, strategy.aggregator()))
+            spec = self._job.strategy.server_spec(
+                layout, pieces, optimizer, members=members, max_updates=max_updates, number=number
+            )
+            server.configure(spec)
 
 
 def device_of(config: RunConfig) -> torch.device:

@@ -24,6 +24,8 @@ class Figure:
     """How to read it, in a sentence or two."""
     rows: list[list[Chart | None]]
     """Charts that belong side by side: one a subject, in the subjects' order; none where a subject has no such."""
+    is_detail: bool
+    """Whether it stands among those that only some readers want."""
     failure: str = ""
     """Why it could not be drawn, where that is so."""
 
@@ -36,13 +38,16 @@ class _Kind:
     draw: Callable[[Subject], list[Chart]]
     shares_axes: bool = False
     starts_at_zero: bool = False
+    is_detail: bool = False
 
 
 _KINDS = (
     _Kind(
         "time-to-target",
         "Time to target",
-        "The shorter the bar, the sooner the target is reached. Whiskers reach from the lowest to the highest seed.",
+        "Large marks: what a run typically takes; small ones: every run; ▷ ended before it arrived. Full marks may be "
+        "the first (≈ if several): their bars cross the line of the best, so that chance may explain the difference "
+        "(95 %, over all comparisons). Hollow marks are behind.",
         ranking.time_to_target,
     ),
     _Kind(
@@ -73,12 +78,14 @@ _KINDS = (
         curves.iteration_rate,
         shares_axes=True,
         starts_at_zero=True,
+        is_detail=True,
     ),
     _Kind(
         "synchrony",
         "Synchronous against asynchronous",
         f"All strategies at the same number of workers: per sample, then per second. {_SPREAD} {_HELD}",
         curves.synchrony,
+        is_detail=True,
     ),
     _Kind(
         "efficiency",
@@ -86,12 +93,14 @@ _KINDS = (
         "Right is more samples a second, down is fewer samples to the target; along a dotted diagonal the time to "
         "target is the same. Numbers at the marks are workers.",
         efficiency.efficiency,
+        is_detail=True,
     ),
     _Kind(
         "cost",
         "Cost to target",
-        "Workers times seconds: what a cluster bills, servers left out.",
+        "Workers and servers times seconds: what a cluster bills. Marks and bars as of the time to target.",
         ranking.cost_to_target,
+        is_detail=True,
     ),
     _Kind(
         "shares",
@@ -105,12 +114,14 @@ _KINDS = (
         "Where time goes, worker by worker",
         "At the largest number of workers. A straggler computes or communicates longer, and the others wait for it.",
         breakdown.per_worker,
+        is_detail=True,
     ),
     _Kind(
         "staleness",
         "Staleness",
         "How many updates others made between a worker's reading of the parameters and the use of its gradient.",
         staleness.staleness,
+        is_detail=True,
     ),
 )
 
@@ -127,7 +138,7 @@ def figures(subjects: Sequence[Subject]) -> list[Figure]:
         except Exception as error:
             rows, failure = [], _in_words(error)
         if rows or failure:
-            found.append(Figure(kind.key, kind.title, kind.reading, rows, failure))
+            found.append(Figure(kind.key, kind.title, kind.reading, rows, kind.is_detail, failure))
     return found
 
 

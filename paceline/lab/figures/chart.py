@@ -58,9 +58,9 @@ class Subject:
     def strategy_styles(self) -> dict[str, Style]:
         return strategy_styles(self.all_strategies or self.strategies)
 
-    @cached_property
-    def worker_styles(self) -> dict[int, Style]:
-        return worker_styles(self.all_counts or self.counts)
+    def worker_styles(self, strategy: str) -> dict[int, Style]:
+        """How a strategy's numbers of workers look: in its colour."""
+        return worker_styles(self.all_counts or self.counts, colour=self.strategy_styles[strategy].colour)
 
     @cached_property
     def finished(self) -> pd.DataFrame:
@@ -69,8 +69,8 @@ class Subject:
 
     @cached_property
     def reached(self) -> frozenset[str]:
-        """The trials that reached the target, at which they ended."""
-        return frozenset(self.finished.loc[self.finished["reached"], "trial"])
+        """The trials that ended when they reached the target."""
+        return frozenset(self.finished.loc[self.finished["ended_by"] == "target", "trial"])
 
     @cached_property
     def target(self) -> Target | None:
@@ -82,7 +82,8 @@ class Subject:
         """The metric that figures show: the target's, else the first that was evaluated."""
         if self.target is not None:
             return self.target.metric
-        names = self.frames.evaluations["metric"]
+        names = self.frames.trials["metric"]
+        names = names[names != ""]
         return str(names.iloc[0]) if len(names) else None
 
     @cached_property
@@ -172,7 +173,13 @@ def curve(name: str, style: Style, *, width: float = 2, size: int = 7, **setting
     default."""
     line = {"color": style.colour, "dash": style.dash, "width": width, **settings.pop("line", {})}
     marker = {"symbol": style.marker, "size": size, "color": style.colour, **settings.pop("marker", {})}
-    given = {"mode": "lines+markers", "name": plain(name), "legendgroup": plain(name), **settings}
+    given = {
+        "mode": "lines+markers",
+        "opacity": style.opacity,
+        "name": plain(name),
+        "legendgroup": plain(name),
+        **settings,
+    }
     return go.Scatter(line=line, marker=marker, **given)
 
 

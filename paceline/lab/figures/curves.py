@@ -1,5 +1,6 @@
 """The experiment's curves: convergence rate, training rate, iteration rate; and strategies against each other."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from paceline.lab.figures.style import Style, plain
 NUM_POINTS = 120
 _NUM_MARKERS = 8
 _NUM_ROWS = 12
+_PAST_ARRIVAL = 1.1  # of the last arrival
 _BAND = {"mode": "lines", "fill": "toself", "line": {"width": 0}, "opacity": 0.18, "hoverinfo": "skip"}
 Floats = NDArray[np.float64]
 
@@ -67,7 +69,9 @@ def iteration_rate(subject: Subject) -> list[Chart]:
         if not bands:
             continue
         plot = canvas(x_title=subject.time_title, y_title=_iterations_title(subject, strategy))
-        _draw(plot, {words.workers(n): found for n, found in bands.items()}, _named(subject), mean_along_x=True)
+        _draw(
+            plot, {words.workers(n): found for n, found in bands.items()}, _named(subject, strategy), mean_along_x=True
+        )
         fastest = {n: found.x[-1] / found.mean[-1] for n, found in bands.items() if found.mean[-1] > 0}
         rates = ", ".join(f"{words.workers(n)} {rate:.3g}" for n, rate in fastest.items())
         table = _table(bands, "workers", x="iterations", y=subject.seconds("time"))
@@ -124,7 +128,7 @@ def _by_workers(subject: Subject, strategy: str, x: str, x_title: str) -> Chart:
     bands = _bands(subject, _metric_rows(subject), strategy, x=x, y="value")
     plot = canvas(x_title=x_title, y_title=_metric_title(subject))
     _finish_metric_axis(plot, subject)
-    _draw(plot, {words.workers(n): found for n, found in bands.items()}, _named(subject))
+    _draw(plot, {words.workers(n): found for n, found in bands.items()}, _named(subject, strategy))
     ends = "; ".join(
         f"{words.workers(n)} ends at {_shown(subject, found.mean[-1])} after {found.x[-1]:.4g}"
         for n, found in bands.items()
@@ -147,8 +151,10 @@ def _diverged(subject: Subject, strategy: str, **columns: object) -> list[str]:
 def _bands(subject: Subject, frame: pd.DataFrame, strategy: str, *, x: str, y: str) -> dict[int, Band]:
     """Mean and spread over the seeds of each number of workers; none where a seed has no finite value at all."""
     bands = {}
+    limit = _limit(subject, strategy, x)
     for count in subject.counts_of(strategy):
         rows = subject.of_finished(frame, strategy=strategy, workers=count)
+        rows = rows[rows[x] <= limit] if y == "value" else rows
         curves = [
             _curve(seed.sort_values(x), x, y, holds_last=y == "value" and trial in subject.reached)
             for trial, seed in rows.groupby("trial", sort=False)
@@ -156,6 +162,17 @@ def _bands(subject: Subject, frame: pd.DataFrame, strategy: str, *, x: str, y: s
         if curves and all(len(curve.x) for curve in curves):
             bands[count] = band(curves)
     return bands
+
+
+def _limit(subject: Subject, strategy: str, x: str) -> float:
+    """A little past the last arrival of all strategies that count alike: later nothing happens but runs that never
+    arrive."""
+    arrivals = {"time_s": "time_to_target_s", "iteration": "iterations_to_target", "samples": "samples_to_target"}
+    trials = subject.finished
+    alike = trials[trials["unit"] == subject.unit_of(strategy)] if x == "iteration" else trials
+    last = float(alike[arrivals[x]].max())
+    trains_on = len(subject.reached) < trials["reached"].sum()
+    return _PAST_ARRIVAL * last if last > 0 and not trains_on else math.inf
 
 
 def band(curves: Sequence[Curve]) -> Band:
@@ -230,8 +247,8 @@ def _common_count(subject: Subject) -> int | None:
     return best[2] if best[1] >= 2 else None
 
 
-def _named(subject: Subject) -> dict[str, Style]:
-    return {words.workers(n): style for n, style in subject.worker_styles.items()}
+def _named(subject: Subject, strategy: str) -> dict[str, Style]:
+    return {words.workers(n): style for n, style in subject.worker_styles(strategy).items()}
 
 
 def _iterations_title(subject: Subject, strategy: str) -> str:

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from paceline.lab import words
 from paceline.lab.figures.chart import Chart, Subject, canvas, curve
 from paceline.lab.figures.curves import Floats
+from paceline.lab.figures.style import Style
 
 _HEIGHT_PX = 300
 _MAX_BINS = 200
@@ -65,10 +66,11 @@ def _chart(subject: Subject, strategy: str, rows: pd.DataFrame) -> Chart:
         x_title="Staleness (updates since the worker read)", y_title="Share of the gradients (%)", height_px=_HEIGHT_PX
     )
     said, notes, table = [], [], []
+    styles = subject.worker_styles(strategy)
     for count, own in rows.groupby("workers"):
         total, worst = int(own["count"].sum()), int(own["staleness"].max())
         filled = bins.fill(own)
-        _outline(plot, subject, count, bins, filled / total)
+        _outline(plot, styles[count], count, bins, filled / total)
         mean = float((own["staleness"] * own["count"]).sum() / total)
         said.append(f"{words.workers(count)}: mean {mean:.2g}, at most {worst}")
         table += [(count, bins.name(index), int(num)) for index, num in enumerate(filled) if num]
@@ -85,8 +87,8 @@ def _chart(subject: Subject, strategy: str, rows: pd.DataFrame) -> Chart:
     return Chart(strategy, strategy, plot, f"{strategy}, staleness. {'; '.join(said)}.", frame, tuple(notes))
 
 
-def _outline(plot: go.Figure, subject: Subject, count: int, bins: _Bins, share: Floats) -> None:
-    centres, style = bins.centres, subject.worker_styles[count]
+def _outline(plot: go.Figure, style: Style, count: int, bins: _Bins, share: Floats) -> None:
+    centres = bins.centres
     # A zero at each end closes the outline; bins lie around their centres.
     x, y = [centres[0] - bins.width, *centres, centres[-1] + bins.width], [0.0, *share.tolist(), 0.0]
     shape, marks = {"shape": "hvh"}, {"maxdisplayed": 12}

@@ -6,9 +6,11 @@ Colours are names of CSS variables, which the page resolves when it draws: one f
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 INK, FAINT, GRID = "var(--ink)", "var(--faint)", "var(--grid)"
 NUM_COLOURS = 8
+_FAINTEST = 0.45
 
 _DASHES = (
     "solid",
@@ -30,32 +32,28 @@ class Style:
     dash: str
     marker: str
     pattern: str
+    opacity: float = 1.0
 
 
 def strategy_styles(strategies: Sequence[str]) -> dict[str, Style]:
     """A style for each strategy, told apart by any one of its parts where there are at most eight."""
     return {
-        name: Style(_colour("series", index % NUM_COLOURS), **_shapes(index))
+        name: Style(f"var(--series-{index % NUM_COLOURS + 1})", **_shapes(index))
         for index, name in enumerate(dict.fromkeys(strategies))
     }
 
 
-def worker_styles(counts: Sequence[int]) -> dict[int, Style]:
-    """A style for each number of workers; colours run from light to strong as the count grows."""
+def worker_styles(counts: Sequence[int], *, colour: str = INK) -> dict[int, Style]:
+    """A style for each number of workers, from faint to full as the count grows; all in their strategy's colour."""
     ordered = sorted(set(counts))
     last = max(len(ordered) - 1, 1)
-    steps = [round(index * (NUM_COLOURS - 1) / last) for index in range(len(ordered))]
     return {
-        count: Style(_colour("ramp", step), **_shapes(index))
-        for index, (count, step) in enumerate(zip(ordered, steps, strict=True))
+        count: Style(colour, **_shapes(index), opacity=_FAINTEST + (1 - _FAINTEST) * index / last)
+        for index, count in enumerate(ordered)
     }
 
 
-def _colour(palette: str, index: int) -> str:
-    return f"var(--{palette}-{index + 1})"
-
-
-def _shapes(index: int) -> dict[str, str]:
+def _shapes(index: int) -> dict[str, Any]:
     """Beyond eight the dashes shift against the markers, so that pairs stay distinct up to 64."""
     turn, place = divmod(index, NUM_COLOURS)
     return {

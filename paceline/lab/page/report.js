@@ -35,10 +35,12 @@
     return figure;
   };
 
-  const draw = () => Promise.all(Object.keys(charts).map((id) => {
+  // What lies folded away has no width to be drawn in; it is drawn once it is unfolded.
+  const isShown = (id) => document.getElementById(id).offsetParent !== null;
+  const draw = () => Promise.all(Object.keys(charts).filter(isShown).map((id) => {
     const { data, layout } = figureOf(id);
     return Plotly.react(id, data, layout, config);
-  }));
+  })).then((drawn) => document.documentElement.setAttribute("data-drawn", drawn.length));
 
   const download = async (button) => {
     const id = button.dataset.chart;
@@ -55,5 +57,10 @@
     button.addEventListener("click", () => download(button));
   }
   for (const media of [matchMedia("(prefers-color-scheme: dark)"), narrow, paper]) media.addEventListener("change", draw);
-  draw().then(() => document.documentElement.setAttribute("data-drawn", Object.keys(charts).length));
+  const more = document.getElementById("more");
+  const unfold = () => { if (location.hash && more?.querySelector(location.hash)) more.open = true; };
+  more?.addEventListener("toggle", draw);
+  addEventListener("hashchange", unfold);
+  unfold();
+  draw();
 })();

@@ -58,9 +58,14 @@ class StepCost:
         share = min(1.0, host.devices / num_sharing) if host.devices else 1.0 / num_sharing
         # This takes all hosts to compute at the same time, which is nearly so where they wait for one another.
         of_machine = 1.0 if cluster.shared_cores is None else min(1.0, cluster.shared_cores / num_hosts)
+        self._host_speed = host.speed
         self._speed = host.speed * share * of_machine
         self._flop_per_s = (host.gflop_per_s or 0.0) * _GIGA * (1 if host.devices else host.cores) * self._speed
         self._reference_samples: int | None = None
+
+    def on_this_host_s(self, seconds: float) -> float:
+        """What takes a core of a host of speed 1 so long."""
+        return seconds / self._host_speed
 
     def seconds(self, *, num_samples: int, forward_flop: float) -> float:
         """The time of a forward and a backward pass over `num_samples`. Where operations are counted, those of the

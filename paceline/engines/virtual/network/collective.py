@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm.arguments import flatten, require_from_root, require_one_each, require_other, require_root
-from paceline.comm.base import Collective, ReduceOp, Timing, Work
+from paceline.comm.base import Collective, Cross, ReduceOp, Timing, Work
 from paceline.comm.reduction import Reduction, require_reducible
 from paceline.comm.signature import Signature
+from paceline.comm.works import WhenWaitedFor
 from paceline.engines.virtual.network import patterns
 from paceline.engines.virtual.network.meeting import Awaited, Call, Meeting, Operation, Parcel
 from paceline.engines.virtual.process import Process, Signal
@@ -33,6 +34,7 @@ class VirtualCollective(Collective):
         self.timing = Timing()
         self._meeting, self._process = meeting, process
         self._operation_s, self._message_s = operation_s, message_s
+        self._parts: tuple[VirtualCollective, VirtualCollective | None] | None = None
         self._num_operations = 0
         self._failure: PacelineError | None = None
 
@@ -66,6 +68,32 @@ class VirtualCollective(Collective):
             return _OperationWork(self, self._start(call), call, copy_back)
 
         return start
+
+    def divide(self, within: "VirtualCollective", between: "VirtualCollective | None") -> None:
+        """Know the ranks of this host and, on its first rank, the first ranks of all hosts."""
+        self._parts = within, between
+        within.timing = self.timing
+        if between is not None:
+            between.timing = self.timing
+
+    def mean_across(self, tensor: Tensor, cross: Cross, *, is_whole: bool) -> Callable[[], Work]:
+        """The first rank of a host holds everything."""
+        if self._parts is None:
+            return cross(self, tensor)
+        within, between = self._parts
+        flat, _ = flatten(tensor, device_type=tensor.device.type, is_target=True)
+        prepared = cross(between, flat) if between is not None else None
+
+        def run() -> None:
+            everyone = within.gather(flat) if within.size > 1 else [flat]
+            if everyone is not None and between is not None and prepared is not None:
+                total = torch.stack(everyone).sum(0) if len(everyone) > 1 else flat
+                flat.copy_(total * (between.size / self.size))
+                prepared().wait()
+            if within.size > 1:
+                within.broadcast(flat)
+
+        return lambda: WhenWaitedFor(run)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> None:
         require_root(root, size=self.size)

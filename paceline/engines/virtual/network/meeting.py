@@ -7,6 +7,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from paceline.comm.rank_errors import ALIKE
 from paceline.comm.signature import Signature
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.network.exchange import Exchange
@@ -107,7 +108,7 @@ class Meeting:
             first = next(iter(operation.calls))
             operation.error = TensorMismatch(
                 f"ranks do not ask for the same: rank {first} for {operation.signature}, "
-                f"rank {rank} for {call.signature}"
+                f"rank {rank} for {call.signature}; {ALIKE}"
             )
         if operation.error is not None:
             for other in operation.calls.values():

@@ -1,0 +1,227 @@
+"""How fast codecs encode and decode on one core, and how long an average of gradients takes through them between two
+processes over gloo, beside torch's own hooks of DistributedDataParallel.
+
+    python benchmarks/coding.py speed      # seconds for a GB of float32, what `seconds_per_gbyte` says
+    python benchmarks/coding.py hooks      # milliseconds of an average of 33 MB of gradients
+    python benchmarks/coding.py figure     # docs/figures/codecs.svg: predicted steps against bandwidth
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from plots import Series, line_chart
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from paceline.buckets import Bucket
+from paceline.cluster.description import Cluster, Compute, Hosts
+from paceline.codec import FP16, Codec, Int8, JointCodec, PowerSGD, TensorCodec
+from paceline.comm.process_group.collective import connect_gloo
+from paceline.layout import Layout, TensorSpec, in_buckets
+from paceline.memory import keep_freed_memory
+from paceline.models import registry
+from paceline.pieces import named
+from paceline.planner import StepWork, predict
+from paceline.strategies.coding import Coding
+from paceline.strategies.exchange import Exchange
+
+NUM_ELEMENTS = 1 << 20
+SHAPES = [(1024, 1024)] * 8
+NUM_ROUNDS = 24
+GBIT_PER_S = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
+STEP_S = 0.3
+FIGURE = Path(__file__).parents[1] / "docs/figures/codecs.svg"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["speed", "hooks", "figure"])
+    what = parser.parse_args().what
+    if what == "speed":
+        speed()
+    elif what == "figure":
+        FIGURE.write_text(figure())
+    else:
+        mp.spawn(compare, args=(2, _free_port()), nprocs=2)
+
+
+def low(taken_s: list[float]) -> float:
+    """The 20th percentile: what it takes where nobody else has the core."""
+    return statistics.quantiles(taken_s, n=5)[0]
+
+
+# --- speed on one core -----------------------------------------------------------------------------------------------
+
+
+def speed() -> None:
+    torch.set_num_threads(1)
+    print(f"{'codec':<12}{'bytes an element':>18}{'encode s/GB':>14}{'decode s/GB':>14}")
+    for name, kind in sorted(named(Codec).items()):
+        codec = kind()
+        if isinstance(codec, TensorCodec):
+            tensor = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(0))
+            payload = codec.encode(tensor, seed=0)
+            encode_s = timed(lambda: codec.encode(tensor, seed=0))  # noqa: B023
+            decode_s = timed(lambda: codec.decode(payload, tensor, seed=0))  # noqa: B023
+        elif isinstance(codec, JointCodec):
+            tensor = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+            kept = codec.begin([(1024, 1024)], tensor, seed=0)
+            encode_s, decode_s = timed(lambda: codec.average([tensor], kept, mean=_nothing)), 0.0  # noqa: B023
+        else:
+            continue
+        size = codec.num_bytes(tuple(tensor.shape)) / tensor.numel()
+        gbyte = tensor.nbytes / 1e9
+        print(f"{name:<12}{size:>18.3f}{encode_s / gbyte:>14.2f}{decode_s / gbyte:>14.2f}")
+
+
+def timed(call: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(NUM_ROUNDS):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return low(taken)
+
+
+def _nothing(tensor: Tensor) -> None:
+    pass
+
+
+# --- against bandwidth -----------------------------------------------------------------------------------------------
+
+
+def figure() -> str:
+    """Plans for the gradients of ResNet-18 on 8 hosts, which compute a step in 0.3 s."""
+    model = registry.build("resnet18")
+    parameters = list(model.parameters())
+    work = StepWork(
+        tensor_bytes=tuple(parameter.nbytes for parameter in parameters),
+        tensor_shapes=tuple(tuple(parameter.shape) for parameter in parameters),
+        samples=32,
+    )
+    series = []
+    for codec in (None, "bf16", "int8", "one-bit", "top-k", "powersgd"):
+        points = []
+        for gbit_per_s in GBIT_PER_S:
+            hosts = Hosts(count=8, bandwidth_gbit_per_s=gbit_per_s, latency_us=100.0)
+            options = {} if codec is None else {"codec": codec}
+            found = predict(
+                Cluster(hosts=(hosts,), compute=Compute(step_s=STEP_S)),
+                strategy="all-reduce",
+                workers=8,
+                work=work,
+                options=options,
+            )
+            points.append((gbit_per_s, found.step_s))
+        series.append(Series(codec or "none", points))
+    return line_chart(
+        series,
+        title="A step of ResNet-18 on 8 hosts, all-reduce",
+        x_label="bandwidth of a link, Gbit/s",
+        y_label="predicted step, s",
+    )
+
+
+# --- beside torch's hooks --------------------------------------------------------------------------------------------
+
+
+def compare(rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as Paceline's workers do
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port + 1, size, rank == 0, timeout=timedelta(seconds=60))
+    collective = connect_gloo(store, rank=rank, size=size, address="127.0.0.1")
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    pairs: list[tuple[str, Codec | None, Any, Any]] = [
+        ("none", None, None, None),
+        ("fp16", FP16(feedback=False), default_hooks.fp16_compress_hook, None),
+        ("fp16, feedback", FP16(), None, None),
+        ("int8", Int8(feedback=False), None, None),
+        ("int8, feedback", Int8(), None, None),
+        ("powersgd", PowerSGD(rank=4, start=0), powerSGD_hook.powerSGD_hook, state),
+    ]
+    if rank == 0:
+        print(f"{'codec':<16}{'paceline ms':>14}{'torch ms':>12}")
+    for name, codec, hook, hook_state in pairs:
+        mine = ours(collective, codec)
+        theirs = torchs(hook, hook_state) if hook is not None or codec is None else float("nan")
+        if rank == 0:
+            print(f"{name:<16}{mine * 1e3:>14.1f}{theirs * 1e3:>12.1f}", flush=True)
+    collective.close()
+    dist.destroy_process_group()
+
+
+def ours(collective: Any, codec: Codec | None) -> float:
+    """An average of gradients that lie in a bucket."""
+    layout: Layout = in_buckets(
+        [TensorSpec(str(number), shape, torch.float32) for number, shape in enumerate(SHAPES)], bucket_bytes=1 << 30
+    )
+    (segment,) = layout.segments
+    flat = segment.view(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+    end = flat.numel() - segment.tail
+    bucket = Bucket(flat, flat[:end], flat[end:])
+    coding = None if codec is None else Coding(codec)
+    exchange = Exchange(collective, [bucket], coding=coding, layout=layout)
+    taken = []
+    for step in range(NUM_ROUNDS):
+        bucket.values.normal_()
+        bucket.flags.zero_()
+        collective.barrier()
+        began = time.perf_counter()
+        exchange.start(0, step=step).wait()
+        exchange.settle(is_applied=True)
+        taken.append(time.perf_counter() - began)
+    return low(taken)
+
+
+class Tables(nn.Module):
+    """Gradients that cost nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(table * g).sum() for table, g in zip(self.tables, gradients, strict=True)]).sum()
+
+
+def torchs(hook: Any, state: Any) -> float:
+    """A backward pass, less what it takes without an average."""
+    gradients = [torch.randn(shape) for shape in SHAPES]
+    model = nn.parallel.DistributedDataParallel(Tables(), bucket_cap_mb=64, gradient_as_bucket_view=True)
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+    together, alone = [], []
+    for _ in range(NUM_ROUNDS):
+        for taken, is_synchronized in ((alone, False), (together, True)):
+            model.require_backward_grad_sync = is_synchronized
+            loss = model(gradients)
+            dist.barrier()
+            began = time.perf_counter()
+            loss.backward()
+            taken.append(time.perf_counter() - began)
+            model.zero_grad()
+    return low(together) - low(alone)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

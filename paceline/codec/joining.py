@@ -1,0 +1,241 @@
+"""How what several workers encoded becomes their mean, and what that moves and takes, for each kind of codec.
+
+Every function averages one flat tensor over a group of workers, in place, and returns what this worker keeps for the
+next; what it kept before is not changed. The group is whatever has the operations of `Peers`.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from paceline.codec.base import Codec, Form, JointCodec, Payload, Shape, TensorCodec, as_bytes
+from paceline.codec.memory import memory_of, owed
+from paceline.division import divide
+from paceline.seeding import derive
+
+PIECE_ELEMENTS = 1 << 17
+"""Of a flat tensor that are encoded at once, where that makes no difference: they stay in a core's cache."""
+Kept = Mapping[str, Tensor]
+"""`left`: what this worker left out. `part`: what it left out of the mean that it encoded for all. `q`: of a codec."""
+
+
+class Peers(Protocol):
+    """What is asked of a group of workers."""
+
+    rank: int
+    size: int
+
+    def average(self, tensor: Tensor) -> None:
+        """In place."""
+
+    def all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send the i-th of these uint8 tensors to rank i; returns what each rank sent here, of so many bytes."""
+
+
+@final
+@dataclass(frozen=True)
+class Region:
+    """A run of a flat tensor, in the shape in which a codec sees it."""
+
+    start: int
+    shape: Shape
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.num_elements].view(self.shape)
+
+
+def beginnings(codec: Codec, regions: Sequence[Region], like: Tensor, *, rank: int, size: int, seed: int) -> Kept:
+    """What is kept before the first exchange of this tensor."""
+    kept: dict[str, Tensor] = {}
+    if codec.feedback:
+        kept["left"] = torch.zeros_like(like)
+        if not (codec.linear or codec.sparse or codec.joint):
+            own = parts_of(codec, regions, size)[rank]
+            kept["part"] = like.new_zeros(sum(region.num_elements for region in own))
+    if isinstance(codec, JointCodec):
+        kept["q"] = codec.begin([region.shape for region in regions], like, seed=derive(seed, "codec"))
+    return kept
+
+
+def parts_of(codec: Codec, regions: Sequence[Region], size: int) -> list[list[Region]]:
+    """Each worker's part of a tensor: whole regions of a codec that sees shapes, else about as many elements."""
+    total = sum(region.num_elements for region in regions)
+    parts: list[list[Region]] = [[] for _ in range(size)]
+    if codec.shaped:
+        before = 0
+        for region in regions:
+            parts[min(size - 1, (before + region.num_elements // 2) * size // max(1, total))].append(region)
+            before += region.num_elements
+        return parts
+    assert isinstance(codec, TensorCodec)
+    step = -(-total // (size * codec.block)) * codec.block
+    piece = max(1, PIECE_ELEMENTS // codec.block) * codec.block
+    for rank, start in enumerate(range(0, total, step)):
+        stop = min(start + step, total)
+        parts[rank] += [Region(at, (min(piece, stop - at),)) for at in range(start, stop, piece)]
+    return parts
+
+
+def join(
+    codec: Codec, peers: Peers, values: Tensor, kept: Kept, *, regions: Sequence[Region], path: Sequence[int], seed: int
+) -> Kept:
+    """
+    Args:
+        values: this worker's, 1-D, which become the mean; the same regions on every worker.
+        path: what tells this exchange from others with the same seed, such as step and bucket.
+    """
+    if isinstance(codec, JointCodec):
+        return _by_means(codec, peers, values, kept, regions)
+    assert isinstance(codec, TensorCodec)
+    # Where payloads are added, all draw alike.
+    own_seed = derive(seed, "codec", *path, *(() if codec.linear else (peers.rank,)))
+    if codec.linear:
+        return _by_sums(codec, peers, values, kept, regions, own_seed)
+    if codec.sparse:
+        return _by_gathering(codec, peers, values, kept, regions, own_seed)
+    return _by_parts(codec, peers, values, kept, regions, own_seed)
+
+
+def _by_sums(
+    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
+) -> Kept:
+    """Payloads are averaged."""
+    payloads, now = _encoded(codec, values, kept, "left", regions, seed)
+    for payload in payloads:
+        for tensor in payload:
+            peers.average(tensor)
+    _decode(codec, payloads, values, regions, seed)
+    return now
+
+
+def _by_gathering(
+    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
+) -> Kept:
+    """Everyone gets everyone's payloads."""
+    payloads, now = _encoded(codec, values, kept, "left", regions, seed)
+    mine = _joined(payloads, values)
+    everyones = peers.all_to_all([mine] * peers.size, [mine.numel()] * peers.size)
+    for rank, raw in enumerate(everyones):
+        _decode(codec, _read(codec, raw, regions), values, regions, seed, is_added=rank > 0)
+    divide(values, peers.size)
+    return now
+
+
+def _by_parts(
+    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
+) -> Kept:
+    """Everyone gets everyone's payloads of its own part, and sends its mean, encoded once more, to all. So payloads
+    move as an all-reduce would move them, at any number of workers (Tang et al., "1-bit Adam", ICML 2021, figure 3)."""
+    parts, rank, size = parts_of(codec, regions, peers.size), peers.rank, peers.size
+    payloads, now = _encoded(codec, values, kept, "left", regions=[r for part in parts for r in part], seed=seed)
+    queue = iter(payloads)
+    outgoing = [_joined([next(queue) for _ in part], values) for part in parts]
+    own, start = [], 0
+    for region in parts[rank]:  # as they lie in the mean of this part alone
+        own.append(Region(start, region.shape))
+        start += region.num_elements
+    mean = values.new_empty(start)
+    for number, raw in enumerate(peers.all_to_all(outgoing, [outgoing[rank].numel()] * size)):
+        _decode(codec, _read(codec, raw, own), mean, own, seed, is_added=number > 0)
+    divide(mean, size)
+    payloads, of_part = _encoded(codec, mean, kept, "part", own, derive(seed, "mean"))
+    means = peers.all_to_all([_joined(payloads, values)] * size, [raw.numel() for raw in outgoing])
+    for part, raw in zip(parts, means, strict=True):
+        _decode(codec, _read(codec, raw, part), values, part, seed)
+    return {**now, **of_part}
+
+
+def _by_means(codec: JointCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region]) -> Kept:
+    whole = values + kept["left"] if codec.feedback else values.clone()
+    tensors, q = codec.average([region.of(whole) for region in regions], kept["q"], mean=peers.average)
+    for region, tensor in zip(regions, tensors, strict=True):
+        region.of(values).copy_(tensor)
+    return {"q": q, **({"left": owed(whole.sub_(values))} if codec.feedback else {})}
+
+
+def _encoded(
+    codec: TensorCodec, values: Tensor, kept: Kept, name: str, regions: Sequence[Region], seed: int
+) -> tuple[list[Payload], dict[str, Tensor]]:
+    """Each region's payload, and what is kept under that name from here on."""
+    before, memory = kept.get(name), memory_of(codec)
+    after = None if before is None else (torch.zeros_like if codec.shaped else torch.empty_like)(before)
+    payloads = []
+    for number, region in enumerate(regions):
+        left = None if before is None else region.of(before)
+        payload, now = memory.encode(codec, region.of(values), left, seed=derive(seed, number) if number else seed)
+        payloads.append(payload)
+        if after is not None and now is not None:
+            region.of(after).copy_(now)
+    return payloads, {} if after is None else {name: after}
+
+
+def _decode(
+    codec: TensorCodec,
+    payloads: Sequence[Payload],
+    out: Tensor,
+    regions: Sequence[Region],
+    seed: int,
+    *,
+    is_added: bool = False,
+) -> None:
+    for number, (region, payload) in enumerate(zip(regions, payloads, strict=True)):
+        target = region.of(out)
+        decoded = codec.decode(payload, target, seed=derive(seed, number) if number else seed)
+        target.add_(decoded) if is_added else target.copy_(decoded)
+
+
+def _joined(payloads: Sequence[Payload], like: Tensor) -> Tensor:
+    """As bytes; none for no regions."""
+    return as_bytes(tuple(tensor for payload in payloads for tensor in payload) or (like[:0].view(torch.uint8),))
+
+
+def _read(codec: TensorCodec, raw: Tensor, regions: Sequence[Region]) -> list[Payload]:
+    """The inverse of `_joined`."""
+    forms = [form_of(codec, region.shape) for region in regions]
+    pieces = raw.split([form.num_bytes for form in forms]) if forms else ()
+    return [form.read(piece) for form, piece in zip(forms, pieces, strict=True)]
+
+
+@functools.lru_cache(maxsize=4096)
+def form_of(codec: TensorCodec, shape: Shape) -> Form:
+    """What its payloads of tensors of this shape look like."""
+    return Form.of(codec.encode(torch.zeros(shape), seed=0))
+
+
+def coding_s(
+    codec: Codec, num_elements: int, size: int, *, seconds_per_gbyte: tuple[float, float] | None = None
+) -> float:
+    """For how long one worker encodes and decodes in one exchange.
+
+    Args:
+        size: of the group.
+        seconds_per_gbyte: to encode and to decode float32 tensors here; none: as the codec says.
+    """
+    encode_s, decode_s = seconds_per_gbyte or codec.seconds_per_gbyte
+    both_s = encode_s + decode_s * codec.feedback  # what is left out is found by decoding
+    if codec.joint:
+        passes_s = encode_s + decode_s
+    elif codec.linear:
+        passes_s = both_s + decode_s
+    elif codec.sparse:
+        passes_s = both_s + size * decode_s
+    else:  # one's own tensor, everyone's of one's part, the mean of the part, and everyone's means
+        passes_s = both_s + decode_s + both_s / size + decode_s
+    return passes_s * 4 * num_elements / 1e9
+
+
+def sent_bytes(codec: Codec, shapes: Sequence[Shape], size: int) -> float:
+    """What one worker of a group sends in one exchange of float32 tensors of these shapes."""
+    if not codec.shaped:
+        shapes = [(sum(math.prod(shape) for shape in shapes),)]
+    whole = sum(codec.num_bytes(shape) for shape in shapes)
+    return whole * (size - 1) * (1.0 if codec.sparse else 2.0 / size)

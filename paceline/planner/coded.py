@@ -1,0 +1,88 @@
+"""What a codec makes of an exchange: other bytes on links, and time to encode and to decode."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple, final
+
+import numpy as np
+
+from paceline.codec import Auto, Codec, Shape, chosen
+from paceline.codec.joining import coding_s
+from paceline.planner.demand import StepWork
+from paceline.planner.fabric import Loads
+from paceline.planner.setting import RingReduction, Setting
+from paceline.strategies.traits import AllReduced
+
+
+@final
+class CodedMean(NamedTuple):
+    """An average of all gradients through a codec, all workers beginning at once."""
+
+    time_s: float
+    loads: Loads
+
+
+def settled(traffic: AllReduced, setting: Setting, step_s: Callable[[AllReduced], float]) -> AllReduced:
+    """With the codec that `auto` would choose, if it is to choose one.
+
+    Args:
+        step_s: what steps take with such an exchange.
+    """
+    if not isinstance(traffic.codec, Auto):
+        return traffic
+    plain = replace(traffic, codec=None)
+    if setting.num_workers == 1:
+        return plain
+    coded = [replace(traffic, codec=codec, behind_backward=False) for codec in traffic.codec.candidates]
+    steps_s = {each.codec: step_s(each) for each in coded if each.codec is not None}
+    codec, _ = chosen(step_s(plain), steps_s)
+    return plain if codec is None else replace(traffic, codec=codec, behind_backward=False)
+
+
+def coded_mean(codec: Codec, scope: Literal["links", "all"], setting: Setting) -> CodedMean | None:
+    """None where nothing is coded, since all workers are on one host."""
+    leaders = setting.ring.leaders
+    if scope == "links" and len(leaders) == 1:
+        return None
+    hosts = leaders if scope == "links" else np.array(setting.places.workers)
+    fabric, size = setting.fabric, len(hosts)
+    total = payload_bytes(codec, setting.work)
+    num_elements = setting.work.parameter_bytes // 4
+    speed = min(setting.cluster.each_host()[host].speed for host in hosts.tolist())
+    time_s = coding_s(codec, num_elements, size) / speed
+    loads = fabric.nothing
+    if size > 1 and (codec.joint or codec.linear):
+        ring = RingReduction(fabric, hosts, np.zeros_like(hosts), setting.message_s)
+        rounds = 2 if codec.joint else 1
+        time_s += rounds * sum(ring.parts_s(total / rounds))
+        loads = loads + ring.loads(total)
+    elif size > 1:
+        each, rounds = (total, 1) if codec.sparse else (total / size, 2)
+        among = fabric.everyone_to_everyone(hosts, hosts, each) + fabric.messages(hosts, hosts, -each)
+        latency_s = float(fabric.farthest_s(hosts, hosts).max()) + (size - 1) * setting.message_s
+        time_s += rounds * (fabric.busiest(among).busy_s + latency_s)
+        loads = loads + among * rounds
+    if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
+        inner = fabric.messages(
+            leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * setting.work.parameter_bytes
+        )
+        time_s += fabric.busiest(inner).busy_s
+        loads = loads + inner
+    return CodedMean(time_s, loads)
+
+
+def payload_bytes(codec: Codec, work: StepWork) -> float:
+    """Of one worker's gradients."""
+    shapes = shapes_of(work)
+    if not codec.shaped:
+        shapes = [(sum(math.prod(shape) for shape in shapes),)]
+    return float(sum(codec.num_bytes(shape) for shape in shapes))
+
+
+def shapes_of(work: StepWork) -> Sequence[Shape]:
+    """Tensors of unknown shapes count as square matrices."""
+    if work.tensor_shapes:
+        return work.tensor_shapes
+    counts = [max(1, size // 4) for size in work.tensor_bytes]
+    return [(max(1, math.isqrt(count)), count // max(1, math.isqrt(count))) for count in counts]

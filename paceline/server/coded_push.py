@@ -1,0 +1,135 @@
+"""What workers push through a codec: each tensor of every shard, encoded by a worker and decoded by its server."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paceline.codec import TensorCodec, as_bytes, memory_of
+from paceline.codec.joining import form_of
+from paceline.layout import Layout
+from paceline.messages import Message, WireError, from_frames, to_frames
+from paceline.seeding import derive
+from paceline.server.ranges import KeyRange
+
+
+@dataclass(frozen=True)
+class PushCoding:
+    """
+    Args:
+        left: what has been left out of pushes so far, laid out like the model; none: it is forgotten.
+        beside: what servers on this worker's host get is coded, too.
+        spend: where time is simulated: coding has taken so many seconds.
+    """
+
+    codec: TensorCodec
+    seed: int
+    left: Tensor | None = None
+    beside: bool = False
+    spend: Callable[[float], None] = field(default=lambda seconds: None)
+
+
+@dataclass
+class _Shard:
+    gradients: list[Tensor]
+    left: list[Tensor] | None
+    """This worker's, of what was pushed up to now."""
+    left_next: list[Tensor] = field(default_factory=list)
+    """If the last push is applied."""
+    raw: Tensor | None = None
+    """The last push."""
+
+
+@final
+class CodedPushes:
+    """One worker's pushes to one server.
+
+    A push is encoded once. What is left out counts only when the server says that it has applied the push.
+
+    Args:
+        server: its index in the group.
+        gradients: for each shard, where the worker has them.
+        in_place: the server reads them there, so they become what it would decode.
+    """
+
+    def __init__(
+        self,
+        coding: PushCoding,
+        layout: Layout,
+        shards: Sequence[KeyRange],
+        gradients: Sequence[Sequence[Tensor]],
+        *,
+        server: int,
+        rank: int,
+        in_place: bool,
+    ) -> None:
+        left = coding.left
+        self._shards = [
+            _Shard(list(tensors), None if left is None else [piece.view(layout, left) for piece in pieces])
+            for pieces, tensors in zip(shards, gradients, strict=True)
+        ]
+        self._coding, self._memory, self._server, self._rank = coding, memory_of(coding.codec), server, rank
+        self._in_place = in_place
+        self._seed = 0
+
+    def encode(self, *, step: int) -> None:
+        """The gradients are there."""
+        codec = self._coding.codec
+        encode_s, decode_s = codec.seconds_per_gbyte
+        self._seed = derive(self._coding.seed, "push", step, self._rank)
+        for shard, part in enumerate(self._shards):
+            payloads: list[Tensor] = []
+            part.left_next = []
+            for number, tensor in enumerate(part.gradients):
+                seed = derive(self._seed, self._server, shard, number)
+                before = None if part.left is None else part.left[number]
+                payload, after = self._memory.encode(codec, tensor, before, seed=seed)
+                payloads += payload
+                if after is not None:
+                    part.left_next.append(after)
+                if self._in_place:
+                    tensor.copy_(codec.decode(payload, tensor, seed=seed))
+                self._coding.spend((encode_s + decode_s * codec.feedback) * 4 * tensor.numel() / 1e9)
+            part.raw = as_bytes(tuple(payloads))
+
+    def shard_bytes(self, shard: int) -> int:
+        raw = self._shards[shard].raw
+        assert raw is not None
+        return raw.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.shard_bytes(shard) for shard in range(len(self._shards)))
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the server has to know besides the bytes."""
+        return {"seed": self._seed} if self._coding.codec.linear else {}
+
+    def frames(self, shard: int) -> list[memoryview]:
+        raw = self._shards[shard].raw
+        assert raw is not None
+        return to_frames([raw])
+
+    def settle(self, *, is_applied: bool) -> None:
+        for shard in self._shards:
+            if is_applied and shard.left is not None:
+                for left, after in zip(shard.left, shard.left_next, strict=bool(shard.left_next)):
+                    left.copy_(after)
+            shard.left_next = []
+
+
+def decode_push(codec: TensorCodec, message: Message, targets: Sequence[Tensor], *, server: int, shard: int) -> None:
+    """Put what a worker encoded where its gradients belong. Raises WireError if it cannot have been so encoded."""
+    forms = [form_of(codec, tuple(target.shape)) for target in targets]
+    raw = torch.empty(sum(form.num_bytes for form in forms), dtype=torch.uint8)
+    from_frames(message.payload, [raw])
+    seed = message.body.get("seed", 0)
+    try:
+        pieces = raw.split([form.num_bytes for form in forms])
+        for number, (form, piece, target) in enumerate(zip(forms, pieces, targets, strict=True)):
+            target.copy_(codec.decode(form.read(piece), target, seed=derive(seed, server, shard, number)))
+    except (IndexError, RuntimeError, ValueError, TypeError) as error:
+        raise WireError(f"refused a push that codec {codec} cannot decode: {error}") from None

@@ -1,0 +1,67 @@
+"""What a strategy's options say of codecs, and what does not go together."""
+
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+import torch
+
+from paceline.codec import Codec
+from paceline.errors import UsageError
+from paceline.strategies.base import Context
+from paceline.strategies.pacing import Pacing, RealTime
+
+Scope = Literal["links", "all"]
+CODEC_DOC = "the form in which gradients travel, such as int8, top-k or powersgd; none: as they are"
+SCOPE_DOC = "links: only what leaves a host is coded; all: everything, for tests and studies of accuracy"
+NOTHING_CODED = "nothing is coded: all workers are on one host"
+
+
+@final
+@dataclass(frozen=True)
+class Coding:
+    """What one worker's exchange of gradients is coded with."""
+
+    codec: Codec
+    seed: int = 0
+    """Draws derive from it, and from the step."""
+    among_hosts: bool = False
+    """Workers of a host join their tensors first, as they are, so that only what leaves it is coded."""
+    pacing: Pacing = field(default_factory=RealTime)
+    """The worker's clock, which is told what coding takes."""
+
+
+def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | None:
+    """None where nothing is coded: no codec was asked for, or none of its bytes leaves a host."""
+    if codec is None or (scope == "links" and context.local_size == context.size):
+        return None
+    return Coding(codec, context.seed, scope == "links", context.pacing)
+
+
+def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = False) -> None:
+    """Raises UsageError for what does not go together.
+
+    Args:
+        of_servers: workers push what they encode alone, and servers average it.
+    """
+    if codec is None:
+        if scope != "links":
+            raise UsageError(f"codec_scope={scope} has no effect without a codec")
+        return
+    if of_servers and codec.adapts:
+        raise UsageError(
+            f"codec={codec} is chosen after some steps, and servers are told at the start; name one (`paceline plan`)"
+        )
+    if of_servers and codec.joint:
+        raise UsageError(
+            f"codec={codec} averages among workers half-way, and workers push to servers one by one; use all-reduce"
+        )
+    if of_servers and codec.votes:
+        raise UsageError(
+            f"codec={codec} is joined by a vote of all workers, and servers average: use codec=one-bit, or all-reduce"
+        )
+
+
+def require_real(codec: Codec, dtype: torch.dtype) -> None:
+    """Raises UsageError for gradients that no codec knows."""
+    if dtype.is_complex:
+        raise UsageError(f"codec={codec} takes real gradients, and some parameters are complex; leave the codec out")

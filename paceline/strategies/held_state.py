@@ -1,0 +1,76 @@
+"""The optimizer's state while servers hold it: what a script saves and loads through its own optimizer."""
+
+from typing import Any, final
+
+import torch
+
+from paceline.comm.base import Collective, Store
+from paceline.errors import UsageError
+from paceline.server.state import export_state, import_state
+from paceline.strategies.replica import Replica
+
+
+@final
+class HeldState:
+    """Has `optimizer.state_dict()` give the servers' state, in torch's layout, and gives them what a script loaded.
+
+    Between the two the worker's own optimizer holds none.
+    """
+
+    def __init__(self, store: Store, replica: Replica, collective: Collective) -> None:
+        self._store, self._replica, self._collective = store, replica, collective
+        self._has_begun = False
+        optimizer = replica.optimizer
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(self._fetch),
+            optimizer.register_state_dict_post_hook(self._let_go),
+            optimizer.register_load_state_dict_post_hook(self._require_early),
+        ]
+
+    def hand_over(self, *, iteration: int) -> None:
+        """Give the servers the state that the optimizer came with, or that was loaded into it. Collective call, before
+        the first exchange.
+
+        Raises:
+            UsageError: only some ranks have a state, or it cannot be sent.
+        """
+        has_state = self._collective.all_gather_object(_has_stepped(self._replica.optimizer))
+        if any(has_state):
+            if not all(has_state):
+                raise UsageError(
+                    f"the optimizer of rank {has_state.index(True)} has a state and that of rank "
+                    f"{has_state.index(False)} has none; load it on every rank"
+                )
+            state = export_state(self._replica.optimizer, self._replica.parameters)
+            self._store.load_state(state, iteration=iteration)
+        self.drop()
+        self._has_begun = True
+
+    def drop(self) -> None:
+        """What the servers hold is what counts."""
+        self._replica.optimizer.state.clear()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._has_begun:
+            import_state(optimizer, self._replica.parameters, self._store.optimizer_state())
+
+    def _let_go(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
+        if self._has_begun:
+            self.drop()
+
+    def _require_early(self, _: torch.optim.Optimizer) -> None:
+        if self._has_begun:
+            self.drop()
+            raise UsageError(
+                f"rank {self._collective.rank} loads its optimizer's state after the first batch, when the servers "
+                "hold it; call optimizer.load_state_dict before the training loop, or use all-reduce"
+            )
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Some optimizers, such as Adagrad, have a state from the start."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)

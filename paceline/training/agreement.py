@@ -1,0 +1,155 @@
+"""What lock-step workers must have alike, as each says of itself in a pause, and what is done where they differ."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import TensorMismatch, UsageError
+from paceline.strategies.digests import digest
+from paceline.strategies.settings import first_difference, settings_of
+from paceline.training.cadence import NEVER, Rhythm
+from paceline.training.worker_run import WorkerRun
+
+Report = Mapping[str, Any]
+
+SHARE = 1e-3
+"""Of the time of training, what checks may take."""
+_MEETING_S = 1e-3  # what a check takes besides the digest
+# Between two late checks: a pause has all workers begin their next step together, which is not on the clock.
+_LEAST_STEPS = 16
+
+
+@final
+class Agreement:
+    """Has lock-step workers compare their parameters, their optimizers' settings, and how many batches they have had.
+
+    Buffers are not compared: batch norm's are of each worker's own batches, and the global model has their mean.
+    """
+
+    def __init__(self, run: WorkerRun) -> None:
+        self._run = run
+        self.is_needed = run.strategy.traits.lock_step and run.context.size > 1
+        """Whether there is anything to compare."""
+        self._due_at = 0 if self.is_needed else NEVER
+        self._rhythm = Rhythm()
+        self._took_s = self._comparing_s = 0.0
+        self._has_told = False
+
+    def said(self, *, is_last: bool) -> dict[str, Any]:
+        """What this worker says of itself.
+
+        Args:
+            is_last: it takes no further step.
+        """
+        if not self.is_needed:
+            return {}
+        run = self._run
+        looks = is_last or run.config.strict or run.iteration >= self._due_at
+        handouts, replica = run.prepared.handouts, run.prepared.replica
+        settings = [settings_of(optimizer) for optimizer in run.prepared.optimizers.values()]
+        before_s = run.context.pacing.now_s()
+        parameters = digest(replica.model.parameters()) if looks else None
+        self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
+        return {
+            "num_steps": handouts.num_steps,
+            "num_batches": handouts.num_batches,
+            "settings": hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest(),
+            "parameters": parameters,
+            "check_s": self._took_s + self._comparing_s,
+        }
+
+    def require(self, reports: Sequence[Report]) -> None:
+        """Compare all workers' reports. Collective call.
+
+        Raises:
+            UsageError: a worker alone has left out a batch or a step.
+            TensorMismatch: settings or parameters differ; the message names the first, the ranks, and what to do. A
+                difference of parameters that is within rounding is told once, as an event.
+        """
+        if not self.is_needed:
+            return
+        self._require_same_steps(reports)
+        if len({report["settings"] for report in reports}) > 1:
+            self._compare_settings()
+        before_s = self._run.context.pacing.now_s()
+        if len({report["parameters"] for report in reports}) > 1:
+            self._compare_parameters()
+            self._comparing_s = self._run.context.pacing.now_s() - before_s
+
+    def next_at(self, first: Report, *, iterations_per_s: float) -> int:
+        """The iteration at which to compare parameters next, by rank 0's report: the first steps soon, later ones so
+        seldom that this costs no more than its share."""
+        iteration = self._run.iteration
+        if self._run.config.strict and self.is_needed:
+            self._due_at = iteration + 1
+        elif iteration >= self._due_at:
+            interval_s = (first["check_s"] + _MEETING_S) / SHARE
+            self._due_at = self._rhythm.next(iteration, wanted=max(_LEAST_STEPS, interval_s * iterations_per_s))
+        return self._due_at
+
+    def _require_same_steps(self, reports: Sequence[Report]) -> None:
+        first = reports[0]
+        for rank, report in enumerate(reports):
+            if (report["num_steps"], report["num_batches"]) == (first["num_steps"], first["num_batches"]):
+                continue
+            raise UsageError(
+                f"rank {rank} has taken {report['num_steps']} steps on {report['num_batches']} batches, rank 0 "
+                f"{first['num_steps']} on {first['num_batches']}, so that gradients of different batches met: every "
+                "rank must step alike. Decide together whether to leave a batch out, as by "
+                "worker.all_reduce(loss.detach().clone(), op='max'), or let --option nonfinite=skip do so"
+            )
+
+    def _compare_settings(self) -> None:
+        for optimizer in self._run.prepared.optimizers.values():
+            difference = first_difference(self._run.context.collective.all_gather_object(settings_of(optimizer)))
+            if difference is not None:
+                raise TensorMismatch(
+                    f"after step {self._run.iteration} {difference}: parameters would drift apart. Compute it from "
+                    "what all ranks share: worker.metrics, or a loss after worker.all_reduce(loss, op='mean')"
+                )
+
+    def _compare_parameters(self) -> None:
+        """Which tensors differ, and by how much."""
+        run = self._run
+        tensors = dict(run.prepared.replica.model.named_parameters())
+        everyone = run.context.collective.all_gather_object({name: digest([t]) for name, t in tensors.items()})
+        for rank, theirs in enumerate(everyone):
+            strange = sorted(everyone[0].keys() ^ theirs.keys())
+            if strange:
+                raise TensorMismatch(f"of ranks 0 and {rank} only one has a parameter {strange[0]!r} now")
+        suspects = [name for name in everyone[0] if len({theirs[name] for theirs in everyone}) > 1]
+        distances = run.context.collective.all_gather_object([self._distance(tensors[name]) for name in suspects])
+        for number, name in enumerate(suspects):
+            far = [rank for rank, found in enumerate(distances) if not found[number][0] <= found[number][1]]
+            if far:
+                self._fail(name, far, distances[far[0]][number])
+        if not self._has_told and suspects:
+            self._has_told = True
+            largest = max(found[0][0] for found in distances)
+            run.tell("differs_by_rounding", {"parameter": suspects[0], "difference": largest})
+
+    def _distance(self, tensor: Tensor) -> tuple[float, float]:
+        """How far this rank's is from rank 0's, at most, and how far it may be. Processors of different kinds round
+        differently, and that adds up over steps: half of a number's digits are left to it. Collective call."""
+        theirs = tensor.detach().clone()
+        self._run.context.collective.broadcast(theirs)
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        mine, theirs_wide = tensor.detach().to(wide), theirs.to(wide)
+        is_same = (mine == theirs_wide) | (mine.isnan() & theirs_wide.isnan())
+        distance = torch.where(is_same, 0.0, (mine - theirs_wide).abs()).max()
+        is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+        resolution = 0.0 if is_exact else torch.finfo(tensor.dtype).eps ** 0.5
+        return float(distance), resolution * float(theirs_wide.abs().nan_to_num().max())
+
+    def _fail(self, name: str, far: Sequence[int], distance: tuple[float, float]) -> NoReturn:
+        ranks = f"rank {far[0]}" if len(far) == 1 else f"ranks {', '.join(map(str, far))}"
+        raise TensorMismatch(
+            f"after step {self._run.iteration} parameter {name!r} is not the same on all ranks: on {ranks} it is up to "
+            f"{distance[0]:.3g} from rank 0's (rounding explains {distance[1]:.1g}). Something changes parameters on "
+            "each rank by itself: weights loaded on one rank, noise of a rank's own generator (give a torch.Generator "
+            "the same seed on every rank), or a change that depends on a rank's own data. Make the "
+            "same change on every rank"
+        )

@@ -1,0 +1,209 @@
+"""Training through codecs: on both engines, on one host and several, with gradients that are not finite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from paceline.cluster.description import Cluster, Hosts, Servers
+from paceline.codec.joining import coding_s
+from paceline.errors import UsageError
+from paceline.planner import StepWork, predict
+from paceline.running.result import Result
+from paceline.strategies import build, settings_of
+from paceline.training.worker import Worker
+from tests.conformance import local_engine, virtual_engine
+from tests.conformance.rows import CODECS, JOINT_CODECS, launched, loader_of, problem, train
+from tests.conformance.test_virtual_costs import step_s
+from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of
+
+WORKERS = 4
+HOSTS_OF_TWO = replace(virtual_engine.CLUSTER, hosts=(Hosts(count=8, workers=2, bandwidth_gbit_per_s=1.0),))
+ONE_HOST = Cluster(
+    hosts=(Hosts(count=1, workers=8, bandwidth_gbit_per_s=1.0),),
+    compute=virtual_engine.CLUSTER.compute,
+    servers=Servers(placement="with workers"),
+)
+
+
+def run(out: Path, strategy: str, codec: str | None, **settings: Any) -> Result:
+    options = {} if codec is None else {"codec": codec}
+    program = partial(launched, settings.pop("script", train), out)
+    engine = settings.pop("engine", virtual_engine)
+    settings = {"workers": WORKERS, "options": options | settings.pop("options", {}), **settings}
+    return engine.run(program, strategy=strategy, out=out / "run", **settings)
+
+
+def parameters(result: Result) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in result.model_state().values()])
+
+
+def loss(state: dict[str, torch.Tensor]) -> float:
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+    model.load_state_dict(state)
+    x, y, _ = problem().tensors
+    return float(F.cross_entropy(model(x), y).detach())
+
+
+EVERY = [
+    *(("all-reduce", codec) for codec in (*CODECS, *JOINT_CODECS)),
+    *(("ps-bsp", codec) for codec in CODECS),
+    *(("ps-asp", codec) for codec in ("int8", "top-k:ratio=0.2", "random-k:ratio=0.5")),
+]
+
+
+@pytest.mark.parametrize(("strategy", "codec"), EVERY)
+def test_models_learn_through_codecs_and_less_moves(strategy: str, codec: str, tmp_path: Path) -> None:
+    """Twice the same, on hosts with two workers each."""
+    cluster = HOSTS_OF_TWO if strategy == "all-reduce" else virtual_engine.CLUSTER
+    coded, again = (run(tmp_path / name, strategy, codec, cluster=cluster, max_steps=30) for name in ("coded", "again"))
+    plain = run(tmp_path / "plain", strategy, None, cluster=cluster, max_steps=30)
+    assert torch.equal(parameters(coded), parameters(again))
+    assert [step.time_s for step in coded.steps] == [step.time_s for step in again.steps]
+    assert loss(coded.model_state()) < (3.0 if codec == "sign" else 1.3)  # whose steps are as long as the learning rate
+    moved, before = (sum(s.moved_bytes for s in r.steps if s.worker == 1) for r in (coded, plain))
+    assert moved < before or strategy == "all-reduce"  # its second worker sends nothing over links
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+def test_on_one_host_nothing_is_coded_and_that_is_recorded(strategy: str, tmp_path: Path) -> None:
+    coded, plain = (
+        run(tmp_path / str(codec), strategy, codec, cluster=ONE_HOST, options=PLAIN if strategy == "ps-bsp" else {})
+        for codec in ("one-bit", None)
+    )
+    assert torch.equal(parameters(coded), parameters(plain))
+    (tuned,) = [event.details for event in coded.events if event.name == "tuned"]
+    assert tuned["codec"] == "nothing is coded: all workers are on one host"
+    everything = run(tmp_path / "all", strategy, "one-bit", cluster=ONE_HOST, options={"codec_scope": "all"})
+    assert not torch.equal(parameters(everything), parameters(plain))
+
+
+@pytest.mark.parametrize("codec", ["int8", "one-bit", "random-k:ratio=0.5"])
+def test_processes_and_simulated_hosts_train_alike(codec: str, tmp_path: Path) -> None:
+    """Bytes that are decoded by a server elsewhere are what the simulated worker leaves in its memory."""
+    real = run(tmp_path / "real", "ps-bsp", codec, engine=local_engine, workers=2, servers_are_local=False)
+    simulated = run(tmp_path / "simulated", "ps-bsp", codec, workers=2)
+    torch.testing.assert_close(parameters(real), parameters(simulated), rtol=1e-5, atol=1e-6)
+    moved = [sum(step.moved_bytes for step in result.steps) for result in (real, simulated)]
+    assert moved[0] == moved[1]
+
+
+# --- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+def steady(worker: Worker, out: Path, *, bad_step: int | None) -> None:
+    """The same gradient in every step, but a bad one on one worker, which is left out."""
+    model = nn.Linear(40, 8, bias=False)
+    factors = torch.randn(8, 40, generator=torch.Generator().manual_seed(5 + worker.rank))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    for number, _ in enumerate(loader):
+        optimizer.zero_grad()
+        scale = torch.nan if number == bad_step and worker.rank == 1 else 1.0
+        (model(torch.eye(40)) * factors.T * scale).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "codec"),
+    [
+        ("all-reduce", "top-k:ratio=0.1"),
+        ("all-reduce", "int8"),
+        ("all-reduce", "powersgd:rank=1:start=0"),
+        ("ps-bsp", "top-k:ratio=0.1"),
+    ],
+)
+def test_a_step_that_is_left_out_leaves_no_trace(strategy: str, codec: str, tmp_path: Path) -> None:
+    options = {"nonfinite": "skip"} | (PLAIN if strategy == "ps-bsp" else {})
+    bad, good = (
+        run(tmp_path / str(step), strategy, codec, script=partial(steady, bad_step=step), options=options, max_steps=4)
+        for step in (2, None)
+    )
+    assert len(bad.steps) == len(good.steps) + WORKERS
+    assert torch.equal(parameters(bad), parameters(good))
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def large(worker: Worker, out: Path) -> None:
+    """8 MB of parameters, hardly a computation."""
+    model = nn.Linear(10, 4)
+    model.table = nn.Parameter(torch.zeros(2_000_000))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
+    while True:
+        for x, _, _ in loader:
+            optimizer.zero_grad()
+            (model(x).sum() + model.table.sum()).backward()
+            optimizer.step()
+
+
+def test_coding_takes_its_time_and_bytes_pass_links(tmp_path: Path) -> None:
+    """Two workers, int8: each half of the table passes a link of 1 Gbit/s twice."""
+    result = run(
+        tmp_path, "all-reduce", "int8", script=large, workers=2, cluster=cluster_of(gbit_per_s=1.0), max_steps=4
+    )
+    strategy = build("all-reduce", {"codec": "int8"})
+    coding = coding_s(strategy.codec, 2_000_044, 2)  # type: ignore[attr-defined]
+    assert step_s(result) == pytest.approx(STEP_S + coding + 2_000_044 * (1 + 4 / 256) / GIGABIT, rel=0.02)
+
+
+@pytest.mark.parametrize(("gbit_per_s", "takes"), [(0.05, True), (1000.0, False)])
+def test_auto_takes_a_codec_where_it_makes_steps_shorter(gbit_per_s: float, takes: bool, tmp_path: Path) -> None:
+    """And says why; a plan chooses the same."""
+    result = run(
+        tmp_path,
+        "all-reduce",
+        "auto:among=bf16+int8",
+        script=large,
+        workers=3,
+        cluster=cluster_of(gbit_per_s=gbit_per_s),
+        max_steps=16,
+    )
+    told = [event.details["codec"] for event in result.events if event.name == "tuned" and "codec" in event.details]
+    assert len(told) == 1
+    assert told[0].startswith("int8: a step of" if takes else "none: a step of")
+    ends = [step.time_s for step in result.steps if step.worker == 0]
+    before_s, after_s = ends[6] - ends[5], ends[-1] - ends[-2]
+    assert (after_s < 0.6 * before_s) == takes
+    work = StepWork(tensor_bytes=(8_000_000, 160, 16), samples=4)
+    found, plain = (
+        predict(cluster_of(gbit_per_s=gbit_per_s), strategy="all-reduce", workers=3, work=work, options=options)
+        for options in ({"codec": "auto:among=bf16+int8"}, {})
+    )
+    assert (found.step_s < 0.6 * plain.step_s) == takes
+    assert found.step_s == pytest.approx(after_s, rel=0.1)
+
+
+# --- what does not go together ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        ("ps-bsp", {"codec": "powersgd"}, "averages among workers half-way"),
+        ("ps-asp", {"codec": "sign"}, "joined by a vote"),
+        ("ps-bsp", {"codec": "auto"}, "servers are told at the start"),
+        ("all-reduce", {"codec": "auto:among=int9"}, "none of bf16"),
+        ("all-reduce", {"codec_scope": "all"}, "no effect without a codec"),
+        ("ring", {"codec": "int8"}, "leave out algorithm=ring"),
+        ("all-reduce", {"codec": "top-k", "codec.ratio": "2"}, "ratio must be above 0"),
+        ("all-reduce", {"codec": "int9"}, "int8"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(strategy: str, options: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        build(strategy, options)
+
+
+def test_a_codec_is_named_and_told_by_options() -> None:
+    options = {"codec": "top-k", "codec.ratio": "0.02"}
+    assert settings_of(build("ps-bsp", options)) == options
+    assert build("all-reduce", {"codec": "top-k:ratio=0.02"}).codec == build("ps-bsp", options).codec  # type: ignore[attr-defined]

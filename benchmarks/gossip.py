@@ -54,7 +54,7 @@ def distances(topology: Topology, workers: int, num_steps: int) -> list[tuple[fl
             strategy=strategy,
             workers=workers,
             max_steps=num_steps,
-            eval_every=1,
+            eval_every=2,
             engine="virtual",
             cluster="commodity-10gbe",
             out=Path(directory) / "run",
@@ -66,7 +66,7 @@ def distances(topology: Topology, workers: int, num_steps: int) -> list[tuple[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw distance against steps")
     arguments = parser.parse_args()
     workers, num_steps = arguments.workers, arguments.steps

@@ -53,18 +53,18 @@ def pull(worker: Worker, out: Path, *, lr: float, num_steps: int, starts_apart: 
     model = Point()
     data = TensorDataset(torch.zeros(worker.size))
     model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=lr), DataLoader(data))
-    worker.evaluation(lambda model: {"x": float(model.x)})  # type: ignore[arg-type]
+    worker.evaluation(lambda model: {"x": float(model.x.detach())})  # type: ignore[arg-type]
     wish = torch.linspace(-1, 1, worker.size, dtype=torch.float64)[worker.rank]
     if starts_apart:
         with torch.no_grad():
             model.x.copy_(wish**3 + wish)
-    seen = [float(model.x)]
+    seen = [float(model.x.detach())]
     for _ in range(num_steps):
         for _ in loader:
             optimizer.zero_grad()
             model(wish).backward()
             optimizer.step()
-            seen.append(float(model.x))
+            seen.append(float(model.x.detach()))
     keep(out, f"seen-{worker.rank}", seen)
 
 

@@ -12,14 +12,13 @@ from paceline.errors import UsageError
 from paceline.schedule import Every
 from paceline.strategies.base import (
     Context,
-    NonFinitePolicy,
     StepOutcome,
     Strategy,
     Synchronizer,
     option,
     require_choice,
 )
-from paceline.strategies.finite import may_step
+from paceline.strategies.finite import checked, may_step
 from paceline.strategies.gossip.averaging import Averaging
 from paceline.strategies.gossip.links import Links
 from paceline.strategies.gossip.mixer import Mixer
@@ -122,14 +121,8 @@ class _GossipSynchronizer(Synchronizer):
         self._weight = weight
 
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        policy: NonFinitePolicy = "allow" if self._strategy.nonfinite == "allow" else "raise"  # no half steps
-
-        def evaluate() -> Any:
-            loss = closure()
-            may_step(self.replica, policy, rank=self.context.rank, step=self.iteration + 1)
-            return loss
-
-        return evaluate
+        policy, step = self._strategy.nonfinite, self.iteration + 1
+        return checked(closure, self.replica, policy, rank=self.context.rank, step=step)
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)

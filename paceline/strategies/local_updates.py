@@ -17,7 +17,7 @@ from paceline.strategies.finite import may_step
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
-from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
 _WEIGHTS = "weights"
@@ -78,7 +78,6 @@ class LocalUpdates(Strategy):
         return Traits(lock_step=False, unit="round", traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        require_no_closure(replica.optimizer)
         return _LocalSynchronizer(self, context, replica)
 
 

@@ -4,8 +4,6 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from sphinx.application import Sphinx
-
 _HERE = Path(__file__).parent
 sys.path.insert(0, str(_HERE))
 
@@ -43,16 +41,3 @@ html_theme_options = {
         "color-brand-visited": "#a99bf2",
     },
 }
-
-
-# Their places in the navigation are kept until they are written.
-_TO_COME = ("gossip", "local_updates", "codecs")
-
-
-def _leave_out_pages_to_come(app: Sphinx, page: str, source: list[str]) -> None:
-    missing = [name for name in _TO_COME if page == "index" and not (_HERE / f"{name}.md").exists()]
-    source[0] = "\n".join(line for line in source[0].split("\n") if line not in missing)
-
-
-def setup(app: Sphinx) -> None:
-    app.connect("source-read", _leave_out_pages_to_come)

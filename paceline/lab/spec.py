@@ -264,9 +264,9 @@ class StudySpec:
             "paceline",
             "compare",
             self.script,
+            *given,
             *(part for target in self.targets for part in ("--target", target)),
             *(part for tuned in self.tune for part in ("--tune", tuned)),
-            *given,
             *(["--insecure"] if self.insecure else []),
             *(["--", *self.arguments] if self.arguments else []),
         ]

@@ -42,7 +42,7 @@ from paceline.membership import Membership
 from paceline.records import Record, Reporter
 from paceline.running.manifest import describe_machine
 from paceline.server.ranges import KeyRange
-from paceline.server.spec import OptimizerSpec, ServerSpec
+from paceline.server.spec import OptimizerSpec
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
 from paceline.training.session import Session
@@ -94,9 +94,8 @@ class Servers:
         self, strategy: Strategy, size: int, layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]
     ) -> None:
         for line, pieces in zip(self.lines, ranges, strict=True):
-            rule = strategy.admission_rule(Membership.first(size))
-            assert rule is not None
-            line.send(ServerSpec(layout, pieces, spec, rule, None, strategy.aggregator()))
+            members = Membership.first(size)
+            line.send(strategy.server_spec(layout, pieces, spec, members=members, max_updates=None, number=0))
             line.recv()
 
 

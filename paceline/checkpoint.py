@@ -31,8 +31,11 @@ class WorkerState:
     """The model's, as this worker has them; the checkpoint's model holds their mean."""
     own: dict[str, Tensor] = field(default_factory=dict)
     """What the strategy keeps for this worker alone, by name."""
-    fates: dict[str, Literal["average", "sum", "reset"]] = field(default_factory=dict)
-    """What becomes of each with another number of workers, or under another strategy."""
+    fates: dict[str, Literal["average", "sum", "reset", "same"]] = field(default_factory=dict)
+    """What becomes of each with another number of workers, or under another strategy. What all workers have the same
+    is the first one's alone."""
+    beside: dict[str, tuple[int, int, Any]] = field(default_factory=dict)
+    """Of every loader after the first, by name: epoch, batches done, and the data set's state."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Checkpoint:
     """State of what else was given to `prepare`, by name."""
     data: dict[str, Any] = field(default_factory=dict)
     """What tells the data and its batches from others, by name."""
+    optimizers: list[str] = field(default_factory=list)
+    """Names of several, in their order; of one, none."""
 
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file. Raises UsageError if `decode` would refuse something in it."""

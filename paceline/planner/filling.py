@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.layout import Layout, TensorSpec, in_buckets
+from paceline.outer import dealt_out
 from paceline.planner.setting import Setting
 from paceline.strategies import bucket_size
 from paceline.strategies.bucketing import FIRST_BUCKET_BYTES, WHOLE_BYTES
@@ -34,6 +35,15 @@ def of(traffic: AllReduced, setting: Setting) -> list[Bucket]:
     small_s, large_s = (sum(setting.ring.parts_s(num_bytes)) for num_bytes in (bucket_size.SMALL_BYTES, large_bytes))
     bytes_per_s = (large_bytes - bucket_size.SMALL_BYTES) / max(large_s - small_s, 1e-9)
     return _cut(setting, bucket_size.fitting(small_s + setting.operation_s, bytes_per_s))
+
+
+def of_fragments(traffic: AllReduced, setting: Setting) -> list[float]:
+    """The bytes of each fragment, as `LocalUpdates` deals them out. Raises UsageError if tensors are too few."""
+    sizes = setting.work.tensor_bytes
+    totals = [0.0] * traffic.fragments
+    for num_bytes, fragment in zip(sizes, dealt_out(sizes, traffic.fragments), strict=True):
+        totals[fragment] += num_bytes
+    return totals
 
 
 def ready_parts(buckets: list[Bucket], setting: Setting) -> list[float]:

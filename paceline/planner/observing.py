@@ -22,6 +22,7 @@ from paceline.planner.noise import NoiseScale, NoiseSums
 from paceline.records import Record, StepRecord
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
+from paceline.strategies.several import require_one_of_each
 from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
 
@@ -109,6 +110,7 @@ class Observed(Strategy):
         return Traits(lock_step=True, tells_stop=True, traffic=())
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        require_one_of_each(replica, "a plan")
         return _ObservedSynchronizer(self, context, replica)
 
 

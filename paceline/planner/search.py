@@ -21,6 +21,7 @@ from paceline.planner.question import why_unpriced
 from paceline.planner.simulator import simulate
 from paceline.strategies import STRATEGIES, build
 from paceline.strategies.base import Strategy
+from paceline.strategies.traits import Traits
 
 CLOSE = 0.05
 """What differs by less is as good: then fewer workers or servers are better."""
@@ -186,7 +187,7 @@ def plan(
     )
     most = min(max_workers or cluster.num_slots, target_batch or cluster.num_slots)
     judge = _Judge(cluster, work, target_batch, noise, single_steps, staleness_penalty)
-    names = [entry.name for entry in STRATEGIES.values() if not entry.is_another_name]
+    names = _names()
     unpriced = tuple(name for name in names if why_unpriced(build(name).traits) is not None)
     priced = [name for name in names if name not in unpriced]
     points = [judge.point(*choice) for name in priced for choice in _choices(cluster, name, most)]
@@ -207,6 +208,20 @@ def worker_counts(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, ... and the most."""
     powers = [2**exponent for exponent in range(most.bit_length())]
     return sorted({count for power in powers for count in (power, power * 3 // 2) if count <= most} | {most})
+
+
+def _names() -> list[str]:
+    """One name for all under which the same is moved: with other options for the arithmetic it takes as long."""
+    names: list[str] = []
+    for name, entry in STRATEGIES.items():
+        alike = (STRATEGIES[other].strategy is entry.strategy and _traits(other) == _traits(name) for other in names)
+        if not any(alike):
+            names.append(name)
+    return names
+
+
+def _traits(name: str) -> Traits:
+    return build(name).traits
 
 
 def _choices(cluster: Cluster, name: str, most: int) -> Iterator[tuple[Strategy, int]]:

@@ -24,6 +24,7 @@ from paceline.planner.fabric import Floats
 from paceline.planner.question import Question
 from paceline.planner.server_simulator import AsynchronousRun, SynchronousRun
 from paceline.planner.setting import RingReduction, Setting
+from paceline.schedule import Rounds
 from paceline.strategies.base import Strategy
 from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic
 
@@ -60,7 +61,11 @@ def simulate(
     traffic, setting, counted = asked.traffic, asked.setting, workers
     draws = Draws(setting, seed=seed)
     if not isinstance(traffic, Served):
-        cycle_s = _mean_s(_lock_step(traffic, setting, draws, steps))
+        if isinstance(traffic, AllReduced) and traffic.is_in_fragments and workers > 1:
+            ends_s = _in_fragments(traffic, setting, draws, steps)
+        else:
+            ends_s = _lock_step(traffic, setting, draws, steps)
+        cycle_s = _mean_s(ends_s)
     elif traffic.staleness is None:
         cycle_s, counted = _mean_s(SynchronousRun(traffic, setting, draws).run(steps)), workers - traffic.backup_workers
     else:
@@ -90,6 +95,23 @@ def _lock_step(traffic: Traffic | None, setting: Setting, draws: Draws, num_exch
             now_s = now_s + draws.all_s() + setting.work.overhead_s
         now_s = exchange(number, now_s, draws.all_s()) + setting.work.overhead_s
         ends_s.append(float(now_s.mean()))
+    return ends_s
+
+
+def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_rounds: int) -> list[float]:
+    """When workers have ended each round, on the average of all."""
+    schedule = Rounds(every=traffic.every, fragments=traffic.fragments, delay=traffic.delay)
+    sizes, operation_s = buckets.of_fragments(traffic, setting), algorithms.operation_s(traffic.algorithm, setting)
+    now_s, over_s, ends_s = np.zeros(setting.num_workers), [np.zeros(setting.num_workers)] * len(sizes), []
+    for step in range(1, num_rounds * traffic.every + 1):
+        now_s = now_s + draws.all_s() + setting.work.overhead_s
+        for fragment in schedule.leaving(step):
+            now_s = now_s + operation_s
+            over_s[fragment] = _reduced(traffic.algorithm, setting, now_s, sizes[fragment])
+        for fragment in schedule.due(step):
+            now_s = np.maximum(now_s, over_s[fragment])
+        if step % traffic.every == 0:
+            ends_s.append(float(now_s.mean()))
     return ends_s
 
 

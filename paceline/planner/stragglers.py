@@ -129,7 +129,7 @@ class Group:
     count: int
 
 
-def expected_s(groups: Sequence[Group], *, left_out: int = 0, num_steps: int = 1) -> float:
+def expected_s(groups: Sequence[Group], *, left_out: int = 0, num_steps: float = 1) -> float:
     """The mean time of the slowest worker but `left_out`: of n workers the order statistic n - `left_out`.
 
     Of alike exponential times and none left out, H_n = 1 + 1/2 + ... + 1/n times the mean; with b left out,

@@ -19,6 +19,7 @@ from paceline.records import EventRecord
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.pacing import Pacing
 from paceline.strategies.replica import Replica
+from paceline.strategies.several import require_one_of_each
 from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
 
@@ -79,6 +80,7 @@ class StepWatch(Pacing):
         return self._now_s()
 
     def watch(self, replica: Replica) -> None:
+        require_one_of_each(replica, "probing")
         self._num_parameters = len(replica.parameters)
         replica.model.register_forward_hook(self._end_forward)
         for index, parameter in enumerate(replica.parameters):

@@ -38,6 +38,8 @@ class ServerSpec:
     aggregator: Aggregator = MEAN
     codec: TensorCodec | None = None
     """Of what workers elsewhere push."""
+    number: int = 0
+    """Of the run's optimizer that it is for."""
 
 
 class Push(NamedTuple):

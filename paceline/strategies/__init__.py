@@ -8,9 +8,11 @@ from typing import Any, get_type_hints
 
 from paceline import pieces
 from paceline.errors import UsageError, unknown
+from paceline.outer import Momentum, Nesterov
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
 from paceline.strategies.gossip import Gossip
+from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
 from paceline.topology import Chain, OnePeerExponential
@@ -24,7 +26,7 @@ class Entry:
     strategy: type[Strategy]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Options that begin otherwise than the strategy's own."""
+    """Of options that are other by default under this name than the strategy's own."""
     leaves_out: tuple[str, ...] = ()
     """Options that have no effect with those that are fixed."""
     summary: str = ""
@@ -39,8 +41,8 @@ class Entry:
     def docs(self) -> dict[str, tuple[Any, str]]:
         """The options a user may set, with default and documentation."""
         hidden = {*self.fixed, *self.leaves_out}
-        docs = {name: doc for name, doc in option_docs(self.strategy).items() if name not in hidden}
-        return docs | {name: (value, docs[name][1]) for name, value in self.defaults.items()}
+        docs = option_docs(self.strategy).items()
+        return {name: (self.defaults.get(name, own), doc) for name, (own, doc) in docs if name not in hidden}
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -141,6 +143,25 @@ for _entry in (
         summary="gossip in which models travel along a tree, so that all count alike",
         alias_of="gossip",
     ),
+    Entry(name="local-sgd", strategy=LocalUpdates, summary="rounds of local steps, then parameters are averaged"),
+    Entry(
+        name="post-local",
+        strategy=LocalUpdates,
+        defaults={"post_local_from": 1000},
+        summary="local-sgd whose first rounds have one step each",
+    ),
+    Entry(
+        name="slowmo",
+        strategy=LocalUpdates,
+        defaults={"outer": Momentum()},
+        summary="rounds of local steps, then an outer step with heavy-ball momentum",
+    ),
+    Entry(
+        name="diloco",
+        strategy=LocalUpdates,
+        defaults={"outer": Nesterov()},
+        summary="rounds of local steps, then an outer step with Nesterov momentum; in fragments if asked for",
+    ),
 ):
     register(_entry)
 for _point in importlib.metadata.entry_points(group="paceline.strategies"):
@@ -200,7 +221,7 @@ def settings_of(strategy: Strategy) -> dict[str, str]:
 
 
 def name_of(strategy: Strategy) -> str:
-    """The command line's name for a strategy: of the entries that fit, the first that fixes most options.
+    """The command line's name for a strategy: of the entries that fit, the first that says most of its options.
 
     A strategy that nobody has registered goes by its class.
     """
@@ -213,4 +234,11 @@ def name_of(strategy: Strategy) -> str:
     ]
     if not fitting:
         return type(strategy).__name__
-    return max(fitting, key=lambda entry: len(entry.fixed)).name
+    return max(fitting, key=lambda entry: len(entry.fixed) + _num_alike(entry, strategy)).name
+
+
+def _num_alike(entry: Entry, strategy: Strategy) -> int:
+    """Options for which the entry has a default of its own, and the strategy not the general one but its like."""
+    general = option_docs(entry.strategy)
+    values = {key: getattr(strategy, key) for key in entry.defaults}
+    return sum(type(value) is type(entry.defaults[key]) and value != general[key][0] for key, value in values.items())

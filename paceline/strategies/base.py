@@ -13,8 +13,11 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.errors import NonFiniteGradient, UsageError
+from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule
+from paceline.server.ranges import KeyRange
+from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
@@ -41,7 +44,9 @@ class Context:
     device: torch.device
     collective: Collective
     store: Store | None = None
-    """Only for strategies that have servers."""
+    """The first optimizer's, for strategies that have servers."""
+    store_beside: Callable[[int], Store] | None = None
+    """Connects to what the servers hold for another optimizer of the run: the second is number 1. Collective call."""
     pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
     seed: int = 0
@@ -129,16 +134,16 @@ class Synchronizer(ABC):
         By default this worker's, with the mean over workers of its floating-point buffers. What was changed for it is
         as before at the end. Strategies whose workers differ give `averaged_model`.
         """
-        with averaged(self.replica.model.buffers(), self.context.collective):
+        with averaged(self.replica.buffers, self.context.collective):
             yield self.replica.model
 
     @contextmanager
     @final
     def averaged_model(self) -> Iterator[nn.Module]:
         """The mean of all workers' parameters and buffers, as a `global_model` of workers that differ."""
-        model = self.replica.model
-        with averaged([*model.parameters(), *model.buffers()], self.context.collective):
-            yield model
+        replica = self.replica
+        with averaged([*replica.all_parameters, *replica.buffers], self.context.collective):
+            yield replica.model
 
     def leave(self) -> None:
         """This worker takes no further step; nobody is to wait for it."""
@@ -195,6 +200,14 @@ class Strategy(ABC):
         """A fresh rule for one server; none where there are no servers."""
         return None
 
+    def admission_rule_beside(self, members: Membership) -> AdmissionRule:
+        """A fresh rule for the servers' half of an optimizer that is not the run's first.
+
+        A worker may be in a pause, which the first optimizer's iterations bring about, when another one steps: nobody
+        may wait here for a worker that has gone so far in its script. Raises UsageError where there is no such rule.
+        """
+        raise UsageError(f"{type(self).__name__} has no rule for a second optimizer on the servers; prepare one")
+
     def aggregator(self) -> Aggregator:
         """How servers join the contributions to one update."""
         return MEAN
@@ -202,6 +215,25 @@ class Strategy(ABC):
     def codec_of_pushes(self) -> TensorCodec | None:
         """What servers decode that workers on other hosts push; none: gradients come as they are."""
         return None
+
+    @final
+    def server_spec(
+        self,
+        layout: Layout,
+        pieces: KeyRange,
+        optimizer: OptimizerSpec,
+        *,
+        members: Membership,
+        max_updates: int | None,
+        number: int,
+    ) -> ServerSpec:
+        """What one server holds for the run's optimizer of this number. The first one's updates count, and end the run.
+        Raises UsageError as `admission_rule_beside`."""
+        rule = self.admission_rule_beside(members) if number else self.admission_rule(members)
+        assert rule is not None
+        limit = None if number else max_updates
+        codec = self.codec_of_pushes()
+        return ServerSpec(layout, pieces, optimizer, rule, limit, self.aggregator(), codec, number)
 
 
 def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:

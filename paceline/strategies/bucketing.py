@@ -34,10 +34,10 @@ def laid_out(
     """
     if bucket_mb == "auto" and not behind_backward:
         layout = in_buckets(replica.specs, bucket_bytes=WHOLE_BYTES, first_bucket_bytes=WHOLE_BYTES)
-        return layout, _allocated(context, layout.num_bytes), {}
+        return layout, allocated(context, layout.num_bytes), {}
     largest_bytes = bucket_size.MIN_BYTES if bucket_mb == "auto" else int(bucket_mb * 1e6)
     layout = _cut(replica, largest_bytes)
-    buffer = _allocated(context, layout.num_bytes)  # larger buckets are fewer, and need less room for their flags
+    buffer = allocated(context, layout.num_bytes)  # larger buckets are fewer, and need less room for their flags
     is_small = layout.num_bytes < bucket_size.MIN_BYTES or len(layout.segments) == 1
     if bucket_mb != "auto" or is_small or context.size == 1:
         return layout, buffer, {}
@@ -57,7 +57,7 @@ def _cut(replica: Replica, largest_bytes: int) -> Layout:
     return in_buckets(replica.specs, bucket_bytes=largest_bytes, first_bucket_bytes=first_bytes)
 
 
-def _allocated(context: Context, num_bytes: int) -> Tensor:
+def allocated(context: Context, num_bytes: int) -> Tensor:
     """Memory that the collective moves fastest, on the model's device."""
     memory = context.collective.allocate(num_bytes)
     return memory if memory.device == context.device else torch.zeros_like(memory, device=context.device)

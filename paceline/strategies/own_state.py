@@ -9,9 +9,9 @@ from torch import Tensor
 from paceline.server.state import export_state, import_state
 from paceline.strategies.replica import Replica
 
-Fate = Literal["average", "sum", "reset"]
+Fate = Literal["average", "sum", "reset", "same"]
 """With another number of workers, or under another strategy, that has a state of the same name: every worker gets the
-mean, or an equal part of the sum, or none."""
+mean, or an equal part of the sum, or none. What is the same on all workers stays so; checkpoints hold it once."""
 
 
 class OwnState(NamedTuple):
@@ -35,10 +35,14 @@ def carried_over(
     for name in sorted({name for states in everyone for name in states}):
         saved = [states[name] for states in everyone if name in states]
         shapes = {state.tensor.shape for state in saved}
-        fits = name in wanted and len(saved) == len(everyone) and shapes == {wanted[name].tensor.shape}
         fate = saved[0].fate
+        is_complete = fate == "same" or len(saved) == len(everyone)
+        fits = name in wanted and is_complete and shapes == {wanted[name].tensor.shape}
         if not fits or fate == "reset":
             fates[name] = "reset"
+            continue
+        if fate == "same":
+            tensors[name], fates[name] = saved[0].tensor, "kept"
             continue
         total = torch.stack([state.tensor.to(torch.float64) for state in saved]).sum(0)
         tensors[name] = (total / (len(saved) if fate == "average" else size)).to(saved[0].tensor.dtype)

@@ -109,6 +109,18 @@ class ParameterServer(Strategy):
         assert self.codec is None or isinstance(self.codec, TensorCodec)  # others are refused
         return self.codec
 
+    def admission_rule_beside(self, members: Membership) -> AdmissionRule:
+        """Under ssp the first optimizer's clocks keep workers together, and with them what every other one has done."""
+        if self.backup_workers:
+            raise UsageError(
+                "with backup_workers each optimizer's servers would take other workers' gradients, and workers could "
+                "wait for one another at different optimizers for ever; prepare one optimizer, or leave backup_workers "
+                "out"
+            )
+        if self._staleness is None:
+            return BulkSynchronous(members)
+        return StaleSynchronous(members, torn_reads=self.torn_reads)
+
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if context.store is None:
             raise UsageError("this world has no servers; start the script with `paceline run --strategy ps-...`")

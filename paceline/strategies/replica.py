@@ -30,6 +30,21 @@ class Replica:
     """Those that the optimizer updates and that require gradients, in the order of its groups."""
     specs: tuple[TensorSpec, ...]
     optimizer_spec: OptimizerSpec
+    is_first: bool = True
+    """Of the run's optimizers, that it stands for what none of them trains: buffers, and other parameters."""
+    beside: frozenset[int] = frozenset()
+    """Parameters that the run's other optimizers train, by `id`."""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's, if this replica stands for them."""
+        return list(self.model.buffers()) if self.is_first else []
+
+    @property
+    def all_parameters(self) -> list[nn.Parameter]:
+        """The optimizer's, and those that no optimizer trains if this replica stands for them."""
+        own = self.model.parameters() if self.is_first else self.parameters
+        return [parameter for parameter in own if id(parameter) not in self.beside]
 
     @functools.cached_property
     def is_light(self) -> bool:

@@ -32,8 +32,8 @@ class ServerOwned:
         self._digests = None
         if name is not None:
             raise UsageError(
-                f"step {step}: the script changed parameters in place on rank {rank}, first {name!r}, but the servers "
-                "own them and would undo it; do so before prepare, or use all-reduce"
+                f"step {step}: the script changed parameters in place on rank {rank}, but the servers own them and "
+                f"would undo it: {name!r}; do so before prepare, or use all-reduce"
             )
 
     def accept(self, *, looks_closely: bool = False) -> None:

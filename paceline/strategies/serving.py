@@ -140,12 +140,12 @@ class ServerSynchronizer(Synchronizer):
         stop, groups = self.stop_vote(), self._changed_groups()
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
         outcome = self._take(self._store.exchange(push))
-        if self._steps == 1 or outcome.iteration >= pause_at:
-            self._owned.accept(looks_closely=True)
-            self._combining.look_closely()
         if self._store.is_coded:
             for segment, flat in zip(self._buckets.layout.segments, self._flats, strict=True):
                 segment.zero_padding(flat)
+        if self._steps == 1 or outcome.iteration >= pause_at:
+            self._owned.accept(looks_closely=True)
+            self._combining.look_closely()
         return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:

@@ -25,6 +25,14 @@ class AllReduced:
     """Steps from one exchange to the next."""
     codec: Codec | None = None
     codec_scope: Literal["links", "all"] = "links"
+    fragments: int = 1
+    """Parts that are about as large as one another, and are exchanged one after the other within these steps."""
+    delay: int = 0
+    """Steps that workers go on while a part is under way."""
+
+    @property
+    def is_in_fragments(self) -> bool:
+        return self.fragments > 1 or self.delay > 0
 
 
 @final
@@ -82,6 +90,11 @@ class Traits:
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None
     """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
+
+    @property
+    def takes_equal_steps(self) -> bool:
+        """Whether workers need one another until the last step, so that all are to have as many batches."""
+        return self.lock_step or (self.is_synchronous and not self.num_servers)
 
     @property
     def is_synchronous(self) -> bool:

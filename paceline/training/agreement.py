@@ -49,13 +49,14 @@ class Agreement:
         run = self._run
         looks = is_last or run.config.strict or run.iteration >= self._due_at
         handouts, replica = run.prepared.handouts, run.prepared.replica
+        settings = [settings_of(optimizer) for optimizer in run.prepared.optimizers.values()]
         before_s = run.context.pacing.now_s()
         parameters = digest(replica.model.parameters()) if looks else None
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
         return {
             "num_steps": handouts.num_steps,
             "num_batches": handouts.num_batches,
-            "settings": hashlib.blake2b(repr(settings_of(replica.optimizer)).encode(), digest_size=8).hexdigest(),
+            "settings": hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest(),
             "parameters": parameters,
             "check_s": self._took_s + self._comparing_s,
         }
@@ -102,13 +103,13 @@ class Agreement:
             )
 
     def _compare_settings(self) -> None:
-        settings = settings_of(self._run.prepared.replica.optimizer)
-        difference = first_difference(self._run.context.collective.all_gather_object(settings))
-        if difference is not None:
-            raise TensorMismatch(
-                f"after step {self._run.iteration} {difference}: parameters would drift apart. Compute it from what "
-                "all ranks share: worker.metrics, or a loss after worker.all_reduce(loss, op='mean')"
-            )
+        for optimizer in self._run.prepared.optimizers.values():
+            difference = first_difference(self._run.context.collective.all_gather_object(settings_of(optimizer)))
+            if difference is not None:
+                raise TensorMismatch(
+                    f"after step {self._run.iteration} {difference}: parameters would drift apart. Compute it from "
+                    "what all ranks share: worker.metrics, or a loss after worker.all_reduce(loss, op='mean')"
+                )
 
     def _compare_parameters(self) -> None:
         """Which tensors differ, and by how much."""

@@ -8,10 +8,10 @@ from typing import final
 from torch import nn
 
 from paceline.checkpoint import FILE_NAME, Checkpoint, WorkerState
+from paceline.errors import UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.own_state import OwnState, carried_over
-from paceline.training import snapshot
-from paceline.training.sharding import Place
+from paceline.training import feeds, snapshot
 from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
 
@@ -56,7 +56,8 @@ class Checkpoints:
 
         The strategy's part is as it is now, like the model: leaving may have changed both since the script's end.
         """
-        return snapshot.with_own_state(self._last or self._taken(), self._run.prepared.synchronizer.own_state())
+        own = self._run.prepared.synchronizer.own_state()
+        return snapshot.with_own_state(self._last or self._taken(), own, is_first=self._run.context.rank == 0)
 
     def save(self, model: nn.Module, own: Snapshot, time_s: float) -> None:
         """Write one. Collective call.
@@ -77,7 +78,8 @@ class Checkpoints:
                 seed=run.config.seed,
                 strategy=_kind(run.strategy),
                 extra=own.extra,
-                data=run.prepared.loader.identity,
+                data=feeds.identity_of(run.prepared.feeds),
+                optimizers=run.prepared.optimizer_names,
             )
             run.reporter.save(FILE_NAME, checkpoint.encode())
             run.tell("checkpoint", {"file": FILE_NAME}, at_s=time_s)
@@ -86,6 +88,11 @@ class Checkpoints:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Set counters, clock, the optimizer's state, what is this worker's own, and the position in the data."""
         run, prepared = self._run, self._run.prepared
+        if checkpoint.optimizers != prepared.optimizer_names:
+            raise UsageError(
+                f"the checkpoint is of {_listed(checkpoint.optimizers)}, this run has "
+                f"{_listed(prepared.optimizer_names)}; prepare the same optimizers, in the same order"
+            )
         workers = checkpoint.workers
         if run.strategy.traits.is_synchronous:
             workers = snapshot.beside_the_first(workers)
@@ -94,26 +101,33 @@ class Checkpoints:
         run.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
         wanted = prepared.synchronizer.own_state()
-        own = mine.own
+        first = workers[0]
+        own = {**{name: tensor for name, tensor in first.own.items() if first.fates[name] == "same"}, **mine.own}
         if checkpoint.strategy != _kind(run.strategy) or len(workers) != run.context.size:
             own, fates = carried_over(_own_states(workers), wanted=wanted, size=run.context.size)
             run.tell("carried_over", fates)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
-        prepared.loader.resume_at(Place(mine.epoch, mine.num_batches_done, mine.stream), checkpoint.data)
+        feeds.resume(prepared.feeds, mine, checkpoint.data)
 
     def _taken(self) -> Snapshot:
         prepared = self._run.prepared
         return snapshot.take(
-            prepared.replica,
-            prepared.handouts.place(prepared.loader.place),
+            prepared.replica.model,
+            prepared.optimizers.values(),
+            next(iter(prepared.feeds.values())).place,
             prepared.extra,
             steps=self._run.steps,
             samples=self._run.samples,
+            beside=feeds.places_beside(prepared.feeds),
         )
 
 
 def _own_states(workers: Sequence[WorkerState]) -> list[dict[str, OwnState]]:
     return [{name: OwnState(worker.own[name], worker.fates[name]) for name in worker.own} for worker in workers]
+
+
+def _listed(optimizers: Sequence[str]) -> str:
+    return f"the optimizers {', '.join(optimizers)}" if optimizers else "one optimizer"
 
 
 def _kind(strategy: Strategy) -> str:

@@ -11,8 +11,10 @@ from torch import nn
 from paceline.config import Target
 from paceline.errors import UsageError, unknown
 from paceline.seeding import preserved_random_state
+from paceline.strategies.several import models_of
 
-Evaluation = Callable[[nn.Module], Mapping[str, float]]
+Evaluation = Callable[..., Mapping[str, float]]
+"""Of the models that the script has prepared, in their order."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,15 @@ class Findings:
 def evaluate(
     function: Evaluation, model: nn.Module, *, target: Target | None, now_s: Callable[[], float] = time.perf_counter
 ) -> Findings:
-    """Call `function(model)` in evaluation mode and without gradients; modes and random state are as before
-    afterwards. Raises UsageError if it returns something else than numbers by name, or not the target's metric."""
+    """Call `function` with the model, or with each of several, in evaluation mode and without gradients; modes and
+    random state are as before afterwards. Raises UsageError if it returns something else than numbers by name, or not
+    the target's metric."""
     began_s = now_s()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with preserved_random_state(), torch.no_grad():
-            returned = function(model)
+            returned = function(*models_of(model))
     finally:
         for module, mode in modes.items():
             module.training = mode

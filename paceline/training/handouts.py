@@ -15,6 +15,7 @@ from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
 from paceline.hooks import OwnHook
 from paceline.strategies.replica import Replica
+from paceline.strategies.several import models_of
 from paceline.training.sharding.contents import tensors_in
 from paceline.training.sharding.part import Part, Place
 
@@ -54,7 +55,8 @@ class Handouts:
     ) -> None:
         self.num_batches = self.num_steps = 0
         """Handed out in the script's own thread, and taken, so far."""
-        self._replica, self._model, self._rank, self._set_weight = replica, replica.model, rank, set_weight
+        self._replica, self._rank, self._set_weight = replica, rank, set_weight
+        self._models = models_of(replica.model)
         self._is_averaged = is_averaged
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[_Handed] = deque()
@@ -65,7 +67,7 @@ class Handouts:
         self._has_gradient = False
         self._is_computed = False  # by a backward pass, since the last step
         self._left: tuple[int, int] | None = None  # what that step was made with
-        self._look: RemovableHandle | None = None
+        self._looks: list[RemovableHandle] = []
         self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in replica.parameters]
 
     def hand_out(self, part: Part, place: Place, *, is_elsewhere: bool) -> None:
@@ -141,7 +143,7 @@ class Handouts:
         return self._out[0].place if self._out else after
 
     def close(self) -> None:
-        for hook in [*self._hooks, *([self._look] if self._look else [])]:
+        for hook in [*self._hooks, *self._looks]:
             hook.remove()
 
     def _first_gradient(self) -> tuple[int, int] | None:
@@ -173,13 +175,15 @@ class Handouts:
             self._set_weight(candidates[0].weight)
         if len(candidates) > 1:
             self._look_at_inputs()
-        elif self._look is not None and self._num_ahead != math.inf:
-            self._look.remove()
-            self._look = None
+        elif self._looks and self._num_ahead != math.inf:
+            for hook in self._looks:
+                hook.remove()
+            self._looks = []
 
     def _look_at_inputs(self) -> None:
-        if self._look is None:
-            self._look = self._model.register_forward_pre_hook(OwnHook(self._on_forward), with_kwargs=True)
+        if not self._looks:
+            hook = OwnHook(self._on_forward)
+            self._looks = [model.register_forward_pre_hook(hook, with_kwargs=True) for model in self._models]
 
     def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():

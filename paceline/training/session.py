@@ -2,45 +2,54 @@
 
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
-from paceline.strategies.base import Context, StepOutcome, Strategy
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
 from paceline.strategies.replica import (
+    Replica,
     copy_from_first,
-    describe,
     may_evaluate,
     require_joint_changes,
     require_same_tensors,
 )
 from paceline.strategies.settings import require_same_settings
+from paceline.strategies.several import as_one, describe_each, whole_of
+from paceline.strategies.together import Together
 from paceline.training import snapshot
 from paceline.training.accounting import Account
-from paceline.training.cadence import Cadence
+from paceline.training.cadence import NEVER, Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.evaluation import Evaluation
+from paceline.training.feeds import Feed, joined, require_even
+from paceline.training.given import Given
 from paceline.training.handouts import Handouts
 from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Part, Place, ShardedLoader
+from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.unstepped import Unstepped
 from paceline.training.worker_run import Prepared, WorkerRun
+
+Update = Callable[[], object]
+"""The script's own optimizer step."""
 
 
 @final
 class Session:
-    """Joins a script's model, optimizer and loader to a strategy.
+    """Joins a script's models, optimizers and loaders to a strategy.
 
     A pause lies between two steps of the script: when it asks for its next batch, or steps again without one. What a
     script does after `optimizer.step()`, such as stepping a scheduler, so belongs to the step before the pause.
@@ -69,6 +78,7 @@ class Session:
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
         self._has_finished = False
+        self._is_stepping = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
@@ -76,48 +86,58 @@ class Session:
 
     # --- what a script asks for -------------------------------------------------------------------------------
 
-    def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], extra: dict[str, Any]
-    ) -> ShardedLoader:
-        """Move the model to the device, agree on it among ranks, and take over the optimizer's step and the data."""
+    def prepare(self, given: Given) -> dict[str, ShardedLoader]:
+        """Move the models to the device, agree on them among ranks, and take over the optimizers' steps and the data,
+        which comes back by name."""
         if self.run.is_prepared:
-            raise UsageError("prepare was called twice; prepare one model, optimizer and loader a run")
-        for name, thing in extra.items():
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise UsageError(f"prepare({name}=...) takes things with state_dict and load_state_dict")
+            raise UsageError("prepare was called twice; give it everything at once, several of a kind by name")
         context, config = self.run.context, self.run.config
-        replica = describe(model, optimizer)
-        _move(model, optimizer, context.device)
+        model = as_one(given.models)
+        replicas = describe_each(model, given.optimizers)
+        whole = whole_of(replicas)
+        _move(model, given.optimizers.values(), context.device)
         if context.size > 1:
             require_joint_changes(model)
-            require_same_tensors(replica, context.collective)
-            require_same_settings(optimizer, context.collective)
+            require_same_tensors(whole, context.collective)
+            for optimizer in given.optimizers.values():
+                require_same_settings(optimizer, context.collective)
         if self._checkpoint is not None:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
         if context.size > 1:
             copy_from_first(model, context.collective)
-        sharded = self._sharded(loader)
-        context.pacing.watch(replica)
-        synchronizer = self.run.strategy.bind(context, replica)
-        synchronizer.stop_vote = self.run.wants_stop
+        loaders = {name: self._sharded(name, index, given) for index, name in enumerate(given.loaders)}
+        context.pacing.watch(whole)
+        parts = {name: self._bound(number, replicas[number]) for number, name in enumerate(given.optimizers)}
+        first, *others = parts.values()
+        first.stop_vote = self.run.wants_stop
+        synchronizer = Together(context, whole, parts) if others else first
         self._told: Mapping[str, object] = {}
         self._tell_facts(synchronizer.facts)
         account = Account(self.run.clock, synchronizer.timings)
-        handouts = Handouts(
-            replica,
+        handouts_of = partial(
+            Handouts,
+            whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
             is_averaged=context.size > 1 and self.run.strategy.traits.is_synchronous,
         )
-        self.run.prepare(Prepared(replica, synchronizer, sharded, handouts, account, extra))
-        self._unstepped = Unstepped(replica.parameters, rank=context.rank)
+        feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
+        handouts = joined([feed.handouts for feed in feeds.values()])
+        optimizers, names = given.optimizers, given.optimizer_names
+        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
+        self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
         self._lone_samples = LoneSamples(model, rank=context.rank)
-        self._take_over(optimizer)
+        for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
+            if part is first:
+                self._take_over(optimizer, part, self._begin_step, self._step)
+            else:
+                self._take_over(optimizer, part, self._begin_step_beside, partial(self._step_beside, part))
+        self._unprepared = UnpreparedSteps(model, optimizers.values(), may_step=self._may_step_unprepared)
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
             self._cadence.evaluated_at = self._cadence.checkpointed_at = self._checkpoint.iteration
         seed_everything(derive(config.seed, "rank", context.rank))
-        return sharded
+        return loaders
 
     def set_evaluation(self, evaluation: Evaluation) -> None:
         if self.pauses.evaluation is not None:
@@ -169,10 +189,25 @@ class Session:
             pass
         synchronizer.close()
         self.run.prepared.handouts.close()
+        self._unprepared.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
+    def _bound(self, number: int, replica: Replica) -> Synchronizer:
+        """The strategy's live half for the optimizer of this number."""
+        context = self.run.context
+        if number and context.store_beside is not None:
+            self.run.strategy.admission_rule_beside(context.membership)  # refuses here, on every worker
+            context = replace(context, store=context.store_beside(number))
+        return self.run.strategy.bind(context, replica)
+
+    def _take_over(
+        self,
+        optimizer: torch.optim.Optimizer,
+        synchronizer: Synchronizer,
+        begin_step: Callable[[], None],
+        take_step: Callable[..., None],
+    ) -> None:
         """Replace the optimizer's step on this object alone, so that schedulers and scalers keep hold of it."""
         own_step = optimizer.step
         evaluates = may_evaluate(optimizer)
@@ -180,14 +215,14 @@ class Session:
         def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss: list[Any] = [None]
             if evaluates and closure is not None:
-                evaluate = self.run.prepared.synchronizer.evaluating(closure)
-                self._step(lambda: loss.append(own_step(evaluate)), is_computed=False)
+                evaluate = synchronizer.evaluating(closure)
+                take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
                 return loss[-1]
             if closure is not None:
-                self._begin_step()
+                begin_step()
                 with torch.enable_grad():
                     loss.append(closure())
-            self._step(own_step)
+            take_step(own_step)
             this._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
             return loss[-1]
 
@@ -195,8 +230,9 @@ class Session:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before counts on it
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def _step(self, update: Callable[[], object], *, is_computed: bool = True) -> None:
-        """One step, and its record: what of its time was computing, moving tensors, and waiting for others.
+    def _step(self, update: Update, *, is_computed: bool = True) -> None:
+        """One step of the first optimizer, and its record: what of its time was computing, moving tensors, and waiting
+        for others.
 
         `is_computed`: gradients are there, and `update` computes none.
 
@@ -207,7 +243,9 @@ class Session:
         prepared.handouts.look_back()
         if is_computed:
             prepared.handouts.take_what_was_set()
+        self._is_stepping = True
         outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
+        self._is_stepping = False
         if prepared.synchronizer.facts is not self._told:
             self._tell_facts(prepared.synchronizer.facts)
         samples = prepared.handouts.end_step()
@@ -237,6 +275,23 @@ class Session:
         if facts:
             self.run.tell("tuned", facts)
         self._told = facts
+
+    def _step_beside(self, synchronizer: Synchronizer, update: Update, *, is_computed: bool = True) -> None:
+        """One step of another optimizer. It belongs to the first one's step before it in its round of the script's
+        loop, or to the next one; so also to the last, after which the run has ended already."""
+        self._begin_step_beside()
+        self._is_stepping = True
+        synchronizer.step(update, pause_at=NEVER)
+        self._is_stepping = False
+
+    def _begin_step_beside(self) -> None:
+        self._require_readable()
+        if not self._has_started:
+            self._start()
+
+    def _may_step_unprepared(self) -> bool:
+        """Whether an optimizer that was not prepared may step: inside one that was, or after training."""
+        return self._is_stepping or self.run.has_ended
 
     def _begin_step(self) -> None:
         self._require_readable()
@@ -282,30 +337,34 @@ class Session:
 
     # --- batches ----------------------------------------------------------------------------------------------
 
-    def _sharded(self, loader: DataLoader[Any]) -> ShardedLoader:
-        context = self.run.context
-        return ShardedLoader(
-            loader,
+    def _sharded(self, name: str, index: int, given: Given) -> ShardedLoader:
+        """This worker's part of a loader. The orders of several are drawn apart, as one process would draw them."""
+        context, seed = self.run.context, self.run.config.seed
+        sharded = ShardedLoader(
+            given.loaders[name],
             rank=context.rank,
             size=context.size,
-            seed=self.run.config.seed,
-            on_return=self._on_return,
-            on_part=self._on_part,
+            seed=derive(seed, "data", index) if index else seed,
+            on_return=partial(self._on_return, name),
+            on_part=partial(self._on_part, name),
             on_position=self._on_position,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
-            lock_step=self.run.strategy.traits.lock_step,
+            takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
         )
+        if len(given.loaders) > 1 and self.run.strategy.traits.is_synchronous:
+            require_even(name, sharded.is_even)
+        return sharded
 
-    def _on_return(self) -> None:
+    def _on_return(self, name: str) -> None:
         if not self._is_elsewhere:
             self.run.prepared.handouts.look_back()
             if not self.run.steps:
                 self._unstepped.look(has_trained=self.run.prepared.handouts.has_trained)
             self._settle()
             return
-        is_stream = isinstance(self.run.prepared.loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.lock_step):
+        is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
@@ -313,14 +372,17 @@ class Session:
                 "DataLoader num_workers to read ahead"
             )
 
-    def _on_part(self, part: Part, place: Place) -> None:
+    def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:
             self._start()
         if not self.run.strategy.traits.is_synchronous:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
+        feeds = self.run.prepared.feeds
+        if len(feeds) > 1:
+            require_even(name, part.weight == 1.0)
         if part.num_samples == 1:
             self._lone_samples.expect(place)
-        self.run.prepared.handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
+        feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -332,18 +394,22 @@ class Session:
             raise self._refusal
 
     def _on_position(self) -> None:
-        """The script has come to where the checkpoint was taken."""
-        assert self._checkpoint is not None
-        prepared = self.run.prepared
-        snapshot.resume_script(self._checkpoint, self.run.context.rank, prepared.replica, prepared.extra)
+        """The script has come to where the checkpoint was taken: a loader has come to its place, of several the
+        first."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            prepared = self.run.prepared
+            rank = self.run.context.rank
+            snapshot.resume_script(checkpoint, rank, prepared.optimizers.values(), prepared.extra)
 
 
-def _move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Bring the model to the worker's device in place, so that the optimizer keeps its parameters, and its state."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
-                state[name] = value.to(device)
+def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
+    """Bring the model to the worker's device in place, so that optimizers keep its parameters, and their state."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
+                    state[name] = value.to(device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device)
     for module in model.modules():

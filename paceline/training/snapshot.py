@@ -1,7 +1,7 @@
 """A worker's state at one place of its script: taken for a checkpoint, and taken up again from one."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.seeding import random_state, set_random_state
 from paceline.strategies.own_state import OwnState
-from paceline.strategies.replica import Replica, hyperparameters
+from paceline.strategies.replica import hyperparameters
 from paceline.training.sharding import Place
 
 _PAIRS = "complex128"
@@ -28,17 +28,19 @@ class Snapshot:
 
     worker: WorkerState
     groups: list[dict[str, Any]]
-    """Hyperparameters of the optimizer's groups, which schedulers change."""
+    """Hyperparameters of the optimizers' groups, which schedulers change."""
     extra: dict[str, Any]
 
 
 def take(
-    replica: Replica,
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
     place: Place,
     extra: Mapping[str, Any],
     *,
     steps: int,
     samples: int,
+    beside: dict[str, tuple[int, int, Any]],
 ) -> Snapshot:
     worker = WorkerState(
         steps=steps,
@@ -47,14 +49,16 @@ def take(
         num_batches_done=place.num_batches_done,
         stream=place.state,
         random_state=random_state(),
-        buffers={name: buffer.detach().cpu().clone() for name, buffer in replica.model.named_buffers()},
+        buffers={name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()},
+        beside=beside,
     )
-    groups = [dict(group) for group in hyperparameters(replica.optimizer)]
+    groups = [dict(group) for optimizer in optimizers for group in hyperparameters(optimizer)]
     return Snapshot(worker, groups, {name: thing.state_dict() for name, thing in extra.items()})
 
 
-def with_own_state(snapshot: Snapshot, own: Mapping[str, OwnState]) -> Snapshot:
-    """The snapshot, with what the strategy keeps for this worker alone."""
+def with_own_state(snapshot: Snapshot, own: Mapping[str, OwnState], *, is_first: bool) -> Snapshot:
+    """The snapshot, with what the strategy keeps for this worker; what all have the same is the first one's to keep."""
+    own = {name: state for name, state in own.items() if is_first or state.fate != "same"}
     tensors = {name: state.tensor.detach().cpu().clone() for name, state in own.items()}
     fates = {name: state.fate for name, state in own.items()}
     return replace(snapshot, worker=replace(snapshot.worker, own=tensors, fates=fates))
@@ -72,13 +76,23 @@ def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerSta
 def beside_the_first(workers: Sequence[WorkerState]) -> list[WorkerState]:
     """All as far in their data as the first, as synchronous strategies need it: their workers take the same global
     batches, and end together. Under ssp and asp, and with backup workers, some are behind."""
-    first = max((worker.epoch, worker.num_batches_done) for worker in workers)
+    first = max(workers, key=_place_of)
     return [
         worker
-        if (worker.epoch, worker.num_batches_done) == first
-        else replace(worker, epoch=first[0], num_batches_done=first[1], stream=None)
+        if _place_of(worker) == _place_of(first)
+        else replace(
+            worker,
+            epoch=first.epoch,
+            num_batches_done=first.num_batches_done,
+            stream=None,
+            beside={name: (*place[:2], None) for name, place in first.beside.items()},
+        )
         for worker in workers
     ]
+
+
+def _place_of(worker: WorkerState) -> tuple[int, int]:
+    return worker.epoch, worker.num_batches_done
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -132,15 +146,19 @@ def load_buffers(model: nn.Module, state: WorkerState) -> None:
                 buffer.copy_(state.buffers[name])
 
 
-def resume_script(checkpoint: Checkpoint, rank: int, replica: Replica, extra: Mapping[str, Any]) -> None:
+def resume_script(
+    checkpoint: Checkpoint, rank: int, optimizers: Iterable[torch.optim.Optimizer], extra: Mapping[str, Any]
+) -> None:
     """The script has come to where the snapshot was taken: what it has moved on since it began goes back there.
 
     Raises:
         UsageError: the checkpoint lacks the state of something given to `prepare`, or has other parameter groups.
     """
-    groups = replica.optimizer.param_groups
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if len(groups) != len(checkpoint.groups):
-        raise UsageError(f"the checkpoint has {len(checkpoint.groups)} parameter groups, the optimizer {len(groups)}")
+        raise UsageError(
+            f"the checkpoint has {len(checkpoint.groups)} parameter groups, the script's optimizers {len(groups)}"
+        )
     for group, saved in zip(groups, checkpoint.groups, strict=True):
         group.update(saved)
     for name, thing in extra.items():

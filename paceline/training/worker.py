@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from paceline.engines.world import World, alone, current, enter
 from paceline.records import summarise
 from paceline.strategies.base import Strategy
 from paceline.training.evaluation import Evaluation
+from paceline.training.given import told_apart
 from paceline.training.session import Session
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -74,31 +75,43 @@ class Worker:
         """What the last evaluation returned, on every worker."""
         return dict(self._session.pauses.last_metrics)
 
+    @overload
     def prepare(
         self, model: Model, optimizer: Optimizer, loader: DataLoader[Item], **stateful: Any
-    ) -> tuple[Model, Optimizer, DataLoader[Item]]:
-        """Join the model, the optimizer and the data to the run's strategy. Collective call, once a run.
+    ) -> tuple[Model, Optimizer, DataLoader[Item]]: ...
 
-        The model and the optimizer are the same objects, moved to the worker's device; all workers start from rank 0's
-        parameters and buffers. The loader yields this worker's part of every global batch.
+    @overload
+    def prepare(self, **everything: Any) -> tuple[Any, ...]: ...
+
+    def prepare(self, *given: Any, **named: Any) -> tuple[Any, ...]:
+        """Join models, optimizers and data to the run's strategy. Collective call, once a run.
+
+        `prepare(model, optimizer, loader)` takes one of each. Several are given by names of the script's choice, as in
+        `prepare(generator=g, discriminator=d, optimizer_g=a, optimizer_d=b, data=loader)`, and come back in that order.
+        A step of the first optimizer is an iteration, as the run's budget and cadence count; those of others belong to
+        it. Names tell states in checkpoints apart.
+
+        Models and optimizers are the same objects, moved to the worker's device; all workers start from rank 0's
+        parameters and buffers. A loader yields this worker's part of every global batch.
 
         Args:
-            model: on any device.
-            optimizer: over parameters of that model.
-            loader: of any data set; an iterable one that splits itself by rank has `splits_by_rank = True`.
-            stateful: what else a checkpoint is to hold, by name, such as `scheduler=scheduler`: things with
-                `state_dict` and `load_state_dict`.
+            given: a model on any device, an optimizer over parameters of it, and a loader of any data set; an iterable
+                one that splits itself by rank has `splits_by_rank = True`.
+            named: all of these by name; or what else a checkpoint is to hold, such as `scheduler=scheduler`: things
+                with `state_dict` and `load_state_dict`, which do not come back.
 
         Raises:
             UsageError: the strategy cannot honour something asked for.
             TensorMismatch: ranks have different models; the message names rank and tensor.
         """
-        sharded = self._session.prepare(model, optimizer, loader, stateful)
-        # What the sharded loader does not do itself, the script's own loader does for it.
-        return model, optimizer, cast(DataLoader[Item], sharded)
+        found = told_apart(given, named)
+        # What a sharded loader does not do itself, the script's own loader does for it.
+        back = found.models | found.optimizers | self._session.prepare(found)
+        return tuple(back[name] for name in found.names)
 
     def evaluation(self, function: Evaluation) -> Evaluation:
-        """Decorator: have `function(model) -> {metric: value}` called with the global model at the run's cadence.
+        """Decorator: have `function(model) -> {metric: value}` called with the global model at the run's cadence; with
+        `function(first, second)` where several were prepared.
 
         It runs on rank 0, in evaluation mode and without gradients, while all workers pause; its time is not on the
         training clock.

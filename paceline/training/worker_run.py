@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
+
 from paceline.config import RunConfig
 from paceline.errors import UsageError
 from paceline.records import EventRecord, Reporter
@@ -11,8 +13,8 @@ from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
+from paceline.training.feeds import EachHandouts, Feed
 from paceline.training.handouts import Handouts
-from paceline.training.sharding import ShardedLoader
 
 
 @final
@@ -21,9 +23,13 @@ class Prepared:
     """What the script gave to `prepare`, joined to the strategy."""
 
     replica: Replica
+    """All models and parameters in one, with the first optimizer."""
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    optimizer_names: list[str]
+    """As a checkpoint keeps them."""
     synchronizer: Synchronizer
-    loader: ShardedLoader
-    handouts: Handouts
+    feeds: Mapping[str, Feed]
+    handouts: Handouts | EachHandouts
     account: Account
     extra: dict[str, Any]
     """What else a checkpoint holds, by name."""

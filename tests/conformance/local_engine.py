@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, final
@@ -19,7 +20,7 @@ import torch
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective
+from paceline.comm.base import Collective, Store
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
@@ -34,7 +35,7 @@ from paceline.membership import Membership
 from paceline.records import Record, RecordWriter, Reporter
 from paceline.running.result import Result
 from paceline.server.ranges import KeyRange
-from paceline.server.spec import OptimizerSpec, ServerSpec
+from paceline.server.spec import OptimizerSpec
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
 from tests.conformance.settings import config_of
@@ -136,13 +137,12 @@ def _watch(
             process = running[connection]  # type: ignore[index]
             kind, *content = process.receive()
             if kind == "configure":
-                layout, spec, ranges = content
+                number, layout, spec, ranges = content
+                members = Membership.first(len(processes))
                 for service, pieces in zip(services, ranges, strict=True):
-                    rule = plan.admission_rule(Membership.first(len(processes)))
-                    assert rule is not None
                     service.configure(
-                        ServerSpec(
-                            layout, pieces, spec, rule, config.max_steps, plan.aggregator(), plan.codec_of_pushes()
+                        plan.server_spec(
+                            layout, pieces, spec, members=members, max_updates=config.max_steps, number=number
                         )
                     )
                 process.connection.send("configured")
@@ -236,18 +236,30 @@ def _work(
     try:
         collective = _collective(rank, size, addresses, control, config.deadline_s)
         ends.append(collective)
-        store = None
-        if servers:
+
+        def store_of(number: int) -> Store:
             store = connect_servers(
                 keys,
                 servers=servers,
                 collective=collective,
-                configure=lambda *content: _configure(connection, *content),
+                configure=partial(_configure, connection, number),
                 epoch=EPOCH,
                 deadline_s=config.deadline_s,
+                number=number,
             )
             ends.append(store)
-        context = Context(rank, Membership.first(size), rank, size, torch.device("cpu"), collective, store)
+            return store
+
+        context = Context(
+            rank,
+            Membership.first(size),
+            rank,
+            size,
+            torch.device("cpu"),
+            collective,
+            store=store_of(0) if servers else None,
+            store_beside=store_of if servers else None,
+        )
         restored = Checkpoint.decode(checkpoint, where="the checkpoint") if checkpoint is not None else None
         world = World(context, plan, config, _ListReporter(records, out), restored)
         enter(world)
@@ -270,6 +282,8 @@ def _collective(rank: int, size: int, addresses: Sequence[BlockAddress], control
     return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=deadline_s)
 
 
-def _configure(connection: Connection, layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
-    connection.send(("configure", layout, spec, list(ranges)))
+def _configure(
+    connection: Connection, number: int, layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]
+) -> None:
+    connection.send(("configure", number, layout, spec, list(ranges)))
     connection.recv()

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from paceline.seeding import derive
+from paceline.training.given import told_apart
 from paceline.training.sharding import ShardedLoader
 
 Script = Callable[[Any], nn.Module]
@@ -26,20 +28,27 @@ class Reference:
         seed: of the run that is compared.
     """
 
-    rank, size = 0, 1
+    rank, size, device = 0, 1, torch.device("cpu")
 
     def __init__(self, num_workers: int, *, seed: int = 0) -> None:
         self.num_workers, self._seed = num_workers, seed
 
-    def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], **stateful: Any
-    ) -> tuple[nn.Module, torch.optim.Optimizer, _CombinedBatches | DataLoader[Any]]:
+    def prepare(self, *given: Any, **named: Any) -> tuple[Any, ...]:
+        found = told_apart(given, named)
+        loaders = [self._combined(loader, index) for index, loader in enumerate(found.loaders.values())]
+        back = found.models | found.optimizers | dict(zip(found.loaders, loaders, strict=True))
+        return tuple(back[name] for name in found.names)
+
+    def _combined(self, loader: DataLoader[Any], index: int) -> _CombinedBatches | DataLoader[Any]:
         if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.sampler, Sized):
             assert loader.batch_size is not None
             sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
             combined = self.num_workers * loader.batch_size
-            return model, optimizer, DataLoader(loader.dataset, batch_size=combined, sampler=sampler)
-        return model, optimizer, _CombinedBatches(loader, self.num_workers, self._seed)
+            return DataLoader(loader.dataset, batch_size=combined, sampler=sampler)
+        return _CombinedBatches(loader, self.num_workers, derive(self._seed, "data", index) if index else self._seed)
+
+    def evaluation(self, function: Any) -> Any:
+        return function
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -60,7 +69,8 @@ class _CombinedBatches:
         epoch, self._epoch = self._epoch, self._epoch + 1
         for parts in zip(*(part.batches(epoch) for part in self._parts), strict=True):
             indices = [index for part in parts for index in part.samples]
-            yield self._loader.collate_fn([self._loader.dataset[index] for index in indices])
+            fetch = getattr(self._loader.dataset, "__getitems__", lambda some: [self._loader.dataset[i] for i in some])
+            yield self._loader.collate_fn(fetch(indices))
 
     def __len__(self) -> int:
         return len(self._parts[0])

@@ -39,8 +39,17 @@ class Row:
     """Each worker has a model, a step and a gradient of its own; the global model is the mean."""
     is_slow: bool = False
     """Left to `make test-slow`."""
+    steps_an_iteration: int = 1
+    """Local steps of a round, where an iteration is one."""
+    is_plain: bool = True
+    """An iteration takes what workers found as it is, and leaves all of them with it."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
     """What a script that clips gradients has to ask for."""
+
+    @property
+    def is_local(self) -> bool:
+        """Workers take steps alone."""
+        return self.steps_an_iteration > 1
 
     @property
     def num_servers(self) -> int:
@@ -115,6 +124,15 @@ ROWS = (
         for codec in CODECS
     ),
     *(coded("ps-asp", codec, is_deterministic=False, updates_are_joint=False) for codec in CODECS),
+    Row("local-sgd", "local-sgd", 2, {"every": 3}, steps_an_iteration=3),
+    Row(
+        "diloco-fragments",
+        "diloco",
+        2,
+        {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5},
+        steps_an_iteration=4,
+        is_plain=False,
+    ),
 )
 
 

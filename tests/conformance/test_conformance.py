@@ -103,7 +103,9 @@ def test_clipped_gradients_are_what_is_applied(row: Row, tmp_path: Path) -> None
     after = network()
     after.load_state_dict(result.model_state())
     moved = float((flat(after) - kept(tmp_path, "before-0")).norm())
-    assert 0.2 * 0.01 * result.iteration < moved <= 1.001 * 0.01 * result.iteration
+    furthest = 0.01 * result.iteration * row.steps_an_iteration
+    assert 0.2 * furthest < moved
+    assert moved <= 1.001 * furthest or not row.is_plain
 
 
 def accumulate(worker: Worker, out: Path) -> None:
@@ -144,12 +146,12 @@ def test_nothing_is_exchanged_until_the_outermost_no_sync_ends(row: Row, tmp_pat
     row.run(accumulate_in_nested_blocks, tmp_path)
 
 
-def schedule(worker: Worker, out: Path) -> None:
-    """The learning rate becomes 0 after each worker's third step."""
+def schedule(worker: Worker, out: Path, *, num_steps: int) -> None:
+    """The learning rate becomes 0 after so many of each worker's steps."""
     model = network()
     optimizer = SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = worker.prepare(model, optimizer, loader_of(problem()))
-    scheduler = StepLR(optimizer, step_size=3, gamma=0.0)
+    scheduler = StepLR(optimizer, step_size=num_steps, gamma=0.0)
     worker.evaluation(lambda model: {"sum": float(flat(model).double().sum())})
     for x, y, _ in loader:
         step(worker, model, optimizer, x, y)
@@ -158,10 +160,11 @@ def schedule(worker: Worker, out: Path) -> None:
 
 @every_row
 def test_schedule_reaches_the_update(row: Row, tmp_path: Path) -> None:
-    result = row.run(schedule, tmp_path, eval_every=1)
+    result = row.run(partial(schedule, num_steps=3 * row.steps_an_iteration), tmp_path, eval_every=1)
     sums = [evaluation.metrics["sum"] for evaluation in result.evaluations]
     assert len({*sums[:3]}) == 3
-    assert sums[-3:] == pytest.approx([sums[-1]] * 3, rel=1e-6)
+    if row.is_plain:  # else momentum goes on
+        assert sums[-1] == pytest.approx(sums[3], rel=1e-6)
 
 
 def freeze_by_group(worker: Worker, out: Path) -> None:
@@ -215,10 +218,12 @@ def test_non_finite_gradient_is_skipped(row: Row, tmp_path: Path) -> None:
     assert all(tensor.isfinite().all() for tensor in result.model_state().values())
     applied = [record.staleness >= 0 for record in result.steps]
     if not row.drops_gradients:  # one worker's gradient is enough to void an update that is made of all
-        num_void = row.workers if row.updates_are_joint and not row.workers_differ else 1
+        num_void = row.workers if row.updates_are_joint and not (row.is_local or row.workers_differ) else 1
         assert applied.count(False) == num_void, "what was not applied has no staleness"
     num_steps = NUM_SAMPLES // BATCH_SIZE // row.workers
-    if row.is_deterministic:
+    if row.is_local:
+        assert result.iteration == num_steps // row.steps_an_iteration
+    elif row.is_deterministic:
         assert result.iteration == num_steps - (not row.workers_differ)
     if not row.updates_are_joint:
         assert result.iteration == num_steps * row.workers - 1
@@ -273,7 +278,7 @@ def test_records_are_complete_and_add_up(row: Row, tmp_path: Path) -> None:
         iterations = [record.iteration for record in steps]
         assert iterations == sorted(iterations)
         if row.workers > 1:
-            assert all(record.moved_bytes > 0 for record in steps)
+            assert sum(record.moved_bytes > 0 for record in steps) >= len(steps) // row.steps_an_iteration
     assert sum(result.shares.values()) == pytest.approx(1)
     require_through(row, [len(steps_of(result, worker)) for worker in range(row.workers)], num_steps)
     assert result.samples == sum(record.samples for record in result.steps)

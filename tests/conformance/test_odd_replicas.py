@@ -241,7 +241,7 @@ STRANGE = r"the optimizer trains parameter '1.weight', .* which it did not when 
 NO_GRADIENT = (
     r"step \d+: parameter '1.weight' has no gradient on rank \d.*freeze it .* before prepare, or use all-reduce"
 )
-IN_PLACE = r"step \d: the script changed parameters in place on rank \d, first '.*weight'.*or use all-reduce"
+IN_PLACE = r"step \d: the script changed parameters in place on rank \d, but .*undo it: '.*weight'; .*or use all-reduce"
 DRIFT = (
     r"after step \d+ parameter '.*weight' is not the same on all ranks: on rank 1 it is up to .*Make the same change"
 )

@@ -104,6 +104,8 @@ def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
         )
         assert torch.equal(own.random_state["torch"], other.random_state["torch"])
         assert all(torch.equal(own.buffers[name], buffer) for name, buffer in other.buffers.items())
+        assert own.own.keys() == other.own.keys()
+        assert all(torch.equal(own.own[name], state) for name, state in other.own.items())
 
 
 @every_deterministic_row
@@ -119,15 +121,18 @@ def test_run_that_ended_by_its_budget_goes_on_bit_for_bit(row: Row, optimizer: s
 @every_deterministic_row
 @pytest.mark.parametrize("every", [9, 5], ids=["at the end of an epoch", "within an epoch"])
 def test_run_that_failed_goes_on_bit_for_bit(row: Row, every: int, tmp_path: Path) -> None:
-    """The last checkpoint was taken in a pause, some steps before the failure."""
+    """The last checkpoint was taken in a pause, some steps before the failure, which may lie within a round."""
     row.run(train_everything, tmp_path / "whole", max_steps=NUM_STEPS)
+    fails_at = 19 * row.steps_an_iteration - row.is_local
+    script = partial(train_everything, fails_at=fails_at)
     with pytest.raises(RunFailed, match="scripted failure"):
-        row.run(partial(train_everything, fails_at=19), tmp_path / "begun", max_steps=NUM_STEPS, checkpoint_every=every)
+        row.run(script, tmp_path / "begun", max_steps=NUM_STEPS, checkpoint_every=every)
     assert checkpoint_in(tmp_path / "begun").iteration in (15, 18)
     result = row.run(train_everything, tmp_path / "resumed", max_steps=NUM_STEPS, resume=tmp_path / "begun")
     assert_same(checkpoint_in(tmp_path / "resumed"), checkpoint_in(tmp_path / "whole"))
     counts = [record.value for record in result.logged if record.name == "count" and record.worker == 0]
-    assert counts == list(range(checkpoint_in(tmp_path / "begun").iteration + 1, NUM_STEPS + 1))
+    num_done = checkpoint_in(tmp_path / "begun").iteration * row.steps_an_iteration
+    assert counts == list(range(num_done + 1, NUM_STEPS * row.steps_an_iteration + 1))
 
 
 @every_row

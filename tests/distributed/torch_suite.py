@@ -25,6 +25,7 @@ from paceline.torch_backend import BACKEND_NAME
 
 WORLD_SIZE, LARGE_WORLD_SIZE = "4", "8"
 """Some tests leave themselves out for one of the two."""
+MEETING_S = 60
 TOO_SMALL = "Skipped due to small world size."
 OF_MPI = "Only MPI supports"
 
@@ -75,6 +76,10 @@ class TorchSuite(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase): 
     def setUp(self) -> None:
         super().setUp()
         self._start_processes(multiprocessing.get_context("fork").Process)
+
+    def _barrier(self, *arguments: Any, **settings: Any) -> None:
+        """Where eight processes share two busy cores, ten seconds may not do."""
+        theirs.Barrier.sync(*arguments, **{"timeout": MEETING_S, **settings})
 
 
 for _test in vars(theirs.DistributedTest._DistTestBase).values():

@@ -46,7 +46,10 @@ class Loaded:
 
 @contextmanager
 def opened(browser: Browser, file: Path, *, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Iterator[Loaded]:
-    """The file once its figures are drawn, those that are folded away too. What it asks for beyond itself is written down and not answered."""
+    """The file once its figures are drawn, those that are folded away too.
+
+    What it asks for beyond itself is written down and not answered.
+    """
     width, height = size
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     loaded = Loaded(context.new_page())

@@ -134,6 +134,13 @@ def test_states_become_what_they_say(before: int, after: int, fate: str) -> None
     assert fates == {"x": {"average": "averaged", "sum": "summed", "reset": "reset"}[fate]}
 
 
+def test_what_all_have_the_same_is_kept_and_held_once() -> None:
+    everyone = [{"x": OwnState(torch.ones(1), "same"), "y": OwnState(torch.ones(1), "same")}, {}]
+    tensors, fates = carried_over(everyone, wanted={"x": OwnState(torch.zeros(1))}, size=3)
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"x": [1.0]}
+    assert fates == {"x": "kept", "y": "reset"}
+
+
 def test_states_that_do_not_fit_are_reset() -> None:
     one, two = OwnState(torch.zeros(1), "average"), OwnState(torch.zeros(2), "average")
     everyone = [

@@ -169,6 +169,42 @@ def test_the_slowest_of_many_steps_is_nearer_to_the_mean() -> None:
     assert found.compute_s + found.waiting_s == pytest.approx(2 * STEP_S)
 
 
+# --- fragments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distribution", [{}, {"distribution": "log-normal", "variation": 0.3}])
+@pytest.mark.parametrize(("fragments", "delay"), [(4, 0), (4, 1), (2, 1), (2, 3), (1, 4)])
+def test_fragments_are_waited_for_as_in_the_simulator(
+    fragments: int, delay: int, distribution: dict[str, object]
+) -> None:
+    strategy = Declared(traffic=(AllReduced(every=8, fragments=fragments, delay=delay),), unit="round")
+    work = replace(WORK, tensor_bytes=(1_000_000,) * 8)
+    found = predict(cluster_of(**distribution), strategy=strategy, workers=8, work=work)
+    simulated = simulate(cluster_of(**distribution), strategy=strategy, workers=8, work=work, steps=300)
+    assert found.step_s == pytest.approx(simulated.step_s, rel=0.05 if distribution else 0.001)
+    assert found.step_s_low <= found.step_s <= found.step_s_high
+
+
+def test_a_fragment_hides_behind_the_steps_of_its_delay() -> None:
+    """A ring of 8 moves 14 / 8 of 8 MB: 112 ms a round of eight steps. Four fragments of it take 28 ms each, less than
+    a step; on a tenth of the bandwidth 280 ms, of which a step hides 100."""
+    work = replace(WORK, tensor_bytes=(1_000_000,) * 8)
+    moved = AllReduced(every=8, fragments=4, delay=1)
+    hidden, shown = (
+        predict(cluster, strategy=Declared(traffic=(each,), unit="round"), workers=8, work=work)
+        for cluster, each in ((cluster_of(), moved), (cluster_of(), replace(moved, delay=0)))
+    )
+    assert (hidden.exchange_s, hidden.hidden_s) == pytest.approx((0.0, 0.014), abs=1e-9)
+    assert (shown.exchange_s, shown.hidden_s) == pytest.approx((0.014, 0.0), abs=1e-9)
+    assert hidden.link_bytes == shown.link_bytes == pytest.approx({"worker's card": 14e6 / 8})
+    slow = replace(cluster_of(), hosts=(replace(cluster_of().hosts[0], bandwidth_gbit_per_s=0.1),))
+    found = predict(slow, strategy=Declared(traffic=(moved,), unit="round"), workers=8, work=work)
+    assert found.hidden_s == pytest.approx(4 * STEP_S / 8)
+    assert found.exchange_s == pytest.approx(4 * (0.28 - STEP_S) / 8)
+    with pytest.raises(UsageError, match="fragments must be at most 4"):
+        predict(cluster_of(), strategy=Declared(traffic=(replace(moved, fragments=5),)), workers=2, work=WORK)
+
+
 # --- what is refused, and what is registered -------------------------------------------------------------------------
 
 
@@ -193,9 +229,9 @@ def test_what_the_package_s_own_strategies_declare_is_all_that_counts() -> None:
 
 
 def test_a_plan_has_a_user_s_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, traffic=(AllReduced(every=8),), unit="round")
+    register(monkeypatch, traffic=(AllReduced(every=500),), unit="round")
     found = plan(cluster_of(), replace(WORK, tensor_bytes=(40_000_000,)), num_checks=1)
-    assert found.best.label == NAME  # an eighth of what all-reduce moves
+    assert found.best.label == NAME  # a tenth of what local-sgd moves
     assert found.checks[0].label == NAME
     assert set(found.frame.loc[found.frame["strategy"] == NAME, "unit"]) == {"round"}
     assert any(line.startswith(f"{NAME}: ") for line in wording.answer(found))

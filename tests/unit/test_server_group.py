@@ -52,7 +52,7 @@ def group_of_one(
         ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=NullReporter())
         for index in range(1 + has_server_here)
     ]
-    services[0]._core._has_neighbour = is_beside_another
+    services[0]._first.core._has_neighbour = is_beside_another
     threads = [threading.Thread(target=service.serve) for service in services]
     for thread in threads:
         thread.start()

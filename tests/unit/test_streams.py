@@ -243,7 +243,7 @@ def own(num_samples: int, rank: int, size: int, gather: Any, **settings: Any) ->
         size=size,
         seed=0,
         gather=gather,
-        lock_step=True,
+        takes_equal_steps=True,
         on_part=lambda part, place: parts.append(part),
     )
     return sharded, parts

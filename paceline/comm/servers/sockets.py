@@ -11,10 +11,10 @@ from torch import Tensor
 
 from paceline.comm.base import Collective
 from paceline.comm.servers.group import Carrier, Configure, ServerGroup, Turn
+from paceline.comm.servers.holding import identity_of
 from paceline.comm.servers.line import BellAddress, WorkerLine
 from paceline.comm.servers.loan import Loan
 from paceline.comm.servers.self_service import SelfService
-from paceline.comm.servers.service import identity_of
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.wire import Caller, Keys
 from paceline.errors import Aborted, DeadlineExceeded
@@ -49,6 +49,7 @@ def connect_servers(
     configure: Configure,
     epoch: int,
     deadline_s: float | None,
+    number: int = 0,
 ) -> ServerGroup:
     """A worker's store.
 
@@ -59,9 +60,16 @@ def connect_servers(
         configure: has every server build its shards; called by rank 0.
         epoch: of the membership.
         deadline_s: how long servers may all be silent while an answer is due; none: for ever.
+        number: of the run's optimizer that it is for.
     """
     carrier = SocketCarrier(
-        keys, servers, rank=collective.rank, num_workers=collective.size, epoch=epoch, deadline_s=deadline_s
+        keys,
+        servers,
+        rank=collective.rank,
+        num_workers=collective.size,
+        epoch=epoch,
+        deadline_s=deadline_s,
+        number=number,
     )
     return ServerGroup(carrier, collective=collective, configure=configure, epoch=epoch)
 
@@ -93,13 +101,14 @@ class SocketCarrier(Carrier):
         num_workers: int,
         epoch: int,
         deadline_s: float | None,
+        number: int = 0,
     ) -> None:
         self._rank, self._num_workers, self._epoch, self._deadline_s = rank, num_workers, epoch, deadline_s
         self._yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
         self.beside = [server.bell is not None for server in servers]
         self._links = [
             _Link(
-                Caller(keys, endpoint=server.endpoint, identity=identity_of(rank).decode()),
+                Caller(keys, endpoint=server.endpoint, identity=identity_of(rank, number).decode()),
                 WorkerLine(server.bell, yield_s=self._yield_s) if server.bell is not None else None,
             )
             for server in servers

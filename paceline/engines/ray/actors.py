@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import ray
@@ -13,6 +14,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from paceline.checkpoint import Checkpoint
+from paceline.comm.base import Store
 from paceline.comm.connecting import Member, connect_members, gpu_identity, needs_store
 from paceline.comm.meeting import exchange
 from paceline.comm.run_store import RunStore
@@ -226,17 +228,20 @@ class WorkerActor:
             deadline_s=spec.config.deadline_s,
         )
         ends.add(collective)
-        store = None
-        if spec.servers:
+
+        def store_of(number: int) -> Store:
             store = connect_servers(
                 launcher.keys,
                 servers=[ServerAddress(s.endpoint, s.bell if s.node_id == me.node_id else None) for s in spec.servers],
                 collective=collective,
-                configure=lambda layout, optimizer, ranges: _configure(spec, servers, layout, optimizer, ranges),
+                configure=partial(_configure, spec, servers, number),
                 epoch=spec.epoch,
                 deadline_s=spec.config.deadline_s,
+                number=number,
             )
             ends.add(store)
+            return store
+
         context = Context(
             rank=rank,
             membership=spec.membership,
@@ -244,7 +249,8 @@ class WorkerActor:
             local_size=len(spec.ranks_on(me.node_id)),
             device=device,
             collective=collective,
-            store=store,
+            store=store_of(0) if spec.servers else None,
+            store_beside=store_of if spec.servers else None,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
         world = World(context, spec.strategy, spec.config, line, restored, meeting_place)
@@ -299,24 +305,22 @@ class ServerActor:
 
 
 def _configure(
-    spec: WorldSpec, servers: list[Any], layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]
+    spec: WorldSpec,
+    servers: list[Any],
+    number: int,
+    layout: Layout,
+    optimizer: OptimizerSpec,
+    ranges: Sequence[KeyRange],
 ) -> None:
-    """Have every server build its shard. Set-up goes through Ray, which can carry a script's own optimizer class."""
-    requests = []
-    for server, pieces in zip(servers, ranges, strict=True):
-        rule = spec.strategy.admission_rule(spec.membership)
-        assert rule is not None
-        own = ServerSpec(
-            layout,
-            pieces,
-            optimizer,
-            rule,
-            spec.config.max_steps,
-            spec.strategy.aggregator(),
-            spec.strategy.codec_of_pushes(),
+    """Have every server build its shards for the optimizer of this number. Set-up goes through Ray, which can carry a
+    script's own optimizer class."""
+    specs = [
+        spec.strategy.server_spec(
+            layout, pieces, optimizer, members=spec.membership, max_updates=spec.config.max_steps, number=number
         )
-        requests.append(server.configure.remote(own))
-    ray.get(requests)
+        for pieces in ranges
+    ]
+    ray.get([server.configure.remote(own) for server, own in zip(servers, specs, strict=True)])
 
 
 def _meet(spec: WorldSpec, rank: int, launcher: LauncherAddress, ends: _Ends) -> RunStore | None:

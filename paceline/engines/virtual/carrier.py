@@ -27,9 +27,16 @@ class VirtualCarrier(Carrier):
     carries_bytes = False
 
     def __init__(
-        self, servers: Sequence[VirtualServer], network: Network, *, process: Process, host: int, request_s: float = 0.0
+        self,
+        servers: Sequence[VirtualServer],
+        network: Network,
+        *,
+        process: Process,
+        host: int,
+        request_s: float = 0.0,
+        number: int = 0,
     ) -> None:
-        self.host = host
+        self.host, self.number = host, number
         self.beside = [server.host == host for server in servers]
         self._servers, self._network, self._process, self._request_s = servers, network, process, request_s
         self._client: ClientCore | None = None

@@ -14,14 +14,17 @@ from paceline.engines.virtual.network.links import Network
 from paceline.messages import ALL_SHARDS, Kind, Message
 from paceline.records import Reporter
 from paceline.server.server_core import Action, Send, ServerCore, Updated
+from paceline.server.spec import ServerSpec
 
 EPOCH = 1
 
 
 class Client(Protocol):
-    """One worker, as servers reach it."""
+    """One worker, as servers reach it for one of the run's optimizers."""
 
     host: int
+    number: int
+    """Of the optimizer."""
 
     def deliver(self, server: int, message: Message) -> None: ...
 
@@ -48,45 +51,52 @@ class VirtualServer:
     ) -> None:
         self.core = ServerCore(index=index, epoch=EPOCH)
         self.host = host
-        self._clients: dict[int, Client] = {}
+        self._cores = [self.core]  # one for each of the run's optimizers
+        self._clients: dict[tuple[int, int], Client] = {}  # by the optimizer's number and the rank
         self._timeline, self._network, self._reporter = timeline, network, reporter
         self._memory_bytes_per_s, self._request_s = memory_bytes_per_s, request_s
         self._speed = speed
         self._free_s = 0.0
 
+    def configure(self, spec: ServerSpec) -> None:
+        """Build the shards for one optimizer; called once for each, in order."""
+        if spec.number:
+            self._cores.append(ServerCore(index=self.core.index, epoch=EPOCH))
+        self._cores[spec.number].configure(spec)
+
     def receive(self, client: Client, message: Message) -> None:
         """The worker's message has come; one that attaches says where its buffers are."""
+        number, core = client.number, self._cores[client.number]
         if message.kind is Kind.ATTACH:
-            self._clients[message.sender] = client
-            about = self.core.attach(message, **message.body, is_beside=client.host == self.host)
-            self._send(message.sender, self.core.message(Kind.OK, body=about))
+            self._clients[number, message.sender] = client
+            about = core.attach(message, **message.body, is_beside=client.host == self.host)
+            self._send(client, core.message(Kind.OK, body=about))
             return
         now_s = self._timeline.now_s
         if message.kind is Kind.EXCHANGE:
-            num_shards = len(self.core.parts) if message.shard == ALL_SHARDS else 1
+            num_shards = len(core.parts) if message.shard == ALL_SHARDS else 1
             self._free_s = max(now_s, self._free_s) + num_shards * self._request_s
             if client.host != self.host and message.tensor_bytes:
-                self._free_s += self.core.decode_s(message) / self._speed
-        for action in self._actions(message, now_s):
+                self._free_s += core.decode_s(message) / self._speed
+        for action in self._actions(core, message, now_s):
             if isinstance(action, Send):
-                self._send(action.to, action.message)
+                self._send(self._clients[number, action.to], action.message)
             elif isinstance(action, Updated):
                 self._free_s = max(now_s, self._free_s) + _touched_bytes(action) / self._memory_bytes_per_s
-                for record in action.records:
+                for record in action.records if core is self.core else ():
                     self._reporter.emit(record)
 
-    def _actions(self, message: Message, now_s: float) -> Iterator[Action]:
+    def _actions(self, core: ServerCore, message: Message, now_s: float) -> Iterator[Action]:
         """Raises RunFailed or UsageError, worded as a real server's failure, if the server cannot go on."""
         try:
-            yield from self.core.receive(message, now_s)
+            yield from core.receive(message, now_s)
         except Exception as error:
             num_steps = self.core.iteration
             failed = Statement(f"server-{self.core.index}", None, num_steps, outcome_of(error, num_steps=num_steps))
             raise judge([failed], is_training=True, is_synchronous=True) from error
 
-    def _send(self, worker: int, message: Message) -> None:
+    def _send(self, client: Client, message: Message) -> None:
         """After what the server is at."""
-        client = self._clients[worker]
         send = partial(self._network.send, is_answer=True)
         num_bytes = float(message.num_bytes)
         self._timeline.at(

@@ -29,7 +29,7 @@ from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Reporter
 from paceline.server.ranges import KeyRange
-from paceline.server.spec import OptimizerSpec, ServerSpec
+from paceline.server.spec import OptimizerSpec
 from paceline.strategies.base import Context
 
 _US = 1e-6
@@ -84,6 +84,7 @@ class Worlds:
         job = self._job
         local_ranks = next(ranks for ranks in self.places.ranks_by_host if rank in ranks)
         collective = self._collective(rank, process)
+        store_of = partial(self._store, rank, process, collective)
         context = Context(
             rank=rank,
             membership=Membership.first(job.num_workers),
@@ -91,7 +92,8 @@ class Worlds:
             local_size=len(local_ranks),
             device=self._device,
             collective=collective,
-            store=self._store(rank, process, collective) if self.servers else None,
+            store=store_of(0) if self.servers else None,
+            store_beside=store_of if self.servers else None,
             pacing=self._pace(rank, process, num_sharing=len(local_ranks), before_step=before_step),
         )
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
@@ -123,27 +125,25 @@ class Worlds:
             collective.divide(own[0], own[1] if len(own) > 1 else None)
         return collective
 
-    def _store(self, rank: int, process: Process, collective: Collective) -> Store:
+    def _store(self, rank: int, process: Process, collective: Collective, number: int) -> Store:
         carrier = VirtualCarrier(
             self.servers,
             self._server_network,
             process=process,
             host=self.places.workers[rank],
             request_s=self._job.cluster.communication.request_us * _US,
+            number=number,
         )
-        return ServerGroup(carrier, collective=collective, configure=self._configure, epoch=EPOCH)
+        return ServerGroup(carrier, collective=collective, configure=partial(self._configure, number), epoch=EPOCH)
 
-    def _configure(self, layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
-        """Have every server build its shards."""
-        strategy, max_updates = self._job.strategy, self._job.config.max_steps
+    def _configure(self, number: int, layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
+        """Have every server build its shards for the optimizer of this number."""
+        members, max_updates = Membership.first(self._job.num_workers), self._job.config.max_steps
         for server, pieces in zip(self.servers, ranges, strict=True):
-            rule = strategy.admission_rule(Membership.first(self._job.num_workers))
-            assert rule is not None
-            server.core.configure(
-                ServerSpec(
-                    layout, pieces, optimizer, rule, max_updates, strategy.aggregator(), strategy.codec_of_pushes()
-                )
+            spec = self._job.strategy.server_spec(
+                layout, pieces, optimizer, members=members, max_updates=max_updates, number=number
             )
+            server.configure(spec)
 
 
 def device_of(config: RunConfig) -> torch.device:

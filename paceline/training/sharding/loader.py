@@ -27,7 +27,7 @@ class ShardedLoader:
         on_part: called with each batch and its place before it is handed out.
         on_position: called once when the position to resume from is reached.
         gather: every rank's value, in rank order; a collective call.
-        lock_step: whether ranks are always at the same step.
+        takes_equal_steps: whether all ranks are to have as many batches.
 
     A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
 
@@ -47,7 +47,7 @@ class ShardedLoader:
         on_position: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
         gather: Gather = lambda value: [value],
-        lock_step: bool = False,
+        takes_equal_steps: bool = False,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise UsageError(f"prepare takes a torch DataLoader, not {type(loader).__name__}")
@@ -58,7 +58,9 @@ class ShardedLoader:
         self._on_part, self._on_position = on_part, on_position
         self._source: Source
         if isinstance(loader.dataset, IterableDataset):
-            self._source = Stream(loader, rank=rank, size=size, seed=seed, gather=gather, lock_step=lock_step)
+            self._source = Stream(
+                loader, rank=rank, size=size, seed=seed, gather=gather, takes_equal_steps=takes_equal_steps
+            )
         else:
             self._source = Orders(loader, rank=rank, size=size, seed=seed)
         self.place = Place(0, 0)
@@ -67,6 +69,8 @@ class ShardedLoader:
         self._num_idle_epochs = 0
         self.identity = self._source.identity()
         """What tells this data from other data, by name."""
+        self.is_even = self._source.is_even
+        """Whether all batches are known to count alike on all ranks, or nothing is known."""
         _require_same(self.identity, gather)
 
     def __len__(self) -> int:

@@ -45,7 +45,9 @@ class Orders:
         else:
             self._inner = rebuilt(loader, loader.dataset, self._generator, batch_size=None, sampler=self._feed)
         self._limit = _length(loader.sampler if self._batch_sampler is None else self._batch_sampler)
-        self._length = len(list(self.batches(0))) if self._limit is not None else None
+        first = list(self.batches(0)) if self._limit is not None else []
+        self._length = len(first) if self._limit is not None else None
+        self.is_even = all(batch.weight == 1.0 for batch in first)
         if self._length == 0:
             raise UsageError(f"the DataLoader has no batch for {size} worker(s): fewer samples than a global batch?")
 

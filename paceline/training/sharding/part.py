@@ -30,6 +30,9 @@ class Place(NamedTuple):
 class Source(Protocol):
     """Where the parts of one rank come from."""
 
+    is_even: bool
+    """False: it is known that some parts have another weight than 1."""
+
     def __len__(self) -> int:
         """Parts of an epoch.
 

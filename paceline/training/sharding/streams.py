@@ -36,14 +36,15 @@ class Stream:
 
     Args:
         gather: every rank's value, in rank order; a collective call.
-        lock_step: whether ranks are always at the same step.
+        takes_equal_steps: whether all ranks are to have as many batches.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], *, rank: int, size: int, seed: int, gather: Gather, lock_step: bool
+        self, loader: DataLoader[Any], *, rank: int, size: int, seed: int, gather: Gather, takes_equal_steps: bool
     ) -> None:
+        self.is_even = True
         self._loader, self._rank, self._size = loader, rank, size
-        self._gather, self._lock_step = gather, lock_step
+        self._gather, self._takes_equal_steps = gather, takes_equal_steps
         self._is_split = bool(getattr(loader.dataset, SPLITS_BY_RANK, False))
         self._seed = derive(seed, "stream", rank if self._is_split else "all")
         share = {"rank": 0, "size": 1} if self._is_split else {"rank": rank, "size": size}
@@ -76,7 +77,7 @@ class Stream:
         parts = itertools.islice(iter(self._inner), num_skipped, None)
         if not self._is_split:
             return self._compared(parts, place)
-        return self._agreed(parts) if self._lock_step else parts
+        return self._agreed(parts) if self._takes_equal_steps else parts
 
     def _compared(self, parts: Iterator[Part], place: Place) -> Iterator[Part]:
         """
@@ -84,7 +85,7 @@ class Stream:
             UsageError: ranks read other streams. Those that are not in step look when the run begins.
         """
         for number, part in enumerate(parts):
-            if number == 0 and part.digest and (self._lock_step or place == Place(0, 0)):
+            if number == 0 and part.digest and (self._takes_equal_steps or place == Place(0, 0)):
                 digests = self._gather(part.digest)
                 for rank, digest in enumerate(digests):
                     if digest != digests[0]:

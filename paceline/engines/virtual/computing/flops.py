@@ -73,7 +73,7 @@ class ForwardCount:
             for parameter, layer in zip(self._parameters, self._layers, strict=True)
         ]
         total = sum(weights)
-        return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
+        return [weight / total if total else 1 / len(weights) for weight in weights]
 
     def _before(self, layer: nn.Module, inputs: object) -> None:
         self._under_way.append([self._mode.flop, 0.0])

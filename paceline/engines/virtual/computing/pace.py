@@ -1,6 +1,7 @@
 """A worker's clock moves on as its model computes: forward when it is called, backward gradient by gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,15 +16,12 @@ from paceline.errors import UsageError
 from paceline.hooks import OwnHook
 from paceline.strategies.pacing import Pacing
 from paceline.strategies.replica import Replica
+from paceline.strategies.several import models_of
 
 
 @final
 class Pace(Pacing):
-    """Takes virtual time for what a prepared model computes. `before_step` may raise to end the worker.
-
-    The backward pass takes its time in parts, one as each parameter's gradient is ready. So a bucket is full when the
-    layers whose gradients it holds would be done.
-    """
+    """Takes virtual time for what prepared models compute. `before_step` may raise to end the worker."""
 
     is_simulated = True
 
@@ -36,17 +34,9 @@ class Pace(Pacing):
         compute: Compute,
         before_step: Callable[[], None],
     ) -> None:
-        self._process, self._times, self._cost = process, times, cost
-        self._settings, self._before_step = compute, before_step
-        self._replica: Replica | None = None
-        self._count: ForwardCount | None = None
-        self._given_shares: list[float] = []
-        self._shares: list[float] = []  # of the backward pass, by parameter; empty until a forward pass was counted
-        self._flop_per_sample = 0.0
-        self._forward_s: float | None = None  # of the forward pass under way, once it is known
-        self._backward_s: float | None = None  # of a backward pass through what was computed last
-        self._left_s = 0.0  # of the backward pass under way
-        self._in_backward = False
+        self._process, self._cost = process, cost
+        self._model_pace = partial(_ModelPace, process, times, cost, compute=compute, before_step=before_step)
+        self._shares_of = compute.shares_of
 
     def now_s(self) -> float:
         return self._process.now_s
@@ -55,23 +45,58 @@ class Pace(Pacing):
         self._process.advance(self._cost.on_this_host_s(seconds))
 
     def watch(self, replica: Replica) -> None:
-        """Hook this model before anyone else does, so that the clock is right when other hooks are called. Raises
+        """Hook the models before anyone else does, so that the clock is right when other hooks are called. Raises
         UsageError if the cluster was measured with another model."""
-        self._given_shares = list(self._settings.shares_of(len(replica.parameters)))
-        self._replica = replica
+        shares, models = self._shares_of(len(replica.parameters)), models_of(replica.model)
+        owners = {id(p): model for model in reversed(models) for p in model.parameters()}
+        for model in models:
+            parameters = [parameter for parameter in replica.parameters if owners[id(parameter)] is model]
+            self._model_pace(model, parameters, given_shares=shares if len(models) == 1 else ())
+
+
+@final
+class _ModelPace:
+    """What one model takes.
+
+    The backward pass takes its time in parts, one as each parameter's gradient is ready. So a bucket is full when the
+    layers whose gradients it holds would be done.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        times: ComputeTimes,
+        cost: StepCost,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        *,
+        compute: Compute,
+        before_step: Callable[[], None],
+        given_shares: Sequence[float],
+    ) -> None:
+        self._process, self._times, self._cost = process, times, cost
+        self._settings, self._before_step = compute, before_step
+        self._parameters, self._given_shares = parameters, list(given_shares)
+        self._count: ForwardCount | None = None
+        self._shares: list[float] | None = None  # of the backward pass, by parameter, once a forward pass was counted
+        self._flop_per_sample = 0.0
+        self._forward_s: float | None = None  # of the forward pass under way, once it is known
+        self._backward_s: float | None = None  # of a backward pass through what was computed last
+        self._left_s = 0.0  # of the backward pass under way
+        self._in_backward = False
         # Time passes outside of what a script has compiled.
         begin, end = map(torch.compiler.disable, (self._begin_forward, self._end_forward))
-        replica.model.register_forward_pre_hook(OwnHook(begin), with_kwargs=True)
-        replica.model.register_forward_hook(OwnHook(end), with_kwargs=True)
-        for index, parameter in enumerate(replica.parameters):
+        model.register_forward_pre_hook(OwnHook(begin), with_kwargs=True)
+        model.register_forward_hook(OwnHook(end), with_kwargs=True)
+        for index, parameter in enumerate(parameters):
             when_gradient_is_ready(parameter, self._on_gradient, index)
 
     def _begin_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
         self._before_step()
-        if self._shares:
+        if self._shares is None:
+            self._count = ForwardCount(model, self._parameters)
+        else:
             self._forward_s = self._draw(_num_samples((*inputs, *named.values())))
-        elif self._replica is not None:
-            self._count = ForwardCount(model, self._replica.parameters)
 
     def _end_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], output: object) -> None:
         num_samples = _num_samples((*inputs, *named.values()))
@@ -96,7 +121,7 @@ class Pace(Pacing):
     def _on_gradient(self, index: int) -> None:
         if not self._in_backward:
             self._begin_backward()
-        part_s = min(self._left_s, self._backward_time_s() * self._shares[index])
+        part_s = min(self._left_s, self._backward_time_s() * (self._shares or [])[index])
         self._left_s -= part_s
         self._process.advance(part_s)
 

@@ -1,0 +1,168 @@
+"""What a server holds for one optimizer of a run: its core, the memory of workers on this host, and a loan to them."""
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, final
+
+from paceline.comm.servers.lending import Lending, can_lend
+from paceline.comm.servers.line import LINE_BYTES, ServerLine
+from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.errors import PacelineError
+from paceline.messages import Kind, Message, Raw, WireError
+from paceline.records import Reporter, UpdateRecord
+from paceline.server.server_core import Send, ServerCore, Updated
+from paceline.server.shard import Applied
+from paceline.server.spec import ServerSpec
+
+
+@dataclass
+class Neighbour:
+    """A worker on this host, as this server reaches it."""
+
+    line: ServerLine
+    segments: tuple[SharedBlock, ...]
+    gradients: Sequence[int]
+    """Their address."""
+    asked_on_line: bool = False
+    """Whether the last request came that way; its answer goes back the same."""
+
+    def close(self) -> None:
+        for segment in self.segments:
+            segment.close()
+        self.line.close()
+
+
+@final
+class Holding:
+    """
+    Args:
+        index: which server of the group this is.
+        number: which of the run's optimizers it is for.
+        epoch: membership epoch; requests of another one are refused.
+        reporter: gets a record for every gradient applied.
+        send: sends a message to the socket of that identity.
+    """
+
+    def __init__(
+        self, *, index: int, number: int, epoch: int, reporter: Reporter, send: Callable[[bytes, Message], None]
+    ) -> None:
+        self.core = ServerCore(index=index, epoch=epoch)
+        self.neighbours: dict[bytes, Neighbour] = {}
+        """By identity."""
+        self._number, self._reporter, self._send_elsewhere = number, reporter, send
+        self._spec: ServerSpec | None = None
+        self._shared: SharedBlock | None = None
+        self._lending: Lending | None = None
+
+    @property
+    def iteration(self) -> int:
+        return max(self.core.iteration, self._lending.iteration if self._lending is not None else 0)
+
+    def configure(self, spec: ServerSpec) -> None:
+        """Build the shards; called once, before any worker attaches. Raises UsageError for an unfit aggregator."""
+        num_bytes = spec.layout.num_bytes
+        if spec.rule.torn_reads:
+            self._shared = SharedBlock.create(num_bytes)
+        if can_lend(spec):
+            self._lending = Lending(spec)
+        self.core.configure(spec, memory=self._shared.tensor[:num_bytes] if self._shared is not None else None)
+        self._spec = spec
+
+    def handle(self, identity: bytes, frames: Sequence[Raw]) -> None:
+        """Answer one request, and whoever it completes; trouble with it is the asker's."""
+        try:
+            message = Message.decode(frames, epoch=self.core.epoch)
+            if identity != identity_of(message.sender, self._number):
+                raise WireError(f"refused a message for worker {message.sender} from {identity!r}")
+            if self._lending is not None:
+                self._report(self._lending.take_back(self.core.parts))
+            if message.kind is Kind.ATTACH:
+                self._attach(message)
+                return
+        except PacelineError as error:
+            self._send(identity, self.core.failure(error))
+            return
+        records: list[UpdateRecord] = []
+        for action in self.core.receive(message, time.perf_counter()):
+            if isinstance(action, Send):
+                self._send(identity_of(action.to, self._number), action.message)
+            elif isinstance(action, Updated):
+                records += action.records
+            else:
+                os.sched_yield()  # to the thread that sends: a worker beside, which wakes next, may take its core
+        for record in records:
+            self._reporter.emit(record)
+        is_plain = message.kind is Kind.EXCHANGE and not message.flags and not message.body
+        if self._lending is not None and is_plain and self.core.is_quiet:
+            ranks = range(len(self.neighbours))
+            gradients = [self.neighbours[identity_of(rank, self._number)].gradients for rank in ranks]
+            self._lending.lend(self.core.parts, gradients)
+
+    def look(self) -> None:
+        """Report what workers have done with what was lent to them."""
+        if self._lending is not None:
+            self._report(self._lending.look())
+
+    def close(self) -> None:
+        self.core.close()
+        for neighbour in self.neighbours.values():
+            neighbour.close()
+        if self._shared is not None:
+            self._shared.close()
+        if self._lending is not None:
+            self._lending.close()
+
+    def _report(self, applied: Sequence[Applied]) -> None:
+        for one in applied:
+            self._reporter.emit(UpdateRecord(self.core.index, one.iteration, one.worker, one.clock, one.staleness))
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        neighbour = self.neighbours.get(identity)
+        if neighbour is not None and neighbour.asked_on_line:
+            neighbour.line.send(message.encode_head())
+        else:
+            self._send_elsewhere(identity, message)
+
+    def _attach(self, message: Message) -> None:
+        """Open the memory of a worker on this host, in place of what it had before."""
+        identity = identity_of(message.sender, self._number)
+        if identity in self.neighbours:
+            self.neighbours.pop(identity).close()
+        if self._spec is None or not message.body:
+            about = self.core.attach(message, gradients=None, parameters=None, is_beside=False)
+        else:
+            num_bytes = self._spec.layout.num_bytes
+            gradients, parameters = (
+                SharedBlock.open(_address(message.body.get(name), least_bytes=num_bytes))
+                for name in ("gradients", "parameters")
+            )
+            line = ServerLine(_address(message.body.get("line"), least_bytes=LINE_BYTES))
+            self.neighbours[identity] = Neighbour(line, (gradients, parameters), astuple(gradients.address))
+            about = self.core.attach(
+                message,
+                gradients=gradients.tensor[:num_bytes],
+                parameters=parameters.tensor[:num_bytes],
+                is_beside=True,
+            )
+            if self._shared is not None:
+                about["parameters"] = astuple(self._shared.address)
+            if self._lending is not None:
+                about["loan"] = astuple(self._lending.address)
+        self._send_elsewhere(identity, self.core.message(Kind.OK, body=about))
+
+
+def _address(numbers: Any, *, least_bytes: int) -> BlockAddress:
+    """Raises WireError if these are not the numbers of a segment of at least that size."""
+    is_plain = isinstance(numbers, list) and len(numbers) == 4 and all(type(n) is int and n >= 0 for n in numbers)
+    if not is_plain or numbers[2] < least_bytes:
+        raise WireError(f"refused {numbers!r} as the address of {least_bytes} bytes of shared memory")
+    return BlockAddress(*numbers)
+
+
+@functools.lru_cache
+def identity_of(worker: int, number: int = 0) -> bytes:
+    """A worker's name on a server's socket, where it has one for each of the run's optimizers."""
+    return f"worker-{worker}.{number}".encode() if number else f"worker-{worker}".encode()

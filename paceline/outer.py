@@ -1,0 +1,145 @@
+"""How what workers changed is applied to the parameters that they share: pseudo-gradients, and any `torch.optim`.
+
+A pseudo-gradient is what a worker's local steps took off the shared parameters (Reddi et al., "Adaptive federated
+optimization", ICLR 2021, section 2). An outer optimizer steps with the mean of all workers' ones.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from paceline.errors import UsageError, unknown
+from paceline.pieces import Piece
+
+
+class Outer(Piece, ABC):
+    """What steps with the workers' mean pseudo-gradient."""
+
+    @abstractmethod
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """Of the shared parameters. Raises ValueError for a setting that is out of range."""
+
+
+@final
+@dataclass(frozen=True)
+class Average(Outer, name="average"):
+    """The mean of the workers' parameters, as it is (local SGD)."""
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=1.0)
+
+
+@final
+@dataclass(frozen=True)
+class Momentum(Outer, name="momentum"):
+    """Heavy-ball momentum (SlowMo: Wang et al., ICLR 2020, algorithm 1, lines 6 and 7).
+
+    There a change is divided by the inner learning rate and multiplied by it again. Here it is not, which is the same
+    as long as that rate stays the same."""
+
+    lr: float = 1.0
+    momentum: float = 0.5
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=self.lr, momentum=self.momentum)
+
+
+@final
+@dataclass(frozen=True)
+class Nesterov(Outer, name="nesterov"):
+    """Nesterov momentum (DiLoCo: Douillard et al., 2023, section 2 and table 5)."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=True)
+
+
+@final
+@dataclass(frozen=True)
+class Adam(Outer, name="adam"):
+    """Adaptive steps (FedAdam: Reddi et al., ICLR 2021, algorithm 2, here with the bias correction of Adam)."""
+
+    lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-3
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.Adam(parameters, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
+
+
+@final
+@dataclass(frozen=True)
+class OfTorch(Outer, name="torch"):
+    """Any optimizer of `torch.optim`, by its name there."""
+
+    kind: str
+    lr: float
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        known = {
+            name: value
+            for name, value in vars(torch.optim).items()
+            if isinstance(value, type) and issubclass(value, Optimizer) and name not in _UNFIT
+        }
+        if self.kind not in known:
+            raise unknown("optimizer of torch.optim", self.kind, known)
+        return known[self.kind](parameters, lr=self.lr)  # type: ignore[call-arg]  # every one of them has it
+
+
+_UNFIT = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+"""What is no optimizer, evaluates the model, or takes sparse gradients or matrices alone."""
+
+
+def require_in_range(outer: Outer) -> None:
+    """Raises UsageError, which names the piece, for settings with which there is no optimizer."""
+    try:
+        outer.optimizer([nn.Parameter(torch.zeros(1))])
+    except ValueError as error:
+        raise UsageError(f"outer={outer}: {error}") from None
+
+
+@torch.no_grad()
+def take_changes(outer: Sequence[Tensor], local: Sequence[Tensor], changes: Sequence[Tensor], *, weight: float) -> None:
+    """`changes` become the pseudo-gradients weight * (outer - local), tensor by tensor."""
+    torch._foreach_copy_(list(changes), list(outer))
+    torch._foreach_sub_(list(changes), list(local))
+    if weight != 1.0:
+        torch._foreach_mul_(list(changes), weight)
+
+
+@torch.no_grad()
+def mix(local: Sequence[Tensor], outer: Sequence[Tensor], *, alpha: float) -> None:
+    """`local` becomes (1 - alpha) outer + alpha local (Douillard et al., "Streaming DiLoCo", 2025, equation 3)."""
+    if alpha == 0:
+        torch._foreach_copy_(list(local), list(outer))
+    elif alpha != 1:
+        torch._foreach_lerp_(list(local), list(outer), 1 - alpha)
+
+
+def dealt_out(sizes: Sequence[int], num_fragments: int) -> list[int]:
+    """The fragment of each tensor: the largest first, each to the fragment that has least (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969). So all are about as large, and have parts of all depths.
+
+    Raises:
+        UsageError: there are fewer tensors than fragments.
+
+    >>> dealt_out([4, 1, 3, 1], 2)
+    [0, 1, 1, 0]
+    """
+    if num_fragments > len(sizes):
+        raise UsageError(
+            f"fragments must be at most {len(sizes)}, one a trained tensor of the model, not {num_fragments}"
+        )
+    totals, found = [0] * num_fragments, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        found[index] = totals.index(min(totals))
+        totals[found[index]] += sizes[index]
+    return found

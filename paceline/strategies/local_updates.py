@@ -1,0 +1,161 @@
+"""Local updates: every worker trains alone, and now and then what all have changed is joined."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.base import Timing
+from paceline.errors import UsageError
+from paceline.outer import Average, Outer, require_in_range
+from paceline.schedule import Rounds
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option
+from paceline.strategies.finite import may_step
+from paceline.strategies.outer_model import OuterModel
+from paceline.strategies.overlap import Overlap
+from paceline.strategies.own_state import OwnState, load_replica, of_replica
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
+from paceline.strategies.traits import AllReduced, Traits
+
+_WEIGHTS = "weights"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LocalUpdates(Strategy):
+    """Rounds of local steps with the script's own optimizer; then an outer optimizer steps with the mean change.
+
+    With `outer=average` local SGD (Stich, ICLR 2019, algorithm 1), which is post-local SGD with `post_local_from` (Lin
+    et al., ICLR 2020); with `momentum` SlowMo (Wang et al., ICLR 2020, algorithm 1); with `nesterov` DiLoCo (Douillard
+    et al., 2023, algorithm 1), and with `fragments` or `delay`, too, Streaming DiLoCo (Douillard et al., 2025).
+
+    The inner optimizer's state stays with its worker. Changes count by the samples that they were made from.
+
+    >>> LocalUpdates(every=20).traits.unit
+    'round'
+    """
+
+    every: int = option(50, "local steps of a round")
+    outer: Outer = option(
+        Average(), "what steps with the workers' mean change: average, momentum, nesterov, adam or torch"
+    )
+    post_local_from: int = option(0, "the first so many rounds have one step each")
+    warmup: int = option(0, "so many rounds, after these, grow evenly from one step to `every`")
+    fragments: int = option(1, "parts of the model, which are exchanged one after the other in a round")
+    delay: int = option(0, "local steps that a worker takes while a fragment is under way")
+    alpha: float = option(0.0, "how much a worker keeps of its own parameters when it takes a fragment; 0: nothing")
+
+    def validate(self) -> None:
+        try:
+            _ = self.schedule
+        except ValueError as error:
+            raise UsageError(str(error).replace("single", "post_local_from")) from None
+        require_in_range(self.outer)
+        if not 0 <= self.alpha <= 1:
+            raise UsageError(f"alpha must be 0 to 1, not {self.alpha}")
+        if self.alpha == 1 and self.outer == Average():
+            raise UsageError("alpha=1 with outer=average has no effect on any worker: each goes on alone")
+        for name in ("post_local_from", "warmup"):
+            if self.every == 1 and getattr(self, name):
+                raise UsageError(f"{name} has no effect with every=1, where all rounds have one step")
+
+    @property
+    def schedule(self) -> Rounds:
+        return Rounds(
+            every=self.every,
+            fragments=self.fragments,
+            delay=self.delay,
+            single=self.post_local_from,
+            warmup=self.warmup,
+        )
+
+    @property
+    def traits(self) -> Traits:
+        moved = AllReduced(every=self.every, fragments=self.fragments, delay=self.delay)
+        return Traits(lock_step=False, unit="round", traffic=(moved,))
+
+    def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        require_no_closure(replica.optimizer)
+        return _LocalSynchronizer(self, context, replica)
+
+
+@final
+class _LocalSynchronizer(Synchronizer):
+    def __init__(self, strategy: LocalUpdates, context: Context, replica: Replica) -> None:
+        super().__init__(context, replica)
+        self._strategy, self._schedule = strategy, strategy.schedule
+        self._outer = OuterModel(context, replica, num_fragments=strategy.fragments, outer=strategy.outer)
+        self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
+        self._steps = 0
+        self._weight = 1.0
+        self._weights = [(0.0, 0)] * strategy.fragments
+        """The sum of the steps' weights since each fragment left, and how many steps these are."""
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        return (self.context.collective.timing, self._overlap.timing)
+
+    def set_weight(self, weight: float) -> None:
+        self._weight = weight
+
+    def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        self._overlap.end()
+        require_same_parameters(self.replica)
+        applies = may_step(self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1)
+        if applies:
+            update()
+        applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        self._weights = [(total + self._weight, count + 1) for total, count in self._weights]
+        self._pass_step()
+        if self._outer.is_under_way():
+            self._overlap.begin()
+        return StepOutcome(self.iteration, staleness=0 if applies else -1)
+
+    def leave(self) -> None:
+        """If the data ended in a round, end it: on every worker, as all have as many batches."""
+        while self._schedule.num_steps(self.iteration) < self._steps:
+            self._pass_step()
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        """The parameters that all workers share, and the mean of their buffers."""
+        with self._outer.in_place(), super().global_model() as model:
+            yield model
+
+    def own_state(self) -> dict[str, OwnState]:
+        own = of_replica(self.replica)
+        for index in range(len(self.replica.parameters)):
+            if not self._outer.is_local(index):
+                del own[f"parameters.{index}"]
+        return {**own, **self._outer.own_state(), _WEIGHTS: OwnState(torch.tensor(self._weights))}
+
+    def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
+        super().restore(state, own, iteration=iteration)
+        load_replica(self.replica, own)
+        self._outer.restore(own)
+        self._steps = self._schedule.num_steps(iteration)
+        if len(weights := own.get(_WEIGHTS, torch.zeros(0))) == len(self._weights):
+            self._weights = [(float(total), int(count)) for total, count in weights]
+
+    def _pass_step(self) -> None:
+        """A step is over: exchange what is due."""
+        self._steps += 1
+        for fragment in self._schedule.leaving(self._steps):
+            self._take(fragment)
+            self._outer.start(fragment)
+        for fragment in self._schedule.due(self._steps):
+            self._outer.join(fragment, alpha=self._strategy.alpha)
+        self.iteration = self._schedule.num_rounds(self._steps)
+
+    def _take(self, fragment: int) -> None:
+        total, count = self._weights[fragment]
+        self._weights[fragment] = (0.0, 0)
+        culprit = self._outer.take(fragment, weight=total / count)
+        if culprit is None or self._strategy.nonfinite == "allow":
+            return
+        if self._strategy.nonfinite == "raise":
+            raise non_finite(rank=self.context.rank, step=self._steps, parameter=culprit)
+        self._outer.leave_out(fragment)

@@ -1,0 +1,120 @@
+"""The parameters that workers share while each trains its own: in fragments, which are exchanged one by one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.arrays import is_finite
+from paceline.buckets import Bucket
+from paceline.comm.base import Work
+from paceline.layout import by_group
+from paceline.outer import Outer, dealt_out, mix, take_changes
+from paceline.server.state import export_state, import_state
+from paceline.strategies.base import Context
+from paceline.strategies.bucketing import allocated
+from paceline.strategies.exchange import Exchange
+from paceline.strategies.own_state import OwnState
+from paceline.strategies.replica import Replica
+
+
+@final
+class OuterModel:
+    """One copy of the trained parameters, and as much memory for their pseudo-gradients. Collective call.
+
+    Args:
+        outer: what steps with the mean pseudo-gradient.
+
+    Raises:
+        UsageError: the model has fewer tensors than fragments.
+    """
+
+    def __init__(self, context: Context, replica: Replica, *, num_fragments: int, outer: Outer) -> None:
+        fragments = dealt_out([spec.num_bytes for spec in replica.specs], num_fragments)
+        layout = by_group([replace(spec, group=own) for spec, own in zip(replica.specs, fragments, strict=True)])
+        buffer = allocated(context, layout.num_bytes)
+        flats = [segment.view(buffer) for segment in layout.segments]
+        none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
+        self._exchange = Exchange(
+            context.collective, [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
+        )
+        self._local = replica.parameters
+        self._names = [spec.name for spec in replica.specs]
+        self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
+        self._changes = layout.views(buffer)
+        self._flats = flats
+        self._members = [[i for i, own in enumerate(fragments) if own == n] for n in range(num_fragments)]
+        self._buckets = [[i for i, s in enumerate(layout.segments) if s.group == n] for n in range(num_fragments)]
+        self._optimizer = outer.optimizer(self._parameters)
+        self._works: dict[int, list[Work]] = {}
+
+    def take(self, fragment: int, *, weight: float) -> str | None:
+        """Take the fragment's pseudo-gradients; the name of a tensor in which they are not finite, if there is one.
+
+        Args:
+            weight: what this worker's count in the mean, times the number of workers.
+        """
+        members = self._members[fragment]
+        take_changes(*(_of(members, each) for each in (self._parameters, self._local, self._changes)), weight=weight)
+        if all(is_finite(self._flats[bucket]) for bucket in self._buckets[fragment]):
+            return None
+        return next(self._names[index] for index in members if not is_finite(self._changes[index]))
+
+    def leave_out(self, fragment: int) -> None:
+        """What this worker changed is not to count."""
+        for bucket in self._buckets[fragment]:
+            self._flats[bucket].zero_()
+
+    def start(self, fragment: int) -> None:
+        """Begin to average what was taken over all workers."""
+        self._works[fragment] = [self._exchange.start(bucket) for bucket in self._buckets[fragment]]
+
+    def is_under_way(self) -> bool:
+        """Whether a fragment is; moves it on."""
+        under_way = [work for works in self._works.values() for work in works if not work.poll()]
+        return bool(under_way)
+
+    def join(self, fragment: int, *, alpha: float) -> None:
+        """Wait for the mean, step with it, and have this worker go on from there, or part of the way."""
+        for work in self._works.pop(fragment):
+            work.wait()
+        members = self._members[fragment]
+        for index in members:
+            self._parameters[index].grad = self._changes[index]
+        self._optimizer.step()
+        self._optimizer.zero_grad()  # to none, so that the next fragment's step leaves these alone
+        mix(_of(members, self._local), _of(members, self._parameters), alpha=alpha)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """This worker's model has the shared parameters meanwhile, and afterwards its own again."""
+        own = [parameter.detach().clone() for parameter in self._local]
+        mix(self._local, self._parameters, alpha=0.0)
+        try:
+            yield
+        finally:
+            mix(self._local, own, alpha=0.0)
+
+    def is_local(self, index: int) -> bool:
+        """Whether this worker's parameter differs from the shared one."""
+        return not torch.equal(self._local[index], self._parameters[index])
+
+    def own_state(self) -> dict[str, OwnState]:
+        """Of the outer optimizer, which all workers have alike, and of codecs."""
+        state = export_state(self._optimizer, self._parameters)
+        outer = {f"outer.{name}": OwnState(tensor, "same") for name, tensor in state.items()}
+        return {**outer, **self._exchange.own_state()}
+
+    def restore(self, own: Mapping[str, Tensor]) -> None:
+        """Take up what `own_state` gave, as far as it is there."""
+        prefix = "outer."
+        state = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
+        import_state(self._optimizer, self._parameters, state)
+        self._exchange.restore(own)
+
+
+def _of(members: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensors[index].detach() for index in members]

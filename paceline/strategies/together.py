@@ -1,0 +1,100 @@
+"""The synchronizers of several optimizers as one: an iteration is a step of the first."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.base import Timing
+from paceline.errors import UsageError
+from paceline.strategies.base import Context, StepOutcome, Synchronizer
+from paceline.strategies.own_state import OwnState
+from paceline.strategies.replica import Replica
+
+_ITERATION = "iteration"
+
+
+@final
+class Together(Synchronizer):
+    """Steps and waits are the first optimizer's; the others' steps are `parts[name].step`, and belong to the first's
+    iteration. All else concerns all. States have the optimizer's name in front.
+
+    Args:
+        whole: all parameters.
+        parts: by the optimizers' names, the first's in front.
+    """
+
+    def __init__(self, context: Context, whole: Replica, parts: Mapping[str, Synchronizer]) -> None:
+        super().__init__(context, whole)
+        self._parts = dict(parts)
+        self._first = next(iter(self._parts.values()))
+        self.facts = {f"{name}.{fact}": value for name, part in parts.items() for fact, value in part.facts.items()}
+
+    def start(self) -> None:
+        for part in self._parts.values():
+            part.start()
+
+    def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        outcome = self._first.step(update, pause_at=pause_at)
+        self.iteration = outcome.iteration
+        return outcome
+
+    def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
+        outcome = self._first.wait_for_admission(pause_at=pause_at)
+        self.iteration = outcome.iteration
+        return outcome
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        each = {id(timing): timing for part in self._parts.values() for timing in part.timings}
+        return tuple(each.values())
+
+    def set_weight(self, weight: float) -> None:
+        for part in self._parts.values():
+            part.set_weight(weight)
+
+    def set_synchronizing(self, on: bool) -> bool:
+        before, *_ = [part.set_synchronizing(on) for part in self._parts.values()]
+        return before
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        with ExitStack() as in_place:
+            for part in self._parts.values():
+                in_place.enter_context(part.global_model())
+            yield self.replica.model
+
+    def leave(self) -> None:
+        for part in self._parts.values():
+            part.leave()
+        self.iteration = self._first.iteration
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for name, part in self._parts.items():
+            own = {**part.optimizer_state(), _ITERATION: torch.tensor(part.iteration)}
+            state |= {f"{name}.{key}": tensor for key, tensor in own.items()}
+        return state
+
+    def own_state(self) -> dict[str, OwnState]:
+        return {f"{name}.{key}": own for name, part in self._parts.items() for key, own in part.own_state().items()}
+
+    def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
+        for name, part in self._parts.items():
+            mine = _without(f"{name}.", state)
+            if _ITERATION not in mine:
+                raise UsageError(f"the checkpoint has no state of the optimizer {name!r}; resume with the same ones")
+            at = int(mine.pop(_ITERATION))
+            part.restore(mine, _without(f"{name}.", own), iteration=iteration if part is self._first else at)
+        self.iteration = iteration
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            part.close()
+
+
+def _without(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What has the prefix, by the rest of its name."""
+    return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}

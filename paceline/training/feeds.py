@@ -1,0 +1,104 @@
+"""The loaders of a run, each with what is known of its batches."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from paceline.checkpoint import WorkerState
+from paceline.errors import UsageError
+from paceline.training.handouts import Handouts
+from paceline.training.sharding import Place, ShardedLoader
+
+
+class Feed(NamedTuple):
+    """One loader."""
+
+    loader: ShardedLoader
+    handouts: Handouts
+
+    @property
+    def place(self) -> Place:
+        """Of the first batch that the script has not trained on."""
+        return self.handouts.place(self.loader.place)
+
+
+@final
+class EachHandouts:
+    """The handouts of several loaders, whose batches all count alike: a gradient may be of one of each."""
+
+    def __init__(self, each: Sequence[Handouts]) -> None:
+        self._each = tuple(each)
+
+    @property
+    def num_batches(self) -> int:
+        """Of all loaders, as `Handouts.num_batches`."""
+        return sum(handouts.num_batches for handouts in self._each)
+
+    @property
+    def num_steps(self) -> int:
+        """As `Handouts.num_steps`."""
+        return self._each[0].num_steps
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a batch of any loader was trained on."""
+        return any(handouts.has_trained for handouts in self._each)
+
+    def take_what_was_set(self) -> None:
+        """As `Handouts.take_what_was_set`."""
+        for handouts in self._each:
+            handouts.take_what_was_set()
+
+    def look_back(self) -> None:
+        """As `Handouts.look_back`."""
+        for handouts in self._each:
+            handouts.look_back()
+
+    def end_step(self) -> int:
+        """The samples of the first loader that the step has trained on."""
+        found = [handouts.end_step() for handouts in self._each]
+        return next((samples for samples in found if samples), 0)
+
+    def close(self) -> None:
+        for handouts in self._each:
+            handouts.close()
+
+
+def joined(each: Sequence[Handouts]) -> Handouts | EachHandouts:
+    return each[0] if len(each) == 1 else EachHandouts(each)
+
+
+def require_even(name: str, is_even: bool) -> None:
+    """Raises UsageError for batches of different weights, where gradients may be of several loaders' batches."""
+    if not is_even:
+        raise UsageError(
+            f"the last batches of {name!r} differ in size from worker to worker and so would count differently, and "
+            "with several loaders nothing tells which gradient is of which batch; give the DataLoader drop_last=True, "
+            "or a batch size that divides the data evenly"
+        )
+
+
+def identity_of(feeds: Mapping[str, Feed]) -> dict[str, Any]:
+    """What tells the data from other data, by name; the first loader's as if it were alone."""
+    (_, first), *others = feeds.items()
+    return first.loader.identity | {f"{name}.{key}": v for name, o in others for key, v in o.loader.identity.items()}
+
+
+def places_beside(feeds: Mapping[str, Feed]) -> dict[str, tuple[int, int, Any]]:
+    """Where the loaders after the first are."""
+    return {name: tuple(feed.place) for name, feed in list(feeds.items())[1:]}
+
+
+def resume(feeds: Mapping[str, Feed], state: WorkerState, data: Mapping[str, Any]) -> None:
+    """Have every loader skip to where it was. Raises UsageError if one was not there, or had other data."""
+    for index, (name, feed) in enumerate(feeds.items()):
+        if index == 0:
+            place = Place(state.epoch, state.num_batches_done, state.stream)
+            identity = {key: value for key, value in data.items() if "." not in key}
+        elif name in state.beside:
+            place = Place(*state.beside[name])
+            identity = {
+                key.removeprefix(f"{name}."): value for key, value in data.items() if key.startswith(f"{name}.")
+            }
+        else:
+            raise UsageError(f"the checkpoint has no place in the data of {name!r}; resume with the same loaders")
+        feed.loader.resume_at(place, identity)

@@ -1,0 +1,219 @@
+"""Local updates in whole runs: what they are beside all-reduce, what they move, and what a delay hides."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.cluster.description import Cluster, Compute, Hosts
+from paceline.comm.base import Collective, Work
+from paceline.running.result import Result
+from paceline.strategies.exchange import Exchange
+from paceline.training.worker import Worker
+from tests.conformance import local_engine, virtual_engine
+from tests.conformance.reference import train_alone
+from tests.conformance.rows import launched as launched_row
+from tests.conformance.rows import loader_of, problem, steps_of, train
+from tests.conformance.scripts import (
+    EXACT,
+    SCRIPTS,
+    assert_close,
+    launched,
+    momentum,
+    perceptron,
+    plain_step,
+    samples,
+)
+from tests.conformance.scripts import train as train_script
+from tests.conformance.test_odd_scripts import Stream
+from tests.conformance.virtual_cluster import cluster_of
+
+ENGINES = pytest.mark.parametrize("engine", [local_engine, virtual_engine], ids=["processes", "virtual"])
+
+
+def run(engine: ModuleType, script: Any, out: Path, strategy: str, **settings: Any) -> Result:
+    settings = {"workers": 2, **settings}
+    found: Result = engine.run(partial(launched_row, script, out), strategy=strategy, out=out, **settings)
+    return found
+
+
+@ENGINES
+@pytest.mark.parametrize("case", ["sgd", "momentum", "nesterov, weight decay", "two backward passes", "accumulate"])
+def test_rounds_of_one_step_equal_one_process(case: str, engine: ModuleType, tmp_path: Path) -> None:
+    """As all-reduce does, where steps are linear in the gradient and batches are as large as one another."""
+    script, tolerance = SCRIPTS[case]
+    program = partial(launched, script)
+    result = engine.run(program, strategy="local-sgd", options={"every": 1}, workers=2, out=tmp_path)
+    assert_close(result.model_state(), train_alone(script, 2), tolerance)
+
+
+def test_uneven_batches_count_by_their_samples(tmp_path: Path) -> None:
+    script = partial(train_script, optimizer=partial(SGD, lr=0.1), data=partial(samples, 91))
+    program = partial(launched, script)
+    result = local_engine.run(program, strategy="local-sgd", options={"every": 1}, workers=2, out=tmp_path)
+    assert_close(result.model_state(), train_alone(script, 2), EXACT)
+
+
+# --- what moves ------------------------------------------------------------------------------------------------------
+
+
+def payload_of(monkeypatch: pytest.MonkeyPatch, out: Path, strategy: str, **options: Any) -> list[int]:
+    """The bytes of values of every exchange of a bucket by rank 0; flags and buffers are not among them."""
+    found: list[int] = []
+
+    def spied(
+        self: Exchange, collective: Collective, buckets: Any, *, _init: Any = Exchange.__init__, **more: Any
+    ) -> None:
+        _init(self, collective, buckets, **more)
+        self.sizes = [bucket.values.nbytes for bucket in buckets]  # type: ignore[attr-defined]
+        self.rank = collective.rank  # type: ignore[attr-defined]
+
+    def started(self: Exchange, bucket: int, *, _start: Any = Exchange.start) -> Work:
+        if self.rank == 0:  # type: ignore[attr-defined]
+            found.append(self.sizes[bucket])  # type: ignore[attr-defined]
+        work: Work = _start(self, bucket)
+        return work
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Exchange, "__init__", spied)
+        patched.setattr(Exchange, "start", started)
+        run(virtual_engine, train, out, strategy, options=options)
+    return found
+
+
+def test_local_sgd_moves_an_hth_of_all_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 48 steps: of values, with a cache line for the flags of all-reduce less."""
+    always = payload_of(monkeypatch, tmp_path / "all-reduce", "all-reduce")
+    assert len(always) == 48
+    seldom = {every: payload_of(monkeypatch, tmp_path / str(every), "local-sgd", every=every) for every in (1, 4, 12)}
+    assert {every: every * sum(sizes) for every, sizes in seldom.items()} == dict.fromkeys(seldom, sum(seldom[1]))
+    assert 0 <= max(always) - max(seldom[1]) < 64
+    parts = payload_of(monkeypatch, tmp_path / "parts", "diloco", every=4, fragments=2, delay=1)
+    assert sum(parts) == sum(seldom[4]), "in parts as much"
+    largest = 16 * 10 * 4  # the first layer's weight
+    assert Counter(parts) == {largest: 12, max(seldom[4]) - largest: 12}, "and at most the larger part at a time"
+
+
+def deep(worker: Worker, out: Path) -> None:
+    """Four layers of 1 MB."""
+    model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(4)))
+    model, optimizer, _ = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
+    for _ in range(16):
+        optimizer.zero_grad()
+        model(torch.ones(2, 500)).mean().backward()
+        optimizer.step()
+
+
+def test_a_delay_hides_the_exchange_behind_the_steps_that_follow(tmp_path: Path) -> None:
+    """Each of two fragments takes 2 (n - 1) / n * 2 MB at 1 Gbit/s: 16 ms, and a step 50 ms."""
+    cluster = Cluster(hosts=(Hosts(count=2, bandwidth_gbit_per_s=1.0, latency_us=0.0),), compute=Compute(step_s=0.05))
+    took_s = {}
+    for delay in (0, 1):
+        options = {"every": 8, "fragments": 2, "delay": delay}
+        result = run(virtual_engine, deep, tmp_path / str(delay), "diloco", cluster=cluster, options=options)
+        steps = steps_of(result, 0)
+        took_s[delay] = sum(record.communication_s + record.waiting_s for record in steps)
+        hidden_s = sum(record.hidden_s for record in steps)
+        assert hidden_s >= 4 * 0.016 if delay else hidden_s == 0
+    assert took_s[0] == pytest.approx(4 * 0.016, rel=0.05)
+    assert took_s[1] < 0.001
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+class Uneven(Stream):
+    """Rank 1 has fewer samples than rank 0."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return itertools.islice(super().__iter__(), 40 - 12 * self.rank)
+
+
+def train_on_a_stream(worker: Worker, out: Path) -> None:
+    model = perceptron()
+    loader = DataLoader(Uneven(rank=worker.rank, size=worker.size), batch_size=4)
+    model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), loader)
+    for _ in range(2):
+        for batch in loader:
+            plain_step(model, optimizer, batch)
+
+
+@ENGINES
+def test_the_stream_that_ends_first_ends_the_epoch_for_all(engine: ModuleType, tmp_path: Path) -> None:
+    result = run(engine, train_on_a_stream, tmp_path, "local-sgd", options={"every": 3})
+    assert [len(steps_of(result, rank)) for rank in (0, 1)] == [14, 14]
+
+
+def train_eleven_steps(worker: Worker, out: Path) -> None:
+    """Eleven steps: three rounds of four, the last of which the data ends."""
+    model = nn.Linear(10, 4)
+    loader = loader_of(problem(88))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader)
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@ENGINES
+def test_data_that_ends_in_a_round_ends_it(engine: ModuleType, tmp_path: Path) -> None:
+    """With a fragment under way, too; and a resumed run has nothing left to do."""
+    options = {"every": 4, "fragments": 2, "delay": 1}
+    begun = run(engine, train_eleven_steps, tmp_path / "begun", "diloco", options=options)
+    assert Checkpoint.decode((tmp_path / "begun" / FILE_NAME).read_bytes(), where="").iteration == 3
+    again = run(engine, train_eleven_steps, tmp_path / "again", "diloco", options=options, resume=tmp_path / "begun")
+    assert not again.steps
+    for name, tensor in begun.model_state().items():
+        assert torch.equal(again.model_state()[name], tensor)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_holds_the_outer_state_once(tmp_path: Path) -> None:
+    run(local_engine, train, tmp_path, "diloco", options={"every": 4}, max_steps=3)
+    first, second = Checkpoint.decode((tmp_path / FILE_NAME).read_bytes(), where="").workers
+    of_outer = {name for name in first.own if name.startswith("outer.")}
+    assert len(of_outer) == 4
+    assert not of_outer & set(second.own)
+    assert set(first.own) - of_outer == set(second.own)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("all-reduce", "diloco"), ("diloco", "all-reduce"), ("diloco", "slowmo")]
+)
+def test_another_strategy_goes_on_from_the_outer_parameters(first: str, second: str, tmp_path: Path) -> None:
+    options = {"all-reduce": {}, "diloco": {"every": 4, "fragments": 2, "alpha": 0.5}, "slowmo": {"every": 3}}
+    begun = run(local_engine, train, tmp_path / "begun", first, options=options[first], max_steps=4)
+    resumed = run(
+        local_engine, train, tmp_path / "on", second, options=options[second], max_steps=4, resume=tmp_path / "begun"
+    )
+    for name, tensor in begun.model_state().items():
+        assert torch.equal(resumed.model_state()[name], tensor)
+    went_on = run(
+        local_engine, train, tmp_path / "went", second, options=options[second], max_steps=6, resume=tmp_path / "begun"
+    )
+    assert went_on.iteration == 6
+
+
+def test_virtual_runs_repeat_themselves(tmp_path: Path) -> None:
+    options = {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5}
+    runs = [
+        run(virtual_engine, train, tmp_path / str(n), "diloco", options=options, cluster=cluster_of(gbit_per_s=0.1))
+        for n in (0, 1)
+    ]
+    assert [record.time_s for record in runs[0].steps] == [record.time_s for record in runs[1].steps]
+    for name, tensor in runs[0].model_state().items():
+        assert torch.equal(runs[1].model_state()[name], tensor)

@@ -1,0 +1,315 @@
+"""Several models, optimizers and loaders in one script."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import paceline
+from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.data import Dataset, Split, load
+from paceline.errors import RunFailed
+from paceline.strategies import STRATEGIES
+from tests.conformance import local_engine, virtual_engine
+from tests.conformance.reference import train_alone
+from tests.conformance.scripts import EXACT, assert_close
+
+_SPEC = importlib.util.spec_from_file_location("gan", Path(__file__).parents[2] / "recipes" / "gan.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+gan = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(gan)
+
+ENGINES = {"local": local_engine, "virtual": virtual_engine}
+every_strategy = pytest.mark.parametrize(
+    "strategy", [name for name, entry in STRATEGIES.items() if not entry.is_another_name]
+)
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def some_digits() -> Dataset:
+    digits = load("digits")
+    train, test = (
+        Split(split.images[:count], split.labels[:count], split.mean.double(), split.std.double())
+        for split, count in ((digits.train, 50), (digits.test, 32))
+    )
+    return Dataset("digits", _Double(train), _Double(test), digits.num_classes, digits.shape)  # type: ignore[arg-type]
+
+
+class _Double(TensorDataset):
+    """A split whose images are float64."""
+
+    def __init__(self, split: Split) -> None:
+        images, labels = split[:]
+        super().__init__(images.double(), labels)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self[torch.tensor(indices)]
+
+
+def train_gan(worker: Any, *, epochs: int = 3) -> nn.Module:
+    torch.set_default_dtype(torch.float64)
+    args = gan.parse_arguments([])
+    args = argparse.Namespace(**{**vars(args), "latent": 4, "width": 2, "batch_size": 4, "epochs": epochs})
+    models = dict(zip(("generator", "discriminator"), gan.train(worker, some_digits(), args), strict=True))
+    return nn.ModuleDict(models)
+
+
+def launched(script: Any) -> None:
+    script(paceline.init())
+
+
+def run(engine: str, script: Any, out: Path, strategy: str, workers: int = 2, **settings: Any) -> Any:
+    return ENGINES[engine].run(partial(launched, script), strategy=strategy, workers=workers, out=out, **settings)
+
+
+# --- the recipe -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("all-reduce", {}), ("ring", {}), ("ps-bsp", {}), ("ps-bsp", {"servers": 2})]
+)
+def test_gan_equals_one_process(engine: str, strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+    result = run(engine, train_gan, tmp_path, strategy, options=options, eval_every=5)
+    assert result.iteration == 3 * (50 // 8)
+    assert [evaluation.iteration for evaluation in result.evaluations] == [0, 5, 10, 15, 18]
+    assert_close(result.model_state(), train_alone(train_gan, 2), EXACT)
+
+
+def assert_learns(result: Any) -> None:
+    """The discriminator tells what is real, and the generator's images change."""
+    losses = [record.value for record in result.logged if record.name == "loss_d"]
+    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    assert result.metrics["distance"] != result.evaluations[0].metrics["distance"]
+
+
+@every_strategy
+def test_gan_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
+    workers = 1 if strategy == "single" else 2
+    result = run("virtual", partial(train_gan, epochs=8), tmp_path, strategy, workers, eval_every=7, checkpoint_every=9)
+    assert_learns(result)
+    assert {name.split(".")[0] for name in result.model_state()} == {"generator", "discriminator"}
+
+
+@pytest.mark.parametrize("strategy", ["ps-ssp", "ps-asp"])
+def test_gan_trains_with_real_servers(strategy: str, tmp_path: Path) -> None:
+    result = run("local", partial(train_gan, epochs=8), tmp_path, strategy, workers=3, eval_every=7)
+    assert_learns(result)
+    first = [update.iteration for update in result.updates]
+    assert len(first) == len(set(first)) == result.iteration == sum(1 for _ in result.steps)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+def test_gan_on_ray(strategy: str, tmp_path: Path) -> None:
+    result = paceline.run(partial(launched, train_gan), strategy=strategy, workers=2, out=tmp_path / "run")
+    assert_close(result.model_state(), train_alone(train_gan, 2), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [("local", "all-reduce"), ("local", "ps-bsp"), ("virtual", "all-reduce"), ("virtual", "ps-bsp")],
+)
+def test_gan_resumes_in_mid_run(engine: str, strategy: str, tmp_path: Path) -> None:
+    run(engine, train_gan, tmp_path / "begun", strategy, max_steps=8)
+    run(engine, train_gan, tmp_path / "resumed", strategy, resume=tmp_path / "begun")
+    run(engine, train_gan, tmp_path / "whole", strategy)
+    resumed, whole = (
+        Checkpoint.decode((tmp_path / name / FILE_NAME).read_bytes(), where="") for name in ("resumed", "whole")
+    )
+    assert whole.optimizers == ["optimizer_g", "optimizer_d"]
+    assert int(whole.optimizer["optimizer_d.iteration"]) == 18
+    for kind in ("model", "optimizer"):
+        for name, tensor in getattr(whole, kind).items():
+            assert torch.equal(getattr(resumed, kind)[name], tensor), name
+
+
+# --- other scripts --------------------------------------------------------------------------------------------------
+
+
+def points(count: int = 48) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(count, 6, generator=generator), torch.randn(count, 1, generator=generator))
+
+
+def train_two_halves(worker: Any, *, every: int = 1) -> nn.Module:
+    """One model, whose layers have an optimizer each; the second one steps several times an iteration."""
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    model, first, second, data = worker.prepare(
+        model=model,
+        first=SGD(model[0].parameters(), lr=0.1, momentum=0.9),
+        second=Adam(model[2].parameters(), lr=0.01),
+        data=DataLoader(points(), batch_size=4, shuffle=True),
+    )
+    for _ in range(2):
+        for number, (x, y) in enumerate(data):
+            first.zero_grad()
+            second.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            second.step()
+            if number % every == 0:
+                first.step()
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_two_optimizers_of_one_model(engine: str, strategy: str, every: int, tmp_path: Path) -> None:
+    script = partial(train_two_halves, every=every)
+    result = run(engine, script, tmp_path, strategy)
+    assert result.iteration == 12 // every
+    assert sum(step.samples for step in result.steps) == 96 - 8 * (every - 1)
+    assert_close(result.model_state(), train_alone(script, 2), EXACT)
+
+
+def train_on_two_loaders(worker: Any, *, count: int = 24) -> nn.Module:
+    torch.set_default_dtype(torch.float64)
+    model = nn.Linear(6, 1)
+    model, optimizer, first, second = worker.prepare(
+        model=model,
+        optimizer=SGD(model.parameters(), lr=0.05),
+        first=DataLoader(points(), batch_size=4, shuffle=True),
+        second=DataLoader(Subset(points(), range(count)), batch_size=2, shuffle=True),
+    )
+    for _ in range(2):
+        for (x, y), (other_x, other_y) in zip(first, second, strict=True):
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y) + F.mse_loss(model(other_x), other_y)).backward()
+            optimizer.step()
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+def test_two_loaders(strategy: str, tmp_path: Path) -> None:
+    result = run("local", train_on_two_loaders, tmp_path / "whole", strategy)
+    assert [step.samples for step in result.steps] == [4] * 24
+    assert_close(result.model_state(), train_alone(train_on_two_loaders, 2), EXACT)
+    run("local", train_on_two_loaders, tmp_path / "begun", strategy, max_steps=8)
+    resumed = run("local", train_on_two_loaders, tmp_path / "resumed", strategy, resume=tmp_path / "begun")
+    for name, tensor in result.model_state().items():
+        assert torch.equal(resumed.model_state()[name], tensor)
+
+
+def test_loaders_whose_batches_count_differently(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"last batches of 'second' differ in size .* drop_last=True"):
+        run("virtual", partial(train_on_two_loaders, count=23), tmp_path, "all-reduce")
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def step_unprepared(worker: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 1))
+    other = Adam(model[1].parameters())
+    model, optimizer, data = worker.prepare(
+        model, SGD(model[0].parameters(), lr=0.1), DataLoader(points(), batch_size=4)
+    )
+    for x, y in data:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        other.step()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+def test_optimizer_that_was_not_prepared(engine: str, strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"Adam steps the parameter '1\.weight' .* was not prepared itself"):
+        run(engine, step_unprepared, tmp_path, strategy)
+
+
+class Slow(torch.optim.Optimizer):
+    """Made of another optimizer, which steps inside it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self._inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._inner.step()
+
+
+def step_wrapped(worker: Any) -> nn.Module:
+    model = nn.Linear(6, 1)
+    optimizer = Slow(SGD(model.parameters(), lr=0.1))
+    model, optimizer, data = worker.prepare(model, optimizer, DataLoader(points(), batch_size=4))
+    probe = nn.Linear(6, 1)
+    own = SGD(probe.parameters(), lr=0.1)  # of no prepared model: the worker's own
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        F.mse_loss(probe(x), y).backward()
+        own.step()
+    SGD(model.parameters(), lr=0.1).step()  # after training
+    return model  # type: ignore[no-any-return]
+
+
+def test_optimizers_that_need_not_be_prepared(tmp_path: Path) -> None:
+    result = run("local", step_wrapped, tmp_path, "all-reduce", max_steps=5)
+    assert result.iteration == 5
+
+
+def prepare_with(worker: Any, **changes: Any) -> None:
+    first, second = nn.Linear(6, 1), nn.Linear(6, 1)
+    everything = {
+        "first": first,
+        "second": second,
+        "a": SGD(first.parameters(), lr=0.1),
+        "b": SGD(second.parameters(), lr=0.1),
+        "data": DataLoader(points(), batch_size=4),
+    }
+    everything |= {name: make(first, second) for name, make in changes.items()}
+    worker.prepare(**everything)
+
+
+def test_what_prepare_refuses(tmp_path: Path) -> None:
+    for number, (changes, message) in enumerate(
+        [
+            ({"b": lambda first, _: Adam(first.parameters())}, "'a' and 'b' both hold the parameter 'first.weight'"),
+            ({"second": lambda first, _: first}, "'first' and 'second' are the same model"),
+            ({"data": lambda *_: nn.Linear(1, 1)}, "prepare was given no loader"),
+            ({"noise": lambda *_: 3}, r"prepare\(noise=\.\.\.\) takes things with state_dict"),
+            ({"b": lambda *_: SGD(nn.Linear(6, 1).parameters())}, r"prepare\(b=\.\.\.\): parameter 0 of the optimizer"),
+            ({"values": lambda *_: nn.Linear(6, 1)}, "a model cannot be called 'values'"),
+        ]
+    ):
+        with pytest.raises(RunFailed, match=message):
+            run("virtual", partial(prepare_with, **changes), tmp_path / str(number), "all-reduce")
+
+
+def prepare_by_place(worker: Any) -> None:
+    model = nn.Linear(6, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    worker.prepare(model, optimizer, DataLoader(points(), batch_size=4), other=SGD(model.parameters(), lr=0.1))
+
+
+def test_second_optimizer_beside_places(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"prepare\(other=\.\.\.\) is a second optimizer: give all by name"):
+        run("virtual", prepare_by_place, tmp_path, "all-reduce")
+
+
+def test_backup_workers_take_one_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="prepare one optimizer, or leave backup_workers out"):
+        run("virtual", train_gan, tmp_path, "ps-bsp", workers=3, options={"backup_workers": 1})

@@ -1,6 +1,8 @@
 """Gradients that are not finite, where each worker takes its own steps."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,20 @@ def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int)
     if culprit is not None and policy == "raise":
         raise non_finite(rank=rank, step=step, parameter=culprit)
     return culprit is None
+
+
+def checked(
+    closure: Callable[[], Any], replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int
+) -> Callable[[], Any]:
+    """The closure of an optimizer that calls it within its step, for one that is to see finite gradients alone: half a
+    step cannot be left out, so that `skip` raises, too."""
+
+    def evaluate() -> Any:
+        loss = closure()
+        may_step(replica, "allow" if policy == "allow" else "raise", rank=rank, step=step)
+        return loss
+
+    return evaluate
 
 
 def _seem_finite(gradients: list[Tensor], *, is_light: bool) -> bool:

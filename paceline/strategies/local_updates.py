@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ from paceline.errors import UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option
-from paceline.strategies.finite import may_step
+from paceline.strategies.finite import checked, may_step
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
-from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_no_closure, require_same_parameters
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
 _WEIGHTS = "weights"
@@ -78,7 +78,6 @@ class LocalUpdates(Strategy):
         return Traits(lock_step=False, unit="round", traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        require_no_closure(replica.optimizer)
         return _LocalSynchronizer(self, context, replica)
 
 
@@ -100,6 +99,10 @@ class _LocalSynchronizer(Synchronizer):
 
     def set_weight(self, weight: float) -> None:
         self._weight = weight
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        nonfinite = self._strategy.nonfinite
+        return checked(closure, self.replica, nonfinite, rank=self.context.rank, step=self._steps + 1)
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._overlap.end()

@@ -6,8 +6,8 @@ from typing import Any, final
 
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
-from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Strategy, Synchronizer
-from paceline.strategies.finite import may_step
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.finite import checked, may_step
 from paceline.strategies.replica import Replica, is_skipped_by_scaler
 from paceline.strategies.traits import Traits
 
@@ -44,14 +44,7 @@ class _SingleSynchronizer(Synchronizer):
         return ()
 
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        policy: NonFinitePolicy = "allow" if self._nonfinite == "allow" else "raise"  # half a step cannot be left out
-
-        def evaluate() -> Any:
-            loss = closure()
-            may_step(self.replica, policy, rank=self.context.rank, step=self.iteration + 1)
-            return loss
-
-        return evaluate
+        return checked(closure, self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1)
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         applies = may_step(self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1)

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from paceline.cli.compare import conduct, finish
-from paceline.lab.report_page import FILE_NAME
 from paceline.lab.spec import StudySpec
 
 _STRATEGIES = ("all-reduce", "ps-bsp", "ps-asp")
@@ -32,6 +31,8 @@ def demo(
     Real processes with 1 and 2 workers, then the same script with 1 and 8 workers on simulated hosts with 1 Gb/s
     Ethernet, under three strategies each; and one report of both.
     """
+    from paceline.lab import report_page  # here, because plotly takes a while to load
+
     console = Console(stderr=True, soft_wrap=True)
     if out is None:
         out = Path("runs") / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
@@ -40,7 +41,7 @@ def demo(
     real = conduct(_spec(_HERE, seed), out / "this-machine")
     console.print(f"2. The same script on a simulated laboratory ({_CLUSTER}), on 8 of its hosts:", highlight=False)
     simulated = conduct(_spec(_LAB, seed, engine="virtual", cluster=_CLUSTER), out / "simulated-lab")
-    path = finish([real, simulated], out / FILE_NAME)
+    path = finish([real, simulated], out / report_page.FILE_NAME)
     _offer(path)
     Console().print("Next, a script of your own: paceline compare --help")
 

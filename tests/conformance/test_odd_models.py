@@ -110,7 +110,7 @@ def backwards(params: Any) -> Any:
     return momentum(list(params)[::-1])
 
 
-EVALUATES = r"evaluates the model itself, perhaps several times a step, which servers cannot; use all-reduce"
+EVALUATES = r"evaluates the model itself, perhaps several times a step, which this strategy does not allow; use all"
 SHARED = r"share memory, which they would not where servers own a parameter's memory; tie layers by assigning one Param"
 NEVER_STEPS = r"rank \d: the script changes the parameters batch after batch and never calls optimizer\.step\(\)"
 IN_PLACE = r"step 1: the script changed parameters in place on rank \d, but the servers own them"

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
-import torch
-
 from paceline.codec import Codec, TensorCodec
 from paceline.errors import UsageError
 from paceline.membership import Membership
@@ -13,7 +11,7 @@ from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynch
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.coding import CODEC_DOC, SCOPE_DOC, Scope, require_averaging
 from paceline.strategies.combining import Mode
-from paceline.strategies.replica import Replica, cannot_evaluate, require_plain_steps
+from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
 from paceline.strategies.serving import ServerSynchronizer
 from paceline.strategies.traits import AllReduced, Served, Traits
 
@@ -124,8 +122,7 @@ class ParameterServer(Strategy):
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if context.store is None:
             raise UsageError("this world has no servers; start the script with `paceline run --strategy ps-...`")
-        if isinstance(replica.optimizer, torch.optim.LBFGS):
-            raise cannot_evaluate(replica.optimizer)
+        require_no_closure(replica.optimizer)
         require_plain_steps(replica)
         is_synchronous = self.consistency == "bsp"
         return ServerSynchronizer(

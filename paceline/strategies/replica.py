@@ -185,9 +185,15 @@ def may_evaluate(optimizer: torch.optim.Optimizer) -> bool:
 def cannot_evaluate(optimizer: torch.optim.Optimizer) -> UsageError:
     """The error of a strategy under which an optimizer cannot evaluate the model itself."""
     return UsageError(
-        f"{type(optimizer).__name__} evaluates the model itself, perhaps several times a step, which servers cannot; "
-        "use all-reduce or single, or call backward() before step() and give it no closure"
+        f"{type(optimizer).__name__} evaluates the model itself, perhaps several times a step, which this strategy "
+        "does not allow; use all-reduce or single, or call backward() before step() and give it no closure"
     )
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for an optimizer that cannot do without a closure."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise cannot_evaluate(optimizer)
 
 
 def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:

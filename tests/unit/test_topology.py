@@ -152,7 +152,7 @@ def test_any_graph_mixes_to_the_mean_of_its_parts(size: int, edges: set[tuple[in
         (Tree(), networkx.full_rary_tree(2, 8)),
         (Everybody(), networkx.complete_graph(8)),
     ],
-    ids=repr,
+    ids=str,
 )
 def test_named_topologies_are_the_graphs_of_their_names(topology: Topology, graph: networkx.Graph) -> None:
     torch.testing.assert_close(topology.matrix(0, 8), Graph(graph).matrix(0, 8))

@@ -18,6 +18,7 @@ from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
 
 _LEAVE_WITHIN_S = 5.0
+_LOOK_S = 0.1
 
 
 @dataclass(eq=False)
@@ -38,6 +39,7 @@ class Operation:
     result: Any = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
     over: threading.Event = field(default_factory=threading.Event, init=False)
+    asked_s: float = field(default_factory=time.monotonic, init=False)
 
 
 @final
@@ -67,6 +69,8 @@ class Channel:
         self._new: list[Operation] = []  # that the others have not heard of
         self._has_joined = False
         self._last_joined: int | None = None
+        self._missing: dict[str, list[int]] = {}  # who has not asked for what the others wait for
+        self._warned_s = time.monotonic()
         self._failure: Exception | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -97,16 +101,14 @@ class Channel:
 
     def wait(self, operation: Operation) -> None:
         """Return once it is over. Raises what ended it."""
-        began_s, has_warned = time.monotonic(), False
         while not operation.over.is_set():
             if self._driving.acquire(blocking=False):
                 try:
                     self._drive_until(operation)
                 finally:
                     self._driving.release()
-            elif not operation.over.wait(self._settings.stall_warning_s or None) and not has_warned:
-                has_warned = True
-                self._warn_of_stall(operation, time.monotonic() - began_s)
+            elif not operation.over.wait(self._settings.stall_warning_s or None):
+                self._warn_of_stalls()
         if operation.error is not None:
             raise operation.error
 
@@ -155,15 +157,17 @@ class Channel:
                     return
                 # Who asks for one operation mostly asks for more, or waits for it at once.
                 self._lock.wait_for(lambda: self._is_closed, timeout=self._settings.cycle_s)
-            if self._driving.acquire(timeout=0.1):
+            if self._driving.acquire(timeout=_LOOK_S):
                 try:
                     while self._asked and self._failure is None and not self._is_closed:
                         self._round()
                 finally:
                     self._driving.release()
+            elif self._settings.stall_warning_s:
+                self._warn_of_stalls()  # whoever drives is waiting himself
 
     def _drive_until(self, operation: Operation) -> None:
-        while not operation.over.is_set():
+        while not operation.over.is_set() and self._failure is None:
             self._round()
 
     def _round(self) -> None:
@@ -186,6 +190,7 @@ class Channel:
             if last is not None:
                 self._last_joined, self._has_joined = last, False
             if not due and not any(news.numbers or news.requests for news in everyone):
+                self._missing = self._negotiator.missing()
                 time.sleep(self._settings.cycle_s)  # all wait for different things
         except Exception as error:
             self._fail(error)
@@ -198,7 +203,12 @@ class Channel:
             for operation in mine:
                 operation.error = HorovodInternalError(batch[0].error)
         else:
-            self._executor.run(batch, operations)
+            try:
+                self._executor.run(batch, operations)
+            except BaseException:
+                with self._lock:  # they are to end with everything else that is under way
+                    self._asked.update({operation.request.name: operation for operation in mine})
+                raise
         for operation in mine:
             self._timeline.done(operation.request)
             operation.over.set()
@@ -232,11 +242,21 @@ class Channel:
         except Exception:
             return  # who has not come in time learns of it from the closed collective
 
-    def _warn_of_stall(self, operation: Operation, waited_s: float) -> None:
-        missing = self._negotiator.missing().get(operation.request.name)
-        who = f"rank {', '.join(map(str, missing))}" if missing else "other ranks"
+    def _warn_of_stalls(self) -> None:
+        """Name what has waited for so long, and for whom; at most so often."""
+        now_s, patience_s = time.monotonic(), self._settings.stall_warning_s
+        with self._lock:
+            late = [each for each in self._asked.values() if now_s - max(each.asked_s, self._warned_s) > patience_s]
+            if not late:
+                return
+            self._warned_s = now_s
+        texts = []
+        for operation in late:
+            missing = self._missing.get(operation.request.name)
+            who = f"rank {', '.join(map(str, missing))}" if missing else "another rank, which has asked for nothing,"
+            texts.append(f"{operation.request.name!r} for {now_s - operation.asked_s:.0f} s: {who} did not ask for it")
         warnings.warn(
-            f"{operation.request.name!r} has waited for {waited_s:.0f} s: {who} did not ask for it; do all ranks issue "
-            "the same operations?",
+            f"operations wait: {'; '.join(texts)}. Do all ranks issue the same operations? "
+            "(HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_CHECK_DISABLE)",
             stacklevel=4,
         )

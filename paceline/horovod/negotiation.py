@@ -129,7 +129,8 @@ class Negotiator:
             if request.group and sizes[request.group] < request.group_size:
                 continue
             ready.append(self._ready(self._asked.pop(name)))
-        return ready
+        failed = {each.request.group: each.error for each in ready if each.request.group and each.error}
+        return [each._replace(error=failed.get(each.request.group, each.error)) for each in ready] if failed else ready
 
     def last_joined(self) -> int | None:
         """Once all have joined, the rank that came last; all begin anew then."""

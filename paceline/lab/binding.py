@@ -190,10 +190,9 @@ def what_binds(fewer: Costs, more: Costs, noise: Mapping[str, Noise]) -> Binding
 def _growths(what: str, fewer: Costs, more: Costs) -> list[float]:
     """Logarithms of the factor by which each seed's time would be shorter had this one cost not grown."""
     if what == SAMPLES:
-        common = fewer.samples.keys() & more.samples.keys()
-        return [
-            math.log(more.samples[seed] / fewer.samples[seed]) for seed in sorted(common) if fewer.samples[seed] > 0
-        ]
+        common = sorted(fewer.samples.keys() & more.samples.keys())
+        counts = [(fewer.samples[seed], more.samples[seed]) for seed in common]
+        return [math.log(after / before) for before, after in counts if min(before, after) > 0]
     before, after = fewer.worker_s[what], more.worker_s[what]
     growths = []
     for seed in sorted(before.keys() & after.keys()):

@@ -77,7 +77,7 @@ def _runs(finished: pd.DataFrame, quantity: str, sign: float) -> list[Run]:
     if quantity in _TO_TARGET:
         processes = finished["workers"] + finished["servers"] if quantity == COST else 1
         values = values.where(has_arrived, processes * finished["training_time_s"])
-    least = values[values > 0].min()
+    least = values[values > 0].min() if (values > 0).any() else 1.0
     known = finished.assign(value=np.log(values.clip(lower=least)), arrived=has_arrived)
     known = known[np.isfinite(known["value"]) & (has_arrived | (quantity in _TO_TARGET))]
     return [Run(_arm(row), row.seed, sign * row.value, bool(row.arrived)) for row in known.itertuples()]

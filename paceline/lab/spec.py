@@ -22,6 +22,14 @@ from paceline.strategies.base import Strategy
 
 TUNING_SEED = 1_000_003
 _ODD = r"[^\w.=+-]"
+
+
+def _file_name(text: str) -> str:
+    """The text as a file's name. Where letters had to go, a digest keeps texts apart."""
+    plain = re.sub(_ODD, "_", text)
+    return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
 _EXTENSIBLE = ("strategies", "workers", "seeds")
 _INCIDENTAL = ("script", "address", "insecure", "deadline_s")
 """May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
@@ -41,7 +49,7 @@ class Trial:
     @property
     def id(self) -> str:
         """Unique within the study, and the name of the trial's directory."""
-        tried = f"-tune-{re.sub(_ODD, '_', self.setting)}" if self.setting else ""
+        tried = f"-tune-{_file_name(self.setting)}" if self.setting else ""
         return f"{self.variant.file_name}-n{self.workers}-s{self.seed}{tried}"
 
     @property

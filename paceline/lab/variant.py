@@ -30,8 +30,10 @@ class Variant:
         name = name_of(strategy)
         if name not in STRATEGIES:
             raise UsageError(f"{name} has no name in studies: give it one with paceline.strategies.register")
-        settings = [f"{key}={text}" for key, text in settings_of(strategy).items()]
-        return cls(":".join([name, *settings]), strategy)
+        text = ":".join([name, *(f"{key}={value}" for key, value in settings_of(strategy).items())])
+        if not _reads_as(text, strategy):
+            raise UsageError(f"{text} does not say all of the strategy, so that no study can take it up again; use run")
+        return cls(text, strategy)
 
     @property
     def label(self) -> str:
@@ -41,3 +43,10 @@ class Variant:
     @property
     def file_name(self) -> str:
         return re.sub(r"[^\w.=+-]", "_", self.text)
+
+
+def _reads_as(text: str, strategy: Strategy) -> bool:
+    try:
+        return build(text) == strategy
+    except UsageError:
+        return False

@@ -1,5 +1,6 @@
 """What a study's tables say, in plain words."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -212,7 +213,7 @@ class _Judge:
         return [self._first(known, RATE, most=True).sentence("Most samples a second", _rate)]
 
     def _nearest(self, measured: Sequence[Row]) -> list[str]:
-        known = [row for row in measured if row["last_metric"] == row["last_metric"]]
+        known = [row for row in measured if math.isfinite(row["last_metric"])]
         names = [name for name in self.trials["metric"].unique() if name]
         if not known or not names:
             return []

@@ -202,6 +202,8 @@ def build(text: str, options: Mapping[str, Any] | None = None) -> Strategy:
         value = given.get(option, entry.docs[option][0])
         if kind is None:
             given[option] = pieces.read_value(option, value, hints[option])
+        elif value is None and option in of_pieces:
+            raise UsageError(f"{option}.{next(iter(of_pieces[option]))} needs {option}=NAME, which it is an option of")
         elif isinstance(value, str) or option in of_pieces:
             given[option] = pieces.read(kind, str(value), of_pieces.get(option))
     return entry.strategy(**{**entry.fixed, **entry.defaults, **given})
@@ -214,9 +216,11 @@ def settings_of(strategy: Strategy) -> dict[str, str]:
         value = getattr(strategy, key)
         if value == default:
             continue
-        settings[key] = value.name if isinstance(value, pieces.Piece) else pieces.text_of(value)
-        if isinstance(value, pieces.Piece):
-            settings |= {f"{key}.{own}": text for own, text in pieces.settings_of(value).items()}
+        if not isinstance(value, pieces.Piece):
+            settings[key] = pieces.text_of(value)
+            continue
+        settings[key] = str(value).partition(":")[0]
+        settings |= {f"{key}.{own}": text for own, text in pieces.settings_of(value).items()}
     return settings
 
 

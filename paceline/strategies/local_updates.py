@@ -88,6 +88,7 @@ class _LocalSynchronizer(Synchronizer):
         self._strategy, self._schedule = strategy, strategy.schedule
         self._outer = OuterModel(context, replica, num_fragments=strategy.fragments, outer=strategy.outer)
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
+        self._left_out: set[int] = set()  # fragments under way that are not finite here
         self._steps = 0
         self._weight = 1.0
         self._weights = [(0.0, 0)] * strategy.fragments
@@ -133,7 +134,7 @@ class _LocalSynchronizer(Synchronizer):
         for index in range(len(self.replica.parameters)):
             if not self._outer.is_local(index):
                 del own[f"parameters.{index}"]
-        return {**own, **self._outer.own_state(), _WEIGHTS: OwnState(torch.tensor(self._weights))}
+        return {**own, **self._outer.own_state(), _WEIGHTS: OwnState(torch.tensor(self._weights, dtype=torch.float64))}
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)
@@ -150,7 +151,10 @@ class _LocalSynchronizer(Synchronizer):
             self._take(fragment)
             self._outer.start(fragment)
         for fragment in self._schedule.due(self._steps):
-            self._outer.join(fragment, alpha=self._strategy.alpha)
+            # What was left out is not to stay: it would be left out for ever.
+            is_kept = fragment not in self._left_out
+            self._left_out.discard(fragment)
+            self._outer.join(fragment, alpha=self._strategy.alpha if is_kept else 0.0)
         self.iteration = self._schedule.num_rounds(self._steps)
 
     def _take(self, fragment: int) -> None:
@@ -162,3 +166,4 @@ class _LocalSynchronizer(Synchronizer):
         if self._strategy.nonfinite == "raise":
             raise non_finite(rank=self.context.rank, step=self._steps, parameter=culprit)
         self._outer.leave_out(fragment)
+        self._left_out.add(fragment)

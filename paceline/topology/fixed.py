@@ -73,6 +73,10 @@ class Torus(Undirected, name="torus"):
     rows: int | None = None
     """None: the divisor of the number of workers that is nearest to its root, from below."""
 
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 1:
+            raise ValueError(f"rows must be at least 1, not {self.rows}")
+
     def near(self, rank: int, size: int) -> Collection[int]:
         rows = self.rows or next(count for count in range(math.isqrt(size), 0, -1) if size % count == 0)
         if size % rows:

@@ -310,3 +310,87 @@ def _draw_timeline(rank: int, file: str) -> None:
     hvd.allreduce(torch.ones(3), name="drawn")
     hvd.barrier()
     hvd.stop_timeline()
+
+
+def test_what_fails_in_the_middle_ends_for_all_who_wait(world: HorovodWorld, tmp_path: Any) -> None:
+    for said in world.run(_refused_averages):
+        assert "truth values have no average" in said
+    with HorovodWorld(2, tmp_path) as pair:
+        for said in pair.run(_fail_in_the_middle):
+            assert said == ["HorovodInternalError", "HorovodInternalError"]
+
+
+def _refused_averages(rank: int) -> str:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    try:
+        hvd.allreduce(torch.tensor([True]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _fail_in_the_middle(rank: int) -> list[str]:
+    """The executor raises in a batch; what was asked for beside it must end as well."""
+    import paceline.horovod.torch as hvd
+    from paceline.horovod.runtime import GLOBAL, runtime
+
+    hvd.init()
+
+    def fail(batch: Any, operations: Any) -> None:
+        raise OSError("no memory left")
+
+    runtime().channel(GLOBAL)._executor.run = fail  # type: ignore[method-assign]
+    handles = [hvd.allreduce_async(torch.ones(2), name=name) for name in "ab"]
+    said = []
+    for handle in handles:
+        try:
+            hvd.synchronize(handle)
+        except hvd.HorovodInternalError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_who_has_not_asked_is_named_in_a_warning(tmp_path: Any) -> None:
+    with HorovodWorld(2, tmp_path) as pair:
+        warned, _ = pair.run(_stall)
+        assert "'allreduce.late' for" in warned
+        assert "another rank, which has asked for nothing," in warned
+
+
+def _stall(rank: int) -> str:
+    import os
+    import time
+    import warnings
+
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "0.3"
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    hvd.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank:
+            time.sleep(1.0)
+        hvd.allreduce(torch.ones(2), name="late")
+    return " ".join(str(each.message) for each in caught)
+
+
+def test_sparse_gradients_are_refused_in_groups(world: HorovodWorld) -> None:
+    for said in world.run(_sparse_in_a_group):
+        assert "sparse ones are not reduced in groups" in said
+
+
+def _sparse_in_a_group(rank: int) -> str:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3, sparse=True), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), groups=1)
+    try:
+        model(torch.tensor([1, 2])).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -72,6 +72,8 @@ def reduce_async(
     """Ask for an all-reduce or a reduce-scatter of each tensor; of a group, all or none are done."""
     if op == Adasum:
         _require_adasum(kind, process_set)
+    if op == Average and any(tensor.dtype == torch.bool for tensor in tensors):
+        raise ValueError("truth values have no average; use hvd.Max or hvd.Min, or a number's dtype")
     if kind == REDUCESCATTER and any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("reducescatter takes tensors of at least one dimension: a scalar has no rows to scatter")
     about = {"op": _OPS[op], "prescale": prescale, "postscale": postscale}

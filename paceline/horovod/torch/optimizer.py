@@ -96,10 +96,15 @@ class Reducer:
 
     def _start(self, parameter: Parameter) -> None:
         """Start the parameter's reduction, or its group's once that is complete."""
+        group = self._group_of.get(parameter, (parameter,))
         if _gradient(parameter).is_sparse:
+            if len(group) > 1:
+                raise ValueError(
+                    f"the gradient of {self.names[parameter]!r} is sparse, and sparse ones are not reduced in groups; "
+                    "leave it out of groups"
+                )
             self._start_sparse(parameter)
             return
-        group = self._group_of.get(parameter, (parameter,))
         self._ready.add(parameter)
         if self._ready.issuperset(each for each in group if each.requires_grad):
             self._start_dense([each for each in group if each in self._ready])
@@ -208,12 +213,13 @@ class _DistributedDeltas(torch.optim.Optimizer):
     _compression: type[Compressor]
 
     def step(self, closure: Any = None) -> Any:
-        trained = [parameter for parameter in self._names if parameter.grad is not None]
+        # Ranks may have used different parts of the model: a part that was not used has changed by nothing.
+        trained = [parameter for parameter in self._names if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in trained]
         loss = super().step(closure)
         with torch.no_grad():
             deltas = [parameter - start for parameter, start in zip(trained, before, strict=True)]
-            small, contexts = zip(*map(self._compression.compress, deltas), strict=True)
+            compressed = [self._compression.compress(delta) for delta in deltas]
             handles = [
                 reduce_async(
                     ALLREDUCE,
@@ -225,9 +231,9 @@ class _DistributedDeltas(torch.optim.Optimizer):
                     postscale=1.0,
                     process_set=global_process_set,
                 )
-                for parameter, delta in zip(trained, small, strict=True)
+                for parameter, (delta, _) in zip(trained, compressed, strict=True)
             ]
-            for parameter, start, handle, context in zip(trained, before, handles, contexts, strict=True):
+            for parameter, start, handle, (_, context) in zip(trained, before, handles, compressed, strict=True):
                 parameter.copy_(start + self._compression.decompress(synchronize(handle), context))
         return loss
 
@@ -277,6 +283,11 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     vars(made).pop("step", None)  # by which a scheduler that was made before has replaced the class's own
     made._parameter_names = names
     if op == Adasum:
+        if backward_passes_per_step != 1 or groups or sparse_as_dense or process_set is not global_process_set:
+            raise ValueError(
+                "backward_passes_per_step, groups, sparse_as_dense and process_set have no effect with op=Adasum: it "
+                "joins what steps have changed"
+            )
         made._names, made._compression = names, compression
         return made
     prescale = postscale = 1.0

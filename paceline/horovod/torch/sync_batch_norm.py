@@ -29,17 +29,19 @@ class SyncBatchNorm(_BatchNorm):
             return self._alone(input, is_training=is_training)
         others = [dim for dim in range(input.dim()) if dim != 1]
         count = input.numel() // input.shape[1]
-        sums = torch.cat([input.sum(others), input.new_tensor([count])])
-        *_, total = reduced = allreduce(sums, op=Sum)
+        wide = input.float() if input.dtype.itemsize < 4 else input  # half precision cannot even count so far
+        sums = torch.cat([wide.sum(others), wide.new_tensor([count])])
+        reduced = allreduce(sums, op=Sum)
+        total = reduced[-1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         mean = reduced[:-1] / total
-        centred = input - mean.view(shape)
+        centred = wide - mean.view(shape)
         variance = allreduce(centred.square().sum(others), op=Sum) / total
         self._keep(mean, variance, float(total))
         result: Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             result = result * self.weight.view(shape) + self.bias.view(shape)
-        return result
+        return result.to(input.dtype)
 
     def _alone(self, input: Tensor, *, is_training: bool) -> Tensor:
         momentum = self._next_momentum() if self.training and self.track_running_stats else 0.0

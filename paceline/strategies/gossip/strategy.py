@@ -129,12 +129,13 @@ class _GossipSynchronizer(Synchronizer):
         self._model.require_in_place(rank=self.context.rank, step=self.iteration + 1)
         applies = may_step(self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self.iteration + 1)
         is_due = bool(self._schedule.due(self.iteration + 1))
+        if applies:
+            self._model.scale_gradients(self._weight)
         if self._momentum is not None:
             self._momentum.begin()
         if is_due and self._strategy.order == "awc":
             self._exchange()
         if applies:
-            self._model.scale_gradients(self._weight)
             self._mixer.update(update)
         if is_due and self._strategy.order == "atc":
             self._exchange()

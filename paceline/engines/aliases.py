@@ -27,12 +27,19 @@ def missing(source: str) -> tuple[str, ...]:
 def install(names: Sequence[str]) -> None:
     """Have `import` find the stand-ins of these packages. One that is installed is never touched."""
     for name in names:
-        if not _is_installed(name):
+        if not _stands_in(name) and not _is_installed(name):
             # First, since the stand-in has a path, along which its modules would be loaded a second time.
             sys.meta_path.insert(0, _Finder(name, ALIASES[name]))
 
 
+def _stands_in(name: str) -> bool:
+    """Whether `install` was called in this process."""
+    return any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path)
+
+
 def _is_installed(name: str) -> bool:
+    if _stands_in(name):
+        return False
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
@@ -41,11 +48,11 @@ class _Finder(MetaPathFinder, Loader):
     """Gives the modules of one package under another's name; the same objects, not copies."""
 
     def __init__(self, name: str, stand_in: str) -> None:
-        self._name, self._stand_in = name, stand_in
+        self.name, self._stand_in = name, stand_in
         self._kept: dict[str, dict[str, Any]] = {}
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname != self._name and not fullname.startswith(f"{self._name}."):
+        if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None
         if fullname in _NOT_BUILT:
             raise ImportError(f"{fullname} is not part of Paceline's Horovod: {_NOT_BUILT[fullname]}", name=fullname)
@@ -67,4 +74,4 @@ class _Finder(MetaPathFinder, Loader):
             setattr(module, name, value)
 
     def _own_name(self, fullname: str) -> str:
-        return self._stand_in + fullname.removeprefix(self._name)
+        return self._stand_in + fullname.removeprefix(self.name)

@@ -204,7 +204,7 @@ class _AllReduceSynchronizer(Synchronizer):
         if loss is None:
             return None
         own = loss.detach() if isinstance(loss, Tensor) else loss
-        mean = torch.tensor(float(own) * self._weight, dtype=torch.float64)
+        mean = torch.tensor(float(own) * self._weight, dtype=torch.float64, device=self.context.device)
         self.context.collective.all_reduce(mean, op="mean").wait()
         return torch.full_like(own, mean.item()) if isinstance(own, Tensor) else mean.item()
 

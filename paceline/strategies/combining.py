@@ -68,7 +68,7 @@ class Combining:
 
     def look_closely(self) -> None:
         """At the next step, see also those changes through `.data` that a few bytes do not show."""
-        self._looks_closely = True
+        self._looks_closely = self._refuses_change
 
     def only_accumulates(self) -> None:
         """The next backward passes exchange nothing."""

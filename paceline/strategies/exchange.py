@@ -47,8 +47,9 @@ class Exchange:
         """What coding takes."""
         self._coded: list[_Coded] = []
         average = averaging(collective, algorithm)
-        watched = [collective.watched_mean(bucket.flat) for bucket in buckets] if algorithm == "auto" else []
-        self.is_watched = coding is None and bool(watched) and None not in watched
+        looks = algorithm == "auto" and coding is None
+        watched = [collective.watched_mean(bucket.flat) for bucket in buckets] if looks else []
+        self.is_watched = bool(watched) and None not in watched
         """Whether works tell where a mean is not finite."""
         if self.is_watched:
             self._starts = [start for start in watched if start is not None]

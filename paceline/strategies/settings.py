@@ -49,7 +49,14 @@ def require_same_settings(optimizer: torch.optim.Optimizer, collective: Collecti
 
 
 def _plain(value: Any) -> float | str:
-    return value if type(value) in (int, float) else str(value)
+    if type(value) in (int, float):
+        number: float = value
+        return number
+    is_plain = isinstance(value, str | bool | None) or (
+        isinstance(value, tuple | list) and all(isinstance(each, int | float | str | None) for each in value)
+    )
+    # The text of anything else may say where it lies in memory.
+    return str(value) if is_plain else type(value).__qualname__
 
 
 def _are_alike(one: float | str, other: float | str) -> bool:

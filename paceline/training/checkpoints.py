@@ -32,7 +32,9 @@ class Checkpoints:
 
     @property
     def due_in_s(self) -> float:
-        """In how many seconds any pause is to take one, where no other cadence is set."""
+        """In how many seconds any pause is to take one, where no other cadence is set; infinite where none is kept."""
+        if not self._run.reporter.keeps_files:
+            return math.inf
         return _EARLY * INTERVAL_S - (self._run.context.pacing.now_s() - self._saved_s)
 
     def next_in_s(self, due_in_s: float, *, has_saved: bool) -> float:

@@ -45,7 +45,7 @@ def told_apart(given: Sequence[Any], named: Mapping[str, Any]) -> Given:
     if twice:
         raise UsageError(f"prepare was given {min(twice)!r} twice, by place and by name")
     everything |= named
-    if given:
+    if given or everything.keys() >= set(_PLACES):
         return _one_of_each(everything)
     kinds = {name: _kind_of(thing) for name, thing in everything.items()}
     found = Given(

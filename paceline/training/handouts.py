@@ -117,15 +117,17 @@ class Handouts:
         is_new = self._left is None or id(self._replica.parameters[0].grad) != self._left[0]
         if self._is_averaged and is_new:
             self._refuse_changed_in_place()
-        weights = {handed.weight for handed in self._out}
-        if self._set_by_script is not None or len(self._out) > 1:
+        out = list(self._out)  # another thread may read on meanwhile
+        weights = {handed.weight for handed in out}
+        if self._set_by_script is not None or len(out) > 1:
             self._set_by_script = weights | (self._set_by_script or set())
             if len(self._set_by_script) > 1:
                 raise UsageError(self._dilemma())
         self._set_weight(weights.pop())
-        self._num_samples = sum(handed.num_samples for handed in self._out)
-        self._last = self._out[-1]
-        self._out.clear()
+        self._num_samples = sum(handed.num_samples for handed in out)
+        self._last = out[-1]
+        for _ in out:
+            self._out.popleft()
 
     def end_step(self) -> int:
         """The samples that the step was made of. Raises UsageError as `look_back` does."""

@@ -244,8 +244,10 @@ class Session:
         if is_computed:
             prepared.handouts.take_what_was_set()
         self._is_stepping = True
-        outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
-        self._is_stepping = False
+        try:
+            outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
+        finally:
+            self._is_stepping = False
         if prepared.synchronizer.facts is not self._told:
             self._tell_facts(prepared.synchronizer.facts)
         samples = prepared.handouts.end_step()
@@ -281,8 +283,10 @@ class Session:
         loop, or to the next one; so also to the last, after which the run has ended already."""
         self._begin_step_beside()
         self._is_stepping = True
-        synchronizer.step(update, pause_at=NEVER)
-        self._is_stepping = False
+        try:
+            synchronizer.step(update, pause_at=NEVER)
+        finally:
+            self._is_stepping = False
 
     def _begin_step_beside(self) -> None:
         self._require_readable()

@@ -131,7 +131,9 @@ class SharedMemoryCollective(ByteCollective):
     def watched_mean(self, tensor: Tensor) -> Callable[[], Work] | None:
         if not tensor.is_floating_point() or not tensor.is_contiguous():
             return None
-        flat, _ = flatten(tensor, device_type="cpu", is_target=True)
+        flat, copy_back = flatten(tensor, device_type="cpu", is_target=True)
+        if copy_back is not None:  # of a tensor on a GPU, which `flat` is a copy of
+            return None
         return partial(self._pipeline.submit, self._plans.steps(flat, "mean", is_watched=True))
 
     def broadcast_bytes(self, signature: Signature, raw: Tensor, root: int) -> None:

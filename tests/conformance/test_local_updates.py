@@ -80,10 +80,10 @@ def payload_of(monkeypatch: pytest.MonkeyPatch, out: Path, strategy: str, **opti
         self.sizes = [bucket.values.nbytes for bucket in buckets]  # type: ignore[attr-defined]
         self.rank = collective.rank  # type: ignore[attr-defined]
 
-    def started(self: Exchange, bucket: int, *, _start: Any = Exchange.start) -> Work:
+    def started(self: Exchange, bucket: int, *, _start: Any = Exchange.start, **more: Any) -> Work:
         if self.rank == 0:  # type: ignore[attr-defined]
             found.append(self.sizes[bucket])  # type: ignore[attr-defined]
-        work: Work = _start(self, bucket)
+        work: Work = _start(self, bucket, **more)
         return work
 
     with monkeypatch.context() as patched:

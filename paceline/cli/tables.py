@@ -15,8 +15,8 @@ from paceline.lab.reaching import first_reaching
 from paceline.running.result import Result
 from paceline.training import clock
 
-_HEADINGS = ("to target, s", "speed-up", "samples/s", "process-s")
-_VIRTUAL_HEADINGS = ("to target,\nvirtual s", "virtual\nspeed-up", "samples/\nvirtual s", "virtual\nprocess-s")
+_HEADINGS = ("to target, s", "speed-up", "samples/s", "cost, s")
+_VIRTUAL_HEADINGS = ("to target,\nvirtual s", "virtual\nspeed-up", "samples/\nvirtual s", "virtual\ncost, s")
 
 
 def of_study(frames: Frames) -> Table:

@@ -193,7 +193,7 @@ def test_help_names_every_setting(monkeypatch, capsys) -> None:
     shown = capsys.readouterr().out
     for name in ("strategy", "workers", "option", "address", "max-steps", "target", "deadline", "out", "resume"):
         assert f"--{name}" in shown
-    assert shown.count("[default: ") == 8
+    assert shown.count("[default: ") == 11
     assert "paceline run train.py --strategy ps-async" in " ".join(shown.split())
 
 
@@ -281,7 +281,7 @@ def test_a_trial_that_failed_shows_in_the_exit_code(
             write_trial(runner.directory_of(out, trial), reaching(1.0, failure=failure if seed else None), workers=1)
 
     monkeypatch.setattr(runner, "run_trials", run_trials)
-    monkeypatch.setattr(report, "write", lambda directories: directories[0] / "report.html")
+    monkeypatch.setattr(report, "write", lambda directories, *_: directories[0] / "report.html")
     assert (
         paceline(monkeypatch, "compare", "train.py", "--workers", 1, "--strategies", "single", "--seeds", 2) == status
     )

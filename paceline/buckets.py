@@ -153,7 +153,7 @@ class GradientBuckets:
             # The engine runs queued callbacks when the whole backward pass is done, before it returns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         # Those that the gradient before this one has filled: by now a script's own hooks on that one have run as well.
-        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
+        while self._is_full():
             self._announce()
         bucket = self._bucket_of[index]
         self._missing[bucket] -= 1
@@ -163,6 +163,16 @@ class GradientBuckets:
                 f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
                 "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
+        while self._is_full() and self._has_no_other_hooks(self._next_bucket):
+            self._announce()
+
+    def _is_full(self) -> bool:
+        return self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0
+
+    def _has_no_other_hooks(self, bucket: int) -> bool:
+        """Whether nobody but Paceline looks at the bucket's gradients as they come."""
+        hooks = (self.parameters[index]._post_accumulate_grad_hooks for index in self._indices[bucket])
+        return all(type(hook) is _WhenReady for own in hooks for hook in (own or {}).values())
 
     def _adopt(self, indices: Sequence[int]) -> list[float]:
         # All at once: on a conv net this takes 40 us, and gradient by gradient 100.
@@ -211,18 +221,21 @@ def _real(flags: Tensor) -> Tensor:
     return torch.view_as_real(flags)[:, 0] if flags.is_complex() else flags
 
 
-def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:
-    """Call `method(index)` whenever backward has computed the parameter's gradient, while the method's object lives.
+@final
+class _WhenReady:
+    """Calls a method while its object lives. torch would never free an object that a parameter's hook refers to and
+    that refers to the parameter."""
 
-    The hook refers to that object weakly: torch would never free an object that a parameter's hook refers to and that
-    refers to the parameter.
-    """
-    weak = weakref.WeakMethod(method)
+    def __init__(self, method: Callable[[int], None], index: int) -> None:
+        self._method, self._index = weakref.WeakMethod(method), index
 
-    def hook(_: Tensor) -> None:
-        alive = weak()
+    def __call__(self, _: Tensor) -> None:
+        alive = self._method()
         if alive is not None:
-            alive(index)
+            alive(self._index)
 
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+
+def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:
+    """Call `method(index)` whenever backward has computed the parameter's gradient, while the method's object lives."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(_WhenReady(method, index))
     return handle

@@ -6,7 +6,7 @@ from typing import final
 from paceline.config import RunConfig
 
 NEVER = 2**62
-_LATE_FIRST = 32
+_LATE_FIRST = 256
 
 
 @final

@@ -29,7 +29,8 @@ def trials(times_s: dict[tuple[str, int, int], float | None]) -> pd.DataFrame:
             "cluster": "",
             "unit": "update", "servers": 0, "iterations": 10, "samples": 1000, "target": "accuracy=0.5",
             "metric": "accuracy", "reached": time_s is not None, "time_to_target_s": to_target,
-            "worker_s_to_target": workers * to_target, "cost_s_to_target": workers * to_target, "hold": 1, "moved_bytes": 0, "max_staleness": 0, "samples_per_s": 100.0,
+            "worker_s_to_target": workers * to_target, "cost_s_to_target": workers * to_target, "hold": 1,
+            "moved_bytes": 0, "max_staleness": 0, "samples_per_s": 100.0,
             "resolution_s": 0.0, "last_metric": 0.5, "iterations_to_target": 10.0 if time_s is not None else math.nan,
         }  # fmt: skip
         rows.append(row)

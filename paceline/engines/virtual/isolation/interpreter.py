@@ -16,17 +16,19 @@ from paceline.engines.virtual.isolation.random_state import RandomState
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 Modes = tuple[Any, ...]
-"""What `with` blocks of torch set for a thread: gradients on or off, and automatic mixed precision."""
+"""What `with` blocks of torch set: gradients on or off, a look for anomalies, and automatic mixed precision."""
 
 
 def modes() -> Modes:
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES]
-    return torch.is_grad_enabled(), *autocast
+    looks = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    return torch.is_grad_enabled(), looks, *autocast
 
 
 def set_modes(modes: Modes) -> None:
-    wants_gradients, *autocast = modes
+    wants_gradients, looks, *autocast = modes
     torch._C._set_grad_enabled(wants_gradients)
+    torch.set_anomaly_enabled(*looks)
     for device, (is_on, dtype) in zip(_AUTOCAST_DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(device, is_on)
         torch.set_autocast_dtype(device, dtype)

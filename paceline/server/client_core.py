@@ -82,6 +82,7 @@ class ClientCore:
         self._servers = [_Server(is_beside) for is_beside in beside]
         self._layout: Layout | None = None
         self._clock = 0
+        self._begun_at = 0  # the iteration at which clocks began
         self._num_due = 0
         self._pushed: tuple[Push, Request] | None = None
         self._error: WireError | None = None
@@ -132,11 +133,15 @@ class ClientCore:
         request = partial(self._message, Kind.INITIALISE, iteration=iteration)
         return self._ask("initial parameters", [self._with_tensors(request, s, s.parameters) for s in self._servers])
 
+    def begin_at(self, iteration: int) -> None:
+        """The servers go on there: what codecs draw follows from the iteration, not from clocks that begin anew."""
+        self._begun_at = iteration
+
     def encode(self, push: Push) -> None:
         """What is pushed next, where it is coded."""
         for server in self._servers:
             if server.coded is not None and not push.void:
-                server.coded.encode(step=self._clock)
+                server.coded.encode(step=self._begun_at + self._clock)
 
     def settle(self, reply: Reply) -> None:
         """The last push has been answered."""

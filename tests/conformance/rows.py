@@ -41,6 +41,8 @@ class Row:
     """Left to `make test-slow`."""
     steps_an_iteration: int = 1
     """Local steps of a round, where an iteration is one."""
+    is_exact: bool = True
+    """Small whole numbers arrive as they are."""
     is_plain: bool = True
     """An iteration takes what workers found as it is, and leaves all of them with it."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +96,8 @@ def coded(strategy: str, codec: str, **fields: Any) -> Row:
     """A row for a strategy with a codec, left to `make test-slow` unless it says otherwise."""
     name = f"{strategy}-{codec.partition(':')[0]}{'-rows' if 'rows' in codec else ''}"
     options = {"codec": codec, "codec_scope": "all"}
-    return Row(name, strategy, 2, options, **{"is_slow": True, **fields})
+    is_exact = codec.partition(":")[0] in ("fp16", "bf16")
+    return Row(name, strategy, 2, options, **{"is_slow": True, "is_exact": is_exact, **fields})
 
 
 ROWS = (

@@ -243,6 +243,8 @@ def test_one_bucket_that_is_not_finite_voids_all(name: str, tmp_path: Path) -> N
 def test_non_finite_gradient_is_allowed(row: Row, tmp_path: Path) -> None:
     if row.drops_gradients:
         pytest.skip("whether the gradient is among those that count is up to timing")
+    if row.options.get("codec") == "sign":
+        pytest.skip("only signs travel, which are numbers")
     result = row.run(overflow, tmp_path, options={"nonfinite": "allow"})
     assert result.model_state()["2.bias"].isnan().all()
 

@@ -109,7 +109,9 @@ def test_evaluated_and_saved_model_is_the_one_of_its_iteration(row: Row, tmp_pat
     assert len(result.evaluations) == 9
     saved = torch.cat([*result.model_state().values()])
     assert result.metrics == {"least": float(saved.min()), "most": float(saved.max())}
-    for evaluation in result.evaluations if row.is_plain else ():
+    if not (row.is_plain and row.is_exact):
+        return
+    for evaluation in result.evaluations:
         num_steps = evaluation.iteration * row.steps_an_iteration
         assert evaluation.metrics == {"least": num_steps, "most": num_steps}
-    assert saved.tolist() == [30.0 * row.steps_an_iteration] * 200 or not row.is_plain
+    assert saved.tolist() == [30.0 * row.steps_an_iteration] * 200

@@ -168,6 +168,7 @@ class ServerGroup(Store):
 
     def _initialise(self, *, iteration: int) -> None:
         """Rank 0 gives the servers its parameters; nobody goes on before they have them."""
+        self._client.begin_at(iteration)
         if self._collective.rank == 0:
             self._ask(self._client.initialise(iteration=iteration))
         self._collective.barrier()

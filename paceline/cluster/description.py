@@ -174,6 +174,16 @@ class Communication:
         0.0,
         least=0,
     )
+    loss: float = setting(
+        "part of the messages between neighbours that do not arrive, each by chance; what all-reduce, servers and "
+        "ad-psgd send is sent again until it does",
+        0.0,
+        least=0,
+    )
+
+    def __post_init__(self) -> None:
+        if self.loss >= 1:
+            raise UsageError(f"loss is a part of the messages, below 1, not {self.loss}")
 
     @property
     def packing_bytes_per_s(self) -> float:

@@ -51,6 +51,11 @@ class Work(ABC):
         """What the work of a `watched_mean` has found, once it is over; the same on every rank."""
         return None
 
+    @property
+    def is_lost(self) -> bool:
+        """Of a receive that is over: what came was sent once and lost, so that the tensor is as before."""
+        return False
+
     @abstractmethod
     def poll(self) -> bool:
         """Advance as far as possible without blocking; true once the result is in place."""
@@ -151,6 +156,11 @@ class Collective(ABC):
     @abstractmethod
     def send(self, tensor: Tensor, *, destination: int) -> Work:
         """Start to send `tensor` to one rank, which must `recv` one of the same shape and dtype."""
+
+    def send_once(self, tensor: Tensor, *, destination: int) -> Work:
+        """As `send`, where networks may lose the message: the receiver then takes it for lost when it should be there.
+        By default none is."""
+        return self.send(tensor, destination=destination)
 
     @abstractmethod
     def recv(self, tensor: Tensor, *, source: int) -> Work:

@@ -66,6 +66,8 @@ class Neighbouring:
     """Steps from one exchange to the next."""
     behind_computing: bool = False
     """It leaves before the gradient of its step is computed, and is waited for after that."""
+    message_size: float = 1.0
+    """Beside that of the gradients, where these have 4 bytes an element."""
     in_pairs: bool = False
     """Half of the workers ask a neighbour each, who answers whatever it is at, so that nobody waits for computing."""
 
@@ -88,6 +90,9 @@ class Traits:
     """Each worker has a model of its own, whose distance to the mean is recorded with every evaluation."""
     own_scores: bool = False
     """Each worker then evaluates its own model, too."""
+    missing_messages: str = ""
+    """What becomes of a run whose messages between neighbours are lost, and what to use instead; empty where it goes on
+    with what it has, or sends no such messages."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import networkx
@@ -16,6 +17,7 @@ from paceline.strategies.gossip.parcel import Parcel
 from paceline.strategies.gossip.push_sum import PushSum
 from paceline.strategies.gossip.quasi_global import moved_on
 from paceline.strategies.gossip.relay import Relay, require_tree
+from paceline.strategies.gossip.running_sums import RunningSums
 from paceline.topology import (
     BaseK,
     Chain,
@@ -201,3 +203,65 @@ def test_others_are_none(topology: Topology) -> None:
 def test_quasi_global_momentum_averages_what_gradients_would_have_moved_the_model() -> None:
     momentum, before, after = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.5])
     assert moved_on(momentum, before, after, lr=0.5, factor=0.9).tolist() == pytest.approx([0.9 * 1 + 0.1 * 1])
+
+
+# --- lost messages ---------------------------------------------------------------------------------------------------
+
+
+def exchange_with_losses(mixers: list[Mixer], step: int, draws: random.Random, *, loss: float) -> None:
+    sent = [(rank, to, p.buffer.clone()) for rank, m in enumerate(mixers) for to, p in m.outgoing(step).items()]
+    places = [mixer.incoming(step) for mixer in mixers]
+    lost: list[set[int]] = [set() for _ in mixers]
+    for sender, to, buffer in sent:
+        if draws.random() < loss:
+            lost[to].add(sender)
+        else:
+            places[to][sender].buffer.copy_(buffer)
+    for mixer, missing in zip(mixers, lost, strict=True):
+        mixer.mix(step, missing)
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("topology", [UNEVEN, OnePeerExponential(), Star()], ids=lambda topology: type(topology).__name__)
+def test_running_sums_find_the_mean_though_messages_are_lost(topology: Topology, loss: float) -> None:
+    mixers, draws = world(RunningSums, topology, [float(rank) for rank in range(8)]), random.Random(1)
+    for step in range(50 if loss == 0 else 120):
+        exchange_with_losses(mixers, step, draws, loss=loss)
+    assert float((values_of(mixers) - 3.5).abs().max()) < 1e-7
+
+
+def test_running_sums_without_losses_are_push_sum() -> None:
+    numbers = [float(rank) for rank in range(8)]
+    plain, summed = world(PushSum, UNEVEN, numbers), world(RunningSums, UNEVEN, numbers)
+    for step in range(50):
+        exchange(plain, step)
+        exchange(summed, step)
+        torch.testing.assert_close(values_of(summed), values_of(plain), rtol=1e-12, atol=1e-12)
+
+
+def test_plain_push_sum_loses_the_mean_with_the_messages() -> None:
+    mixers, draws = world(PushSum, UNEVEN, [float(rank) for rank in range(8)]), random.Random(1)
+    for step in range(50):
+        exchange_with_losses(mixers, step, draws, loss=0.1)
+    assert sum(mixer.weight for mixer in mixers if isinstance(mixer, PushSum)) < 2.0
+    assert float((values_of(mixers) - 3.5).abs().min()) > 0.01
+    assert PushSum.missing_messages
+    assert not RunningSums.missing_messages
+
+
+def test_averages_and_relayed_sums_go_on_with_what_they_have() -> None:
+    """Nobody hears from worker 2: its neighbours leave it out, and those behind it as far as they came through it."""
+    means = world(Averaging, Ring(), [0.0, 3.0, 6.0, 9.0])
+    relays = world(Relay, Chain(), [0.0, 3.0, 6.0, 9.0])
+    for step in range(4):
+        for mixers in (means, relays):
+            sent = [(rank, to, p.buffer.clone()) for rank, m in enumerate(mixers) for to, p in m.outgoing(step).items()]
+            for sender, to, buffer in sent:
+                mixers[to].incoming(step)[sender].buffer.copy_(buffer)
+            for mixer in mixers:
+                mixer.mix(step, {2} & set(mixer.incoming(step)))
+            if step == 0:
+                assert float(values_of(means)[1]) == pytest.approx((0 + 3) / 2)
+        for mixer, value in zip(relays, [0.0, 3.0, 6.0, 9.0], strict=True):
+            mixer.own.values[0][0] = value if step < 3 else mixer.own.values[0][0]
+    assert values_of(relays).tolist() == [1.5, 1.5, 4.5, 9.0]

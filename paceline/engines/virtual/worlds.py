@@ -1,5 +1,6 @@
 """A simulated cluster's hosts, links and servers, and the world that each worker's script finds there."""
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -8,6 +9,7 @@ from typing import final
 import torch
 
 from paceline.checkpoint import Checkpoint
+from paceline.cluster.description import Cluster
 from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, Store
@@ -33,7 +35,9 @@ from paceline.membership import Membership
 from paceline.records import Reporter
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec
+from paceline.seeding import derive
 from paceline.strategies.base import Context
+from paceline.strategies.traits import Traits
 
 _US = 1e-6
 
@@ -45,6 +49,7 @@ class Worlds:
     def __init__(self, job: VirtualJob, timeline: EventQueue, reporter: Reporter) -> None:
         cluster = job.cluster
         self.places = place(cluster, num_workers=job.num_workers, num_servers=job.strategy.traits.num_servers)
+        require_arrivals(job.strategy.traits, cluster)
         self._job, self._reporter = job, reporter
         self._device = device_of(job.config)
         self._hosts = cluster.each_host()
@@ -121,7 +126,15 @@ class Worlds:
             return AloneCollective()
         costs = self._job.cluster.communication
         operation_s, message_s = costs.operation_us * _US, costs.message_us * _US
-        collective = VirtualCollective(self._meeting, process, rank=rank, operation_s=operation_s, message_s=message_s)
+        draws = random.Random(derive(self._job.config.seed, "loss", rank))
+        collective = VirtualCollective(
+            self._meeting,
+            process,
+            rank=rank,
+            operation_s=operation_s,
+            message_s=message_s,
+            is_lost=lambda: draws.random() < costs.loss,
+        )
         own = [
             VirtualCollective(meeting, process, rank=ranks.index(rank), operation_s=operation_s, message_s=message_s)
             for ranks, meeting in self._groups
@@ -158,6 +171,12 @@ class Worlds:
                 layout, pieces, optimizer, members=members, max_updates=max_updates, number=number
             )
             server.configure(spec)
+
+
+def require_arrivals(traits: Traits, cluster: Cluster) -> None:
+    """Raises UsageError where the cluster loses messages, and a run would not stay true to its method without them."""
+    if cluster.communication.loss and traits.missing_messages:
+        raise UsageError(f"the cluster loses messages (loss in [communication]): {traits.missing_messages}")
 
 
 def device_of(config: RunConfig) -> torch.device:

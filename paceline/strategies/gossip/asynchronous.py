@@ -81,17 +81,19 @@ class _PairSynchronizer(Synchronizer):
         self._model = FlatModel(replica)
         rank, size = context.rank, context.size
         self._pairing = Pairing(self._model.parcel.alike(), rank=rank, size=size)
-        asks = askers(strategy.topology, size)[rank]
-        self._asked = sorted(strategy.topology.neighbours(0, rank, size).sends_to) if asks else []
+        self._near = sorted(strategy.topology.neighbours(0, rank, size).sends_to)
+        self._asks = askers(strategy.topology, size)[rank]
         if context.connect_mailbox is None and size > 1:
             raise UsageError("this world has no mailboxes; start the script with `paceline run --strategy ad-psgd`")
         self._mailbox = context.connect_mailbox() if context.connect_mailbox is not None else AloneMailbox()
         self._overlap = Overlap(self._mailbox.timing, now_s=context.pacing.now_s)
         self._active: Sequence[int] = range(size)
+        self._met_at = tuple(self._pairing.counts)  # what all had applied in the last pause
         self._began_at = 0  # the iteration from which gradients are counted
         self._read_at = 0  # the iteration known when the parameters were read
         self._num_steps = 0
         self._is_admitted = self._is_dealt = False
+        self._dealt_until = 0
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -132,7 +134,9 @@ class _PairSynchronizer(Synchronizer):
                 self._admit()
             self._read_at = self.iteration = self._known
             pairing.stop = pairing.stop or wants_stop
-            if not pairing.stop:
+            if pairing.stop:
+                self._tell()
+            elif self._asks:
                 self._ask()
             outcome = self._outcome(pause_at, staleness=staleness)
         self._model.accept()
@@ -152,7 +156,7 @@ class _PairSynchronizer(Synchronizer):
             self._wait_for_answer()
             pairing.is_in = self._is_dealt = False
         pairing.counts = collective.all_gather_object(pairing.counts[self.context.rank])  # nothing is under way now
-        self._active = active
+        self._active, self._met_at = active, tuple(pairing.counts)
         self._model.parcel.buffer.copy_(pairing.model.buffer)
         self.iteration = self._known
         return self.iteration
@@ -190,14 +194,16 @@ class _PairSynchronizer(Synchronizer):
         return self._began_at + sum(self._pairing.counts)
 
     def _deal(self, pause_at: int) -> None:
-        """Share out the gradients until the next pause, as every worker does."""
-        total = max(pause_at - self._known, len(self._active))
+        """Share out the gradients until the next pause, as every worker does with what it learnt in the last one."""
+        iteration = self._began_at + sum(self._met_at)
+        total = pause_at - iteration
+        if pause_at != self._dealt_until:
+            total = max(total, len(self._active))
         if self.context.max_steps is not None:
-            total = min(total, self.context.max_steps - self._known)
-        counts, rank = self._pairing.counts, self.context.rank
-        shares = dealt(total, [counts[other] + 1 for other in self._active])
-        self._pairing.left = dict(zip(self._active, shares, strict=True)).get(rank, 0)
-        self._pairing.is_in = self._is_dealt = True
+            total = min(total, self.context.max_steps - iteration)
+        shares = dealt(total, [self._met_at[rank] + 1 for rank in self._active])
+        self._pairing.left = dict(zip(self._active, shares, strict=True)).get(self.context.rank, 0)
+        self._pairing.is_in, self._dealt_until, self._is_dealt = True, pause_at, True
         self._admit()
 
     def _admit(self) -> None:
@@ -206,11 +212,15 @@ class _PairSynchronizer(Synchronizer):
         self._pairing.left -= self._is_admitted
 
     def _ask(self) -> None:
-        if self._asked:
-            draw = random.Random(derive(self.context.seed, "pair", self.context.rank, self._known))
-            other = draw.choice(self._asked)
-            self._mailbox.send(self._pairing.ask(other), destination=other)
-            self._overlap.begin()
+        draw = random.Random(derive(self.context.seed, "pair", self.context.rank, self._num_steps))
+        other = draw.choice(self._near)
+        self._mailbox.send(self._pairing.ask(other), destination=other)
+        self._overlap.begin()
+
+    def _tell(self) -> None:
+        """This worker stops: its neighbours are to do so, too."""
+        for other in self._near:
+            self._mailbox.send(self._pairing.word(), destination=other)
 
     def _wait_for_answer(self) -> None:
         self._mailbox.wait(lambda: self._pairing.asked is None, f"the answer of rank {self._pairing.asked}")

@@ -5,7 +5,7 @@ while it adapts: x <- W x - g. Adapting before mixing, x <- W (x - g), is nearer
 "Diffusion LMS strategies for distributed estimation", IEEE Transactions on Signal Processing 58(3), 2010).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import final
 
 from paceline.strategies.gossip.mixer import Mixer, weigh
@@ -22,6 +22,10 @@ class Averaging(Mixer):
     def incoming(self, step: int) -> Mapping[int, Parcel]:
         return self.kept(self.near(step).receives_from)
 
-    def mix(self, step: int) -> None:
+    def mix(self, step: int, lost: Collection[int] = ()) -> None:
+        """The weights of those who are there add up to one."""
         near = self.near(step)
-        weigh(self.own, self.kept(near.receives_from), near.own_weight, near.receives_from)
+        weights = {sender: weight for sender, weight in near.receives_from.items() if sender not in lost}
+        total = near.own_weight + sum(weights.values()) if lost else 1.0
+        parcels = self.kept(near.receives_from)
+        weigh(self.own, parcels, near.own_weight / total, {sender: each / total for sender, each in weights.items()})

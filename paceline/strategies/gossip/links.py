@@ -16,7 +16,8 @@ class Links:
     def __init__(self, collective: Collective, pacing: Pacing) -> None:
         self._collective = collective
         self._overlap = Overlap(collective.timing, now_s=pacing.now_s)
-        self._works: list[Work] = []
+        self._works: list[tuple[Work, int]] = []
+        self._lost: set[int] = set()
         self.are_busy = False
 
     @property
@@ -34,20 +35,25 @@ class Links:
             posts.sort(key=lambda post: (post[0], post[1] == (rank < post[0])))
         for peer, is_received in posts:
             if is_received:
-                self._works.append(self._collective.recv(incoming[peer].buffer, source=peer))
+                work = self._collective.recv(incoming[peer].buffer, source=peer)
             else:
-                self._works.append(self._collective.send(outgoing[peer].buffer, destination=peer))
+                work = self._collective.send_once(outgoing[peer].buffer, destination=peer)
+            self._works.append((work, peer))
         self.are_busy = True
         self._overlap.begin()
 
     def settle(self) -> None:
         """Nothing is on its way any more; what has come is still to be waited for."""
         self._overlap.end()
-        for work in self._works:
+        for work, peer in self._works:
             work.wait()
+            if work.is_lost:
+                self._lost.add(peer)
         self._works.clear()
 
-    def wait(self) -> None:
-        """Everything has come."""
+    def wait(self) -> set[int]:
+        """Everything has come, or is lost: returns whose messages are."""
         self.settle()
         self.are_busy = False
+        lost, self._lost = self._lost, set()
+        return lost

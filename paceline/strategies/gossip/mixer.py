@@ -1,8 +1,8 @@
 """The contract of a mixer: what a worker sends at a step, and what becomes of its model. No network, no clock."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import final
+from collections.abc import Callable, Collection, Mapping
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -12,6 +12,11 @@ from paceline.topology import Neighbours, Topology
 
 class Mixer(ABC):
     """One worker's. Steps are counted from 0, exchanges alone."""
+
+    missing_messages: ClassVar[str] = ""
+    """As the trait of that name."""
+    message_size: ClassVar[float] = 1.0
+    """Of a message, in models of 4 bytes a parameter."""
 
     def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int) -> None:
         self.topology, self.own, self.rank, self.size = topology, own, rank, size
@@ -26,8 +31,8 @@ class Mixer(ABC):
         """Where each sender's parcel is to be put."""
 
     @abstractmethod
-    def mix(self, step: int) -> None:
-        """Everything is there: join it with this worker's own."""
+    def mix(self, step: int, lost: Collection[int] = ()) -> None:
+        """Join what is there with this worker's own. Nothing came from the senders in `lost`."""
 
     def update(self, step: Callable[[], object]) -> None:
         """Have the optimizer step on this worker's own values."""

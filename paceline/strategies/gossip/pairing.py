@@ -20,7 +20,8 @@ class _Note(NamedTuple):
     is_answer: int
     stop: int
     left: int
-    """Gradients that the asker, of those that both may still apply, gives away or gets."""
+    """Gradients that may still be applied, which the asker hands over, or gets back as its part of what both have."""
+    is_in: int
 
 
 def askers(topology: Topology, size: int) -> list[bool]:
@@ -72,26 +73,35 @@ class Pairing:
         """The message that asks another worker for its model. What may still be applied goes with it, to be shared."""
         self.asked = other
         left, self.left = self.left, 0
-        return self._message(_Note(is_answer=False, stop=self.stop, left=left))
+        return self._message(_Note(is_answer=False, stop=self.stop, left=left, is_in=self.is_in))
+
+    def word(self) -> Tensor:
+        """A message that tells what this worker knows, and has no model."""
+        return self._words(_Note(is_answer=False, stop=self.stop, left=0, is_in=False))
 
     def receive(self, sender: int, message: Tensor) -> list[tuple[int, Tensor]]:
         """Take the mean of both models; returns the answer to who has asked."""
         values, note = self._read(message)
         self.stop = self.stop or bool(note.stop)
-        answers = []
+        answers: list[tuple[int, Tensor]] = []
+        if not values:
+            return answers
         if note.is_answer:
             self.asked = None
             self.left += note.left
         else:
-            answers = [(sender, self._message(_Note(is_answer=True, stop=self.stop, left=self._share(sender, note.left))))]
+            left = self._share(sender, note.left, is_in=bool(note.is_in))
+            answer = _Note(is_answer=True, stop=self.stop, left=left, is_in=self.is_in)
+            answers = [(sender, self._message(answer))]
         for own, other in zip(self.model.values, values, strict=True):
             own.add_(other.to(own.device)).mul_(0.5)
         return answers
 
-    def _share(self, sender: int, given: int) -> int:
-        """What the sender gets of what both have left, in proportion to how fast each has been."""
-        if not self.is_in:
-            share, self.left = given + self.left, 0
+    def _share(self, sender: int, given: int, *, is_in: bool) -> int:
+        """What the sender gets of what both have left, in proportion to how fast each has been; all, or nothing, where
+        one of them applies no more."""
+        if not (is_in and self.is_in):
+            share, self.left = (given + self.left, 0) if is_in else (0, given + self.left)
             return share
         total, theirs, mine = self.left + given, self.counts[sender] + 1, self.counts[self._rank] + 1
         share = total * theirs // (theirs + mine)
@@ -99,12 +109,14 @@ class Pairing:
         return share
 
     def _message(self, note: _Note) -> Tensor:
-        words = torch.tensor([*note, *self.counts], dtype=torch.int64)
-        return torch.cat([self.model.buffer[: self.model.layout.num_bytes].cpu(), words.view(torch.uint8)])
+        return torch.cat([self.model.buffer[: self.model.layout.num_bytes].cpu(), self._words(note)])
+
+    def _words(self, note: _Note) -> Tensor:
+        return torch.tensor([*note, *self.counts], dtype=torch.int64).view(torch.uint8)
 
     def _read(self, message: Tensor) -> tuple[list[Tensor], _Note]:
-        layout = self.model.layout
-        words = message[layout.num_bytes :].view(torch.int64).tolist()
         own = len(_Note._fields)
+        num_bytes = len(message) - (own + len(self.counts)) * torch.int64.itemsize
+        words = message[num_bytes:].view(torch.int64).tolist()
         self.counts = [max(known, told) for known, told in zip(self.counts, words[own:], strict=True)]
-        return [segment.view(message) for segment in layout.segments], _Note(*words[:own])
+        return [segment.view(message) for segment in self.model.layout.segments if num_bytes], _Note(*words[:own])

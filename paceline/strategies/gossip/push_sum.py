@@ -5,8 +5,8 @@ Assran et al., "Stochastic gradient push for distributed deep learning", ICML 20
 among its receivers and itself; every worker trains at x / w, and its step is added to x.
 """
 
-from collections.abc import Callable, Mapping
-from typing import final
+from collections.abc import Callable, Collection, Mapping
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -21,9 +21,25 @@ def share(topology: Topology, step: int, rank: int, size: int) -> float:
     return 1 / (1 + len(topology.neighbours(step, rank, size).sends_to))
 
 
+def push(own: Parcel, weight: float, step: Callable[[], object]) -> None:
+    """A step of x is 1 / w as long for x / w. Where every worker has as many senders as receivers, w stays 1."""
+    if weight == 1.0:
+        step()
+        return
+    before = [values.clone() for values in own.values]
+    step()
+    for values, old in zip(own.values, before, strict=True):
+        torch.lerp(old, values, 1 / weight, out=values)
+
+
 @final
 class PushSum(Mixer):
     """The parcels' values are x / w, and their number is w: so x / w after an exchange is a weighted mean."""
+
+    missing_messages: ClassVar[str] = (
+        "with each, push-sum loses a part of the sums and weights for ever, so that no worker finds the mean; use "
+        "--strategy gossip --option mode=running-sums"
+    )
 
     def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int) -> None:
         super().__init__(topology, own, rank=rank, size=size)
@@ -41,8 +57,8 @@ class PushSum(Mixer):
     def incoming(self, step: int) -> Mapping[int, Parcel]:
         return self.kept(self.near(step).receives_from)
 
-    def mix(self, step: int) -> None:
-        parcels = self.incoming(step)
+    def mix(self, step: int, lost: Collection[int] = ()) -> None:
+        parcels = {sender: parcel for sender, parcel in self.incoming(step).items() if sender not in lost}
         gained = {
             sender: share(self.topology, step, sender, self.size) * parcel.number for sender, parcel in parcels.items()
         }
@@ -52,14 +68,7 @@ class PushSum(Mixer):
         self._weight.fill_(total)
 
     def update(self, step: Callable[[], object]) -> None:
-        """A step of x is 1 / w as long for x / w. Where every worker has as many senders as receivers, w stays 1."""
-        if self.weight == 1.0:
-            step()
-            return
-        before = [values.clone() for values in self.own.values]
-        step()
-        for values, old in zip(self.own.values, before, strict=True):
-            torch.lerp(old, values, 1 / self.weight, out=values)
+        push(self.own, self.weight, step)
 
     def state(self) -> dict[str, Tensor]:
         return {"weight": self._weight}

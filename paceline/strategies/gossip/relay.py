@@ -4,7 +4,7 @@ Vogels et al., "RelaySum for decentralized deep learning on heterogeneous data",
 the sum of the models behind a link, with their number, which grows from 0 in the first steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import final
 
 from torch import Tensor
@@ -43,7 +43,10 @@ class Relay(Mixer):
     def incoming(self, step: int) -> Mapping[int, Parcel]:
         return self._came
 
-    def mix(self, step: int) -> None:
+    def mix(self, step: int, lost: Collection[int] = ()) -> None:
+        """A message that is lost counts as one of no models, here and where this worker's next ones go."""
+        for sender in lost:
+            self._came[sender].buffer.zero_()
         _add(self.own, self._came)
         for values in self.own.values:
             values.div_(self.own.number)

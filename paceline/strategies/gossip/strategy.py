@@ -26,14 +26,20 @@ from paceline.strategies.gossip.model import FlatModel
 from paceline.strategies.gossip.push_sum import PushSum
 from paceline.strategies.gossip.quasi_global import QuasiGlobal
 from paceline.strategies.gossip.relay import Relay, require_tree
+from paceline.strategies.gossip.running_sums import RunningSums
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import Neighbouring, Traits
 from paceline.topology import Ring, Topology
 
-Mode = Literal["average", "push-sum", "relay"]
+Mode = Literal["average", "push-sum", "running-sums", "relay"]
 Order = Literal["atc", "awc"]
-_MIXERS: Mapping[str, type[Mixer]] = {"average": Averaging, "push-sum": PushSum, "relay": Relay}
+_MIXERS: Mapping[str, type[Mixer]] = {
+    "average": Averaging,
+    "push-sum": PushSum,
+    "running-sums": RunningSums,
+    "relay": Relay,
+}
 
 
 @final
@@ -54,8 +60,8 @@ class Gossip(Strategy):
     )
     mode: Mode = option(
         "average",
-        "average: mean with the neighbours; push-sum: sums and weights, for links that go one way; relay: sums that "
-        "travel along a tree",
+        "average: mean with the neighbours; push-sum: sums and weights, for links that go one way; running-sums: push-sum "
+        "that bears lost messages, each twice as large; relay: sums that travel along a tree",
     )
     order: Order = option(
         "atc",
@@ -93,8 +99,20 @@ class Gossip(Strategy):
 
     @property
     def traits(self) -> Traits:
-        moved = Neighbouring(topology=self.topology, every=self.every, behind_computing=self.order == "awc")
-        return Traits(lock_step=False, traffic=(moved,), workers_differ=True, own_scores=self.own_scores)
+        mixer = _MIXERS[self.mode]
+        moved = Neighbouring(
+            topology=self.topology,
+            every=self.every,
+            behind_computing=self.order == "awc",
+            message_size=mixer.message_size,
+        )
+        return Traits(
+            lock_step=False,
+            traffic=(moved,),
+            workers_differ=True,
+            own_scores=self.own_scores,
+            missing_messages=mixer.missing_messages,
+        )
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         return _GossipSynchronizer(self, context, replica)
@@ -150,8 +168,7 @@ class _GossipSynchronizer(Synchronizer):
     def _exchange(self) -> None:
         if not self._links.are_busy:
             self._start()
-        self._links.wait()
-        self._mixer.mix(self._number)
+        self._mixer.mix(self._number, self._links.wait())
 
     def _start(self) -> None:
         self._links.start(self._mixer.outgoing(self._number), self._mixer.incoming(self._number))

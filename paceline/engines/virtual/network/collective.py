@@ -25,15 +25,23 @@ class VirtualCollective(Collective):
 
     A tensor that is sent is copied, and may be changed at once. One that is reduced in place must be left alone until
     the work is over. Operations and messages take the rank itself `operation_s` and `message_s`.
+    `is_lost` draws whether a message that is sent once is lost.
     """
 
     def __init__(
-        self, meeting: Meeting, process: Process, *, rank: int, operation_s: float = 0.0, message_s: float = 0.0
+        self,
+        meeting: Meeting,
+        process: Process,
+        *,
+        rank: int,
+        operation_s: float = 0.0,
+        message_s: float = 0.0,
+        is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.size = rank, meeting.size
         self.timing = Timing()
         self._meeting, self._process = meeting, process
-        self._operation_s, self._message_s = operation_s, message_s
+        self._operation_s, self._message_s, self._is_lost = operation_s, message_s, is_lost
         self._parts: tuple[VirtualCollective, VirtualCollective | None] | None = None
         self._num_operations = 0
         self._failure: PacelineError | None = None
@@ -155,10 +163,16 @@ class VirtualCollective(Collective):
         return [_copy(part) for part in self._exchange_all(Signature("all_to_all", tensors[0].dtype), tensors)]
 
     def send(self, tensor: Tensor, *, destination: int) -> Work:
+        return self._send(tensor, destination, is_lost=False)
+
+    def send_once(self, tensor: Tensor, *, destination: int) -> Work:
+        return self._send(tensor, destination, is_lost=self._is_lost())
+
+    def _send(self, tensor: Tensor, destination: int, *, is_lost: bool) -> Work:
         require_other(destination, rank=self.rank, size=self.size)
         self._check()
         flat, _ = flatten(tensor, device_type=tensor.device.type)
-        parcel = Parcel(flat.clone())
+        parcel = Parcel(flat.clone(), is_lost=is_lost)
         self.timing.moved_bytes += flat.nbytes
         self._spend(self._message_s)
         self._process.post(self._meeting.send, self.rank, destination, parcel)
@@ -287,6 +301,10 @@ class _MessageWork(Work):
     ) -> None:
         self._collective, self._message, self._what, self._copy_back = collective, message, what, copy_back
         self._is_over = False
+
+    @property
+    def is_lost(self) -> bool:
+        return self._message.is_lost
 
     def poll(self) -> bool:
         if not self._is_over and self._message.done.fired_s is not None:

@@ -51,6 +51,8 @@ class Operation:
 @dataclass(eq=False)
 class Parcel:
     flat: Tensor
+    is_lost: bool = False
+    """It does not arrive, and its receiver knows when it should have."""
     sent_s: float = 0.0
     done: Signal = field(default_factory=Signal)
 
@@ -62,6 +64,7 @@ class Awaited:
     target: Tensor
     sent_s: float | None = None
     """When what came was sent."""
+    is_lost: bool = False
     error: PacelineError | None = None
     done: Signal = field(default_factory=Signal)
 
@@ -158,8 +161,10 @@ class Meeting:
         while parcels and awaited:
             parcel, place = parcels.popleft(), awaited.popleft()
             flat, target = parcel.flat, place.target
+            place.is_lost = parcel.is_lost
             if flat.dtype == target.dtype and flat.numel() == target.numel():
-                target.copy_(flat)
+                if not parcel.is_lost:
+                    target.copy_(flat)
             else:
                 place.error = TensorMismatch(
                     f"rank {pair[0]} sends {flat.numel()} elements of {flat.dtype}, and rank {pair[1]} receives "

@@ -18,7 +18,7 @@ _HALF_BYTES = 2
 
 
 class OutOfTurn(Exception):
-    """What was joined is of different exchanges of the ranks."""
+    """Ranks joined gradients of different backward passes."""
 
 
 class Bucket(NamedTuple):

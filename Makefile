@@ -26,7 +26,7 @@ test-slow: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict paceline
+	$(BIN)/mypy --strict paceline benchmarks
 	$(BIN)/lint-imports
 
 # A warning fails it. The site is docs/_build/index.html.

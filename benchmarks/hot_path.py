@@ -45,6 +45,7 @@ from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
+from paceline.training.given import told_apart
 from paceline.training.session import Session
 
 PLAIN = ("plain", "lockstep")
@@ -134,7 +135,7 @@ class Worker:
         loader: Any = DataLoader(data, batch_size=self.batch_size, collate_fn=whole)
         if name not in PLAIN:
             session = self._session(name)
-            loader = session.prepare(model, optimizer, loader, {})
+            [loader] = session.prepare(told_apart((model, optimizer, loader), {})).values()
         batches = _repeated(loader)
 
         def step() -> None:

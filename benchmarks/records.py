@@ -71,8 +71,8 @@ def train(num_pairs: int, block_s: float, launcher: int, out: str) -> None:
     optimizer = make_optimizer(model)
     loader = DataLoader(FixedBatches(BATCH_SIZE, seed=worker.rank), batch_size=BATCH_SIZE, collate_fn=whole)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)
-    session = worker._session
-    reporters = {True: session.reporter, False: NullReporter()}
+    run = worker._session.run
+    reporters = {True: run.reporter, False: NullReporter()}
     batches = (batch for _ in itertools.count() for batch in loader)
 
     def steps(count: int) -> Block:
@@ -93,11 +93,11 @@ def train(num_pairs: int, block_s: float, launcher: int, out: str) -> None:
     for number in range(num_pairs):
         pair: dict[str, Block] = {}
         for keeps in (True, False) if number % 2 == 0 else (False, True):
-            session.reporter = reporters[keeps]
+            run.reporter = reporters[keeps]
             steps(num_settling)
             pair["kept" if keeps else "dropped"] = steps(num_measured)
         pairs.append(pair)
-    session.reporter = reporters[True]
+    run.reporter = reporters[True]
     if worker.rank == 0:
         Path(out).write_text(json.dumps(pairs), encoding="utf-8")
 

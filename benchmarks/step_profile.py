@@ -87,7 +87,7 @@ def train(
     plain_model, plain_optimizer, plain_loader = make()
     model, optimizer, loader = worker.prepare(*make())
     plain_batches, batches = repeat(plain_loader), repeat(loader)
-    done = steps_done.get_obj()
+    done: Any = steps_done.get_obj()
 
     def meet() -> None:
         done[rank] += 1

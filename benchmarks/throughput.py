@@ -47,7 +47,7 @@ class FixedBatches(Dataset[tuple[Tensor, Tensor]]):
         return next(self._batches)
 
 
-def whole(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def whole(batch: Any) -> Any:
     """The batches are collated already."""
     return batch
 
@@ -129,7 +129,7 @@ def table_of(rates: Mapping[str, Sequence[float]], title: str) -> Table:
     for heading in ("contender", "samples/s", "lowest", "highest", "of ceiling", "of its peer"):
         table.add_column(heading, justify="left" if heading == "contender" else "right")
     for name, values in rates.items():
-        peer = PEER_OF.get(name)
+        peer = PEER_OF.get(name, "")
         table.add_row(
             name,
             f"{statistics.median(values):,.0f}",

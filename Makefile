@@ -10,7 +10,7 @@ DOCS_STAMP := $(VENV)/.complete-docs
 # Two tests at a time: much of a test of processes is waiting for them to start.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-slow lint docs bench clean
+.PHONY: demo test test-slow lint docs results clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -33,8 +33,9 @@ lint: $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
 
-bench: $(STAMP)
-	$(BIN)/python benchmarks/throughput.py
+# Measures what the documentation shows; ONLY="NAME..." measures these. The machine must have nothing else to do.
+results: $(STAMP)
+	$(BIN)/python benchmarks/results.py $(ONLY)
 
 clean:
 	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -119,7 +119,7 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and self.run.strategy.traits.is_synchronous,
+            is_averaged=context.size > 1 and self.run.traits.is_synchronous,
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
@@ -166,7 +166,7 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
-        if self._has_started and not self._has_finished and not self.run.strategy.traits.lock_step:
+        if self._has_started and not self._has_finished and not self.run.traits.lock_step:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
                 "call it before the first batch"
@@ -354,9 +354,9 @@ class Session:
             on_position=self._on_position,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
-            takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
+            takes_equal_steps=self.run.traits.takes_equal_steps,
         )
-        if len(given.loaders) > 1 and self.run.strategy.traits.is_synchronous:
+        if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
 
@@ -368,7 +368,7 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.takes_equal_steps):
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
@@ -379,7 +379,7 @@ class Session:
     def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:
             self._start()
-        if not self.run.strategy.traits.is_synchronous:
+        if not self.run.traits.is_synchronous:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
         feeds = self.run.prepared.feeds
         if len(feeds) > 1:

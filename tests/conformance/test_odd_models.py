@@ -20,6 +20,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon
 
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, virtual_engine
+from tests.conformance import odd_loops as loops
 from tests.conformance import odd_models as odd
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
@@ -201,10 +202,10 @@ ODD = (
         tolerance=HALF_PRECISION,
     ),
     odd_row("distilled", model=odd.Distilled, step=odd.distilling_step, optimizer=trained_only),
-    Odd("hooks on gradients, before", partial(odd.with_hooks, when="before", kind="gradient")),
-    Odd("hooks on gradients, after", partial(odd.with_hooks, when="after", kind="gradient")),
-    Odd("hooks on accumulated gradients, before", partial(odd.with_hooks, when="before", kind="accumulated")),
-    Odd("hooks on accumulated gradients, after", partial(odd.with_hooks, when="after", kind="accumulated")),
+    Odd("hooks on gradients, before", partial(loops.with_hooks, when="before", kind="gradient")),
+    Odd("hooks on gradients, after", partial(loops.with_hooks, when="after", kind="gradient")),
+    Odd("hooks on accumulated gradients, before", partial(loops.with_hooks, when="before", kind="accumulated")),
+    Odd("hooks on accumulated gradients, after", partial(loops.with_hooks, when="after", kind="accumulated")),
     # Gradients that the script sets.
     odd_row("gradients set", step=odd.set_gradients),
     odd_row("gradients of a function", step=odd.functional_step),
@@ -216,10 +217,10 @@ ODD = (
         says=r"rank \d: the script set the gradient of '1\.weight' itself and changed it in place.*call loss\.backward",
     ),
     odd_row("each gradient clipped anew", step=odd.adaptive_clip_step, tolerance=EXACT),
-    Odd("accumulated by hand", partial(odd.accumulating_by_hand, count=48)),
+    Odd("accumulated by hand", partial(loops.accumulating_by_hand, count=48)),
     Odd(
         "accumulated by hand, uneven tail",
-        partial(odd.accumulating_by_hand, count=43),
+        partial(loops.accumulating_by_hand, count=43),
         refused=JOINT,
         says=r"rank \d, epoch 0: .*which of the batches 5, 6 .*drop_last=True",
     ),
@@ -254,14 +255,14 @@ ODD = (
     odd_row("a rate in a tensor", optimizer=partial(SGD, lr=torch.tensor(0.05, dtype=torch.float64))),
     odd_row("an empty group", optimizer=with_empty_group),
     odd_row("parameters backwards", optimizer=backwards),
-    Odd("a schedule for each group", odd.group_schedules),
-    Odd("never stepped", odd.by_hand, refused=EVERY, says=NEVER_STEPS),
+    Odd("a schedule for each group", loops.group_schedules),
+    Odd("never stepped", loops.by_hand, refused=EVERY, says=NEVER_STEPS),
     # What scripts do with their model.
     odd_row("averages of the weights", model=odd.Averaging, step=odd.averaging_step, optimizer=trained_only),
-    Odd("copied after every step", odd.with_copies),
-    Odd("weights swapped and put back", odd.swapping),
+    Odd("copied after every step", loops.with_copies),
+    Odd("weights swapped and put back", loops.swapping),
     odd_row("compiled", model=lambda: torch.compile(perceptron(), backend="eager"), only_on="virtual"),  # type: ignore[return-value,arg-type]
-    Odd("compiled after prepare", odd.compiled_after),
+    Odd("compiled after prepare", loops.compiled_after),
 )
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 QUICK_IN_PROCESSES = (
@@ -346,7 +347,7 @@ def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_p
     ],
 )
 def test_one_backward_pass_too_many_is_refused(engine: str, at: int, says: str, tmp_path: Path) -> None:
-    script = partial(launched, partial(odd.one_too_many, at=at))
+    script = partial(launched, partial(loops.one_too_many, at=at))
     began_s = time.monotonic()
     with pytest.raises(RunFailed, match=says):
         ENGINES[engine].run(script, strategy="all-reduce", workers=2, out=tmp_path, deadline_s=DEADLINE_S)

@@ -22,6 +22,7 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
+from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -79,6 +80,8 @@ class Synchronizer(ABC):
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
+    progress: Callable[[], Progress] = Progress
+    """How far the script is. Where workers are in lock step, it is the same on all of them at every exchange."""
     facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
 

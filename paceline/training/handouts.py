@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
 from paceline.hooks import OwnHook
+from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.several import models_of
 from paceline.training.sharding.contents import tensors_in
@@ -53,8 +54,7 @@ class Handouts:
     def __init__(
         self, replica: Replica, *, rank: int, set_weight: Callable[[float], None], is_averaged: bool = False
     ) -> None:
-        self.num_batches = self.num_steps = 0
-        """Handed out in the script's own thread, and taken, so far."""
+        self._num_steps = self._num_batches = 0  # taken, and handed out in the script's own thread, so far
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
         self._models = models_of(replica.model)
         self._is_averaged = is_averaged
@@ -83,7 +83,7 @@ class Handouts:
             self._out.append(handed)
             self._look_at_inputs()
             return
-        self.num_batches += 1
+        self._num_batches += 1
         self.look_back()
         self._known = None
         if place.num_batches_done == 0:
@@ -100,6 +100,10 @@ class Handouts:
         if self._has_gradient:
             self._has_gradient = False
             self._train()
+
+    def progress(self) -> Progress:
+        """Steps taken, and batches handed out in the script's own thread."""
+        return Progress(self._num_steps, self._num_batches)
 
     @property
     def has_trained(self) -> bool:
@@ -135,7 +139,7 @@ class Handouts:
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._out.popleft()
         self._weigh()
-        self.num_steps += 1
+        self._num_steps += 1
         self._is_computed, self._left = False, self._first_gradient()
         num_samples, self._num_samples = self._num_samples, 0
         return num_samples

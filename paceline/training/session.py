@@ -123,6 +123,8 @@ class Session:
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
+        for part in parts.values():
+            part.progress = handouts.progress
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)

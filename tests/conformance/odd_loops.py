@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -123,16 +124,15 @@ def swapping(worker: Any) -> nn.Module:
     return model
 
 
-def one_too_many(worker: Any, *, at: int) -> nn.Module:
-    """Rank 1 calls backward once more, before its `at`-th step or after all."""
-    model, optimizer, loader = training(worker, perceptron())
-    is_odd = worker.size > 1 and worker.rank == 1
-    for number, batch in enumerate(loader, 1):
+def too_many(worker: Any, *, at: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Each rank calls backward as many times more as its number, before the `at`-th step or after all."""
+    model, optimizer, loader = training(worker, perceptron(dtype), count=91)
+    for number, (x, y, _) in enumerate(loader, 1):
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        if is_odd and number == at:
-            model(batch[0]).square().mean().backward()
+        F.cross_entropy(model(x.to(dtype)), y).backward()
+        for _ in range(worker.rank if number == at else 0):
+            model(x.to(dtype)).square().mean().backward()
         optimizer.step()
-    if is_odd and at == 0:
-        model(batch[0]).square().mean().backward()
+    for _ in range(0 if at else worker.rank):
+        model(x.to(dtype)).square().mean().backward()
     return model

@@ -329,29 +329,44 @@ def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_p
     assert all(state[name].isfinite().all() for name in state if "infinite" not in name)
 
 
-# --- a backward pass that only one rank makes -----------------------------------------------------------------------
+# --- backward passes that not every rank makes ----------------------------------------------------------------------
+
+OUT_OF_TURN = r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2{}; every rank"
 
 
 @pytest.mark.parametrize(
-    ("engine", "at", "says"),
+    ("engine", "workers", "at", "says"),
     [
-        ("virtual", 1, r"rank 0 for all_gather .*rank 1 for all_reduce"),  # a pause comes after the first step
-        ("virtual", 5, r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
-        ("processes", 5, r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
-        ("virtual", 0, r"rank 0 for all_gather .*rank 1 for all_reduce|rank 1 for all_reduce.* rank 0 for all_gather"),
+        ("virtual", 2, 1, r"rank 0 for all_gather .*rank 1 for all_reduce"),  # a pause comes after the first step
+        ("virtual", 2, 5, OUT_OF_TURN.format("")),
+        ("virtual", 3, 5, OUT_OF_TURN.format(", rank 2 2")),  # in the exchange in which rank 0 has gone on
+        ("processes", 2, 5, OUT_OF_TURN.format("")),
+        (
+            "virtual",
+            2,
+            0,
+            r"rank 0 for all_gather .*rank 1 for all_reduce|rank 1 for all_reduce.* rank 0 for all_gather",
+        ),
         (
             "processes",
+            2,
             0,
             r"ranks disagree on an operation: rank 0 asks for all_gather .*; every rank must make the same",
         ),
     ],
 )
-def test_one_backward_pass_too_many_is_refused(engine: str, at: int, says: str, tmp_path: Path) -> None:
-    script = partial(launched, partial(loops.one_too_many, at=at))
+def test_backward_passes_too_many_are_refused(engine: str, workers: int, at: int, says: str, tmp_path: Path) -> None:
+    script = partial(launched, partial(loops.too_many, at=at))
     began_s = time.monotonic()
     with pytest.raises(RunFailed, match=says):
-        ENGINES[engine].run(script, strategy="all-reduce", workers=2, out=tmp_path, deadline_s=DEADLINE_S)
+        ENGINES[engine].run(script, strategy="all-reduce", workers=workers, out=tmp_path, deadline_s=DEADLINE_S)
     assert time.monotonic() - began_s < DEADLINE_S / 2
+
+
+def test_a_backward_pass_too_many_in_half_precision_is_refused(tmp_path: Path) -> None:
+    script = partial(launched, partial(loops.too_many, at=5, dtype=torch.bfloat16))
+    with pytest.raises(RunFailed, match=OUT_OF_TURN.format("")):
+        virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
 
 
 # --- buffers --------------------------------------------------------------------------------------------------------

@@ -233,7 +233,8 @@ class _AllReduceSynchronizer(Synchronizer):
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
-        self._require_exchange()
+        if not self.gradients_are_spent:
+            self._require_exchange()
         before = self.iteration
         if is_skipped_by_scaler(self.replica.optimizer):
             update()
@@ -242,7 +243,7 @@ class _AllReduceSynchronizer(Synchronizer):
         elif not self._is_nonfinite:
             update()
             self.iteration += 1
-        self._is_exchanged = False
+        self._is_exchanged = self._is_nonfinite = False
         self._num_exchanges = 0
         if self._choosing is not None:
             self._choose(self._choosing)

@@ -82,6 +82,8 @@ class Synchronizer(ABC):
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
     progress: Callable[[], Progress] = Progress
     """How far the script is. Where workers are in lock step, it is the same on all of them at every exchange."""
+    gradients_are_spent: bool = False
+    """No gradient has come since the step before: the optimizer calls its closure for those that it steps with."""
     facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
 

@@ -108,7 +108,9 @@ class _LocalSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._overlap.end()
         require_same_parameters(self.replica)
-        applies = may_step(self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1)
+        applies = self.gradients_are_spent or may_step(
+            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
+        )
         if applies:
             update()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)

@@ -39,6 +39,11 @@ class EachHandouts:
         """Whether a batch of any loader was trained on."""
         return any(handouts.has_trained for handouts in self._each)
 
+    @property
+    def are_gradients_spent(self) -> bool:
+        """As `Handouts.are_gradients_spent`."""
+        return all(handouts.are_gradients_spent for handouts in self._each)
+
     def take_what_was_set(self) -> None:
         """As `Handouts.take_what_was_set`."""
         for handouts in self._each:

@@ -218,7 +218,9 @@ class Session:
             loss: list[Any] = [None]
             if evaluates and closure is not None:
                 evaluate = synchronizer.evaluating(closure)
+                synchronizer.gradients_are_spent = self.run.prepared.handouts.are_gradients_spent
                 take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
+                synchronizer.gradients_are_spent = False
                 return loss[-1]
             if closure is not None:
                 begin_step()

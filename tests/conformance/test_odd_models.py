@@ -369,6 +369,24 @@ def test_a_backward_pass_too_many_in_half_precision_is_refused(tmp_path: Path) -
         virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
 
 
+# --- optimizers that call their closure themselves ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "gossip", "local-sgd"])
+def test_an_own_closure_gives_what_gradients_would(strategy: str, tmp_path: Path) -> None:
+    """Also where a batch counts less, and without an exchange of the gradients of the step before."""
+    runs = []
+    for number, step in enumerate((plain_step, closure_step)):
+        script = partial(train, optimizer=partial(odd.Signed, lr=1e-3), step=step, data=partial(samples, 43))
+        runs.append(
+            virtual_engine.run(partial(launched, script), strategy=strategy, workers=2, out=tmp_path / str(number))
+        )
+    plain, own = (result.model_state() for result in runs)
+    assert all(torch.equal(plain[name], own[name]) for name in plain)
+    moved = [sum(record.moved_bytes for record in result.steps) for result in runs]
+    assert moved[1] < 1.5 * moved[0] + 1  # the loss alone is exchanged besides
+
+
 # --- buffers --------------------------------------------------------------------------------------------------------
 
 

@@ -18,11 +18,14 @@ from paceline.strategies.bucketing import laid_out
 from paceline.strategies.choosing import Choosing
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import Exchange, averaging
+from paceline.strategies.meeting import gathered
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.progress import Progress, require_same
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
+
+_APART = 5  # what turns of two optimizers differ by
 
 Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all", "naive-ring"]
 
@@ -155,7 +158,7 @@ class _AllReduceSynchronizer(Synchronizer):
             self._culprit = None
             self._num_exchanges += 1
             if self.context.size <= MOST_RANKS:
-                self._turn = self._num_exchanges + self.progress().lead
+                self._turn = self._num_exchanges + self.progress().lead + _APART * self.number
         is_last = bucket == len(self._buckets.buckets) - 1
         culprit = self._buckets.find_nonfinite(bucket) if self._looks_first else None
         if culprit is not None:
@@ -221,7 +224,8 @@ class _AllReduceSynchronizer(Synchronizer):
 
     def _raise_disagreement(self) -> NoReturn:
         """Name the ranks whose exchanges met out of turn. Collective call."""
-        everyone = self.context.collective.all_gather_object([self._num_exchanges, *self.progress()])
+        place = f"a backward pass of {self.title!r}" if self.title else "a backward pass"
+        everyone = gathered(self.context.collective, place, [self._num_exchanges, *self.progress()])
         nums = [num_exchanges for num_exchanges, *_ in everyone]
         if len(set(nums)) == 1:
             require_same([Progress(*progress) for _, *progress in everyone])

@@ -149,10 +149,13 @@ class _LocalSynchronizer(Synchronizer):
     def _pass_step(self) -> None:
         """A step is over: exchange what is due."""
         self._steps += 1
-        for fragment in self._schedule.leaving(self._steps):
+        leaving, due = self._schedule.leaving(self._steps), self._schedule.due(self._steps)
+        if leaving or due:
+            self.meet()
+        for fragment in leaving:
             self._take(fragment)
             self._outer.start(fragment)
-        for fragment in self._schedule.due(self._steps):
+        for fragment in due:
             # What was left out is not to stay: it would be left out for ever.
             is_kept = fragment not in self._left_out
             self._left_out.discard(fragment)

@@ -141,6 +141,8 @@ class _GossipSynchronizer(Synchronizer):
             self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self.iteration + 1
         )
         is_due = bool(self._schedule.due(self.iteration + 1))
+        if is_due:
+            self.meet()
         self._model.scale_gradients(self._weight)
         if self._momentum is not None:
             self._momentum.begin()

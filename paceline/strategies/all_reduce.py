@@ -180,7 +180,7 @@ class _AllReduceSynchronizer(Synchronizer):
     def _finish_backward(self) -> None:
         """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
         self._overlap.end()
-        self._is_nonfinite = False
+        is_any_nonfinite = False
         for bucket, work in enumerate(self._works):
             work.wait()
             try:
@@ -189,10 +189,11 @@ class _AllReduceSynchronizer(Synchronizer):
                 self._raise_disagreement()
             if self._nonfinite != "allow" and work.nonfinite is not None and self._culprit is None:
                 self._culprit = (work.nonfinite.rank, self._buckets.name_at(bucket, work.nonfinite.element))
-            if self._nonfinite != "allow":
-                self._is_nonfinite = self._is_nonfinite or is_nonfinite or self._culprit is not None
+            is_any_nonfinite = is_any_nonfinite or is_nonfinite or self._culprit is not None
             self._stop = self._stop or stop
-        self._exchange.settle(is_applied=not self._is_nonfinite)
+        self._is_nonfinite = is_any_nonfinite and self._nonfinite != "allow"
+        # What is not finite is applied by nobody, or was asked for; kept, it would come again in every later step.
+        self._exchange.settle(is_applied=not is_any_nonfinite)
         self._works.clear()
         self._is_exchanged = True
 

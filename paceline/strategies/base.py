@@ -20,8 +20,10 @@ from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
+from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
+from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -79,6 +81,14 @@ class Synchronizer(ABC):
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
+    number: int = 0
+    """Of the run's optimizer that it is for."""
+    title: str = ""
+    """That optimizer's name, if there are several."""
+    progress: Callable[[], Progress] = Progress
+    """How far the script is. Where workers are in lock step, it is the same on all of them at every exchange."""
+    gradients_are_spent: bool = False
+    """No gradient has come since the step before: the optimizer calls its closure for those that it steps with."""
     facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
 
@@ -97,6 +107,13 @@ class Synchronizer(ABC):
         Raises:
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
+
+    @final
+    def meet(self) -> None:
+        """What follows needs all workers to step the same of several optimizers. Collective call if there are several.
+        Raises UsageError, on all, where they do not."""
+        if self.title:
+            gathered(self.context.collective, f"a step of {self.title!r}")
 
     def start(self) -> None:
         """Every worker's script is about to ask for its first batch. Collective call."""

@@ -123,6 +123,8 @@ class Session:
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
+        for number, (name, part) in enumerate(parts.items()):
+            part.number, part.title, part.progress = number, name if others else "", handouts.progress
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
@@ -189,6 +191,7 @@ class Session:
             pass
         synchronizer.close()
         self.run.prepared.handouts.close()
+        self._lone_samples.close()
         self._unprepared.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -216,7 +219,9 @@ class Session:
             loss: list[Any] = [None]
             if evaluates and closure is not None:
                 evaluate = synchronizer.evaluating(closure)
+                synchronizer.gradients_are_spent = self.run.prepared.handouts.are_gradients_spent
                 take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
+                synchronizer.gradients_are_spent = False
                 return loss[-1]
             if closure is not None:
                 begin_step()
@@ -384,8 +389,7 @@ class Session:
         feeds = self.run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
-        if part.num_samples == 1:
-            self._lone_samples.expect(place)
+        self._lone_samples.expect(name, place, num_samples=part.num_samples)
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     @property

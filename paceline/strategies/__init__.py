@@ -11,7 +11,7 @@ from paceline.errors import UsageError, unknown
 from paceline.outer import Momentum, Nesterov
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
-from paceline.strategies.gossip import Gossip
+from paceline.strategies.gossip import AsynchronousGossip, Gossip
 from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
@@ -142,6 +142,11 @@ for _entry in (
         leaves_out=("order",),
         summary="gossip in which models travel along a tree, so that all count alike",
         alias_of="gossip",
+    ),
+    Entry(
+        name="ad-psgd",
+        strategy=AsynchronousGossip,
+        summary="gossip in pairs, while gradients are computed: nobody waits for a slower worker",
     ),
     Entry(name="local-sgd", strategy=LocalUpdates, summary="rounds of local steps, then parameters are averaged"),
     Entry(

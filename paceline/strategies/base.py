@@ -1,7 +1,7 @@
 """The contract: a `Strategy` says what is exchanged, with whom and when; a `Synchronizer` does it for one worker."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, final, get_args
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
+from paceline.comm.mailbox import Mailbox
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
@@ -49,10 +50,14 @@ class Context:
     """The first optimizer's, for strategies that have servers."""
     store_beside: Callable[[int], Store] | None = None
     """Connects to what the servers hold for another optimizer of the run: the second is number 1. Collective call."""
+    connect_mailbox: Callable[[], Mailbox] | None = None
+    """Makes a mailbox, for strategies whose messages come unasked. Collective call."""
     pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
     seed: int = 0
     """The run's, the same on every worker."""
+    max_steps: int | None = None
+    """Iterations after which the run ends, if it ends by their number."""
 
     @property
     def size(self) -> int:
@@ -70,6 +75,8 @@ class StepOutcome(NamedTuple):
     """How stale the gradient was; -1 where it was not applied."""
     admitted: bool = True
     """False: call `Synchronizer.wait_for_admission` before the next step."""
+    meets: bool = False
+    """The next step is to come after a pause, whatever the iteration is."""
 
 
 class Synchronizer(ABC):
@@ -143,6 +150,18 @@ class Synchronizer(ABC):
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         """Block until this worker may compute its next gradient."""
         return StepOutcome(self.iteration)
+
+    def meet(self, iteration: int, *, active: Sequence[int]) -> int:
+        """All workers are in a pause: what is under way between them ends. Collective call.
+
+        Args:
+            iteration: the furthest that a worker knows of.
+            active: the ranks that take further steps.
+
+        Returns:
+            The iteration that the run is at.
+        """
+        return iteration
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:

@@ -1,7 +1,7 @@
 """The synchronizers of several optimizers as one: an iteration is a step of the first."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import final
 
@@ -61,6 +61,13 @@ class Together(Synchronizer):
     def set_synchronizing(self, on: bool) -> bool:
         before, *_ = [part.set_synchronizing(on) for part in self._parts.values()]
         return before
+
+    def meet(self, iteration: int, *, active: Sequence[int]) -> int:
+        for part in self._parts.values():
+            if part is not self._first:
+                part.meet(part.iteration, active=active)
+        self.iteration = self._first.meet(iteration, active=active)
+        return self.iteration
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:

@@ -69,7 +69,9 @@ class Pauses:
         self._agreement.require(reports)
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
-        run.iteration = max(report["iteration"] for report in reports)
+        active = [rank for rank, report in enumerate(reports) if not report["done"]]
+        furthest = max(report["iteration"] for report in reports)
+        run.iteration = run.prepared.synchronizer.meet(furthest, active=active)
         all_done = all(report["done"] for report in reports)
         cadence.evaluates = first["evaluates"]
         evaluates = cadence.is_evaluation_due(run.iteration, at_end=all_done) and not first["interrupted"]

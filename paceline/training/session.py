@@ -70,7 +70,9 @@ class Session:
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run = WorkerRun(replace(context, seed=config.seed), strategy, config, reporter)
+        self.run = WorkerRun(
+            replace(context, seed=config.seed, max_steps=config.max_steps), strategy, config, reporter
+        )
         self._checkpoint = checkpoint
         traits = strategy.traits
         self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
@@ -202,6 +204,8 @@ class Session:
         if number and context.store_beside is not None:
             self.run.strategy.admission_rule_beside(context.membership)  # refuses here, on every worker
             context = replace(context, store=context.store_beside(number))
+        if number:
+            context = replace(context, max_steps=None)  # iterations are the first one's
         return self.run.strategy.bind(context, replica)
 
     def _take_over(
@@ -320,7 +324,7 @@ class Session:
         """Between two steps: pause where that is due, and wait for admission where a pause was entered without it."""
         outcome, self._unsettled = self._unsettled, None
         while outcome is not None and not self.run.has_ended:
-            if outcome.iteration >= self._cadence.next_pause:
+            if outcome.meets or outcome.iteration >= self._cadence.next_pause:
                 with self.run.prepared.account.pause():
                     self.pauses.meet(is_done=False)
             if self.run.has_ended or outcome.admitted:

@@ -64,12 +64,13 @@ class DataAttack(Attack, ABC):
         inputs, labels = batch
         if labels.dim() != 1 or labels.is_floating_point():
             raise UsageError(f"{self} needs class indices as labels, not {labels.dtype} of shape {tuple(labels.shape)}")
-        return type(batch)(self.poisoned(inputs, labels))
+        poisoned = self.poisoned(inputs, labels)
+        return list(poisoned) if isinstance(batch, list) else poisoned
 
 
 def parse(texts: Sequence[str]) -> tuple[Attack, ...]:
     """The attacks of texts such as `sign-flip:workers=2`. Raises UsageError if there is no such attack or option."""
-    return tuple(read(Attack, text) for text in texts)  # type: ignore[type-abstract]
+    return tuple(read(Attack, text) for text in texts)
 
 
 def require_possible(attacks: Sequence[Attack], *, num_workers: int, knows_all: bool) -> None:

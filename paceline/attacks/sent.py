@@ -70,7 +70,7 @@ class MinMax(SentAttack, name="min-max"):
 
     def sent(self, own: Tensor, honest: Tensor, *, size: int, generator: torch.Generator) -> Tensor:
         most = torch.stack([_squares(each, honest) for each in honest]).max()
-        return _furthest(honest, self.direction, lambda candidate: _squares(candidate, honest).max() <= most)
+        return _furthest(honest, self.direction, lambda candidate: bool(_squares(candidate, honest).max() <= most))
 
 
 @final
@@ -84,7 +84,7 @@ class MinSum(SentAttack, name="min-sum"):
 
     def sent(self, own: Tensor, honest: Tensor, *, size: int, generator: torch.Generator) -> Tensor:
         most = torch.stack([_squares(each, honest).sum() for each in honest]).max()
-        return _furthest(honest, self.direction, lambda candidate: _squares(candidate, honest).sum() <= most)
+        return _furthest(honest, self.direction, lambda candidate: bool(_squares(candidate, honest).sum() <= most))
 
 
 @final
@@ -101,13 +101,15 @@ class ModelReplacement(SentAttack, name="model-replacement"):
 
 
 def _squares(some: Tensor, others: Tensor) -> Tensor:
-    return (some - others).square().sum(dim=-1)
+    squares: Tensor = (some - others).square().sum(dim=-1)
+    return squares
 
 
-def _furthest(honest: Tensor, direction: Direction, is_hidden: Callable[[Tensor], Tensor]) -> Tensor:
+def _furthest(honest: Tensor, direction: Direction, is_hidden: Callable[[Tensor], bool]) -> Tensor:
     """The honest mean less the largest multiple of the direction that is still hidden."""
-    mean = honest.mean(dim=0)
-    step = {"std": honest.std(dim=0), "mean": mean / mean.norm(), "sign": mean.sign()}[direction]
+    mean: Tensor = honest.mean(dim=0)
+    steps: dict[Direction, Tensor] = {"std": honest.std(dim=0), "mean": mean / mean.norm(), "sign": mean.sign()}
+    step = steps[direction]
     low, high = 0.0, 1.0
     while is_hidden(mean - high * step) and high < torch.finfo(torch.float32).max:
         low, high = high, 2 * high

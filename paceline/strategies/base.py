@@ -1,7 +1,7 @@
 """The contract: a `Strategy` says what is exchanged, with whom and when; a `Synchronizer` does it for one worker."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, final, get_args
@@ -51,6 +51,9 @@ class Context:
     """The clock that this worker's run is timed with, real or virtual."""
     seed: int = 0
     """The run's, the same on every worker."""
+    corrupt: Callable[[Sequence[Tensor], int], None] | None = None
+    """Called with what this worker is about to send and the number of its step: in place, a hostile worker's becomes
+    what an attack makes of it. Where workers meet at each exchange it is a collective call. None: nobody attacks."""
 
     @property
     def size(self) -> int:

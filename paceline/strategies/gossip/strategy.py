@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, final, get_args
 
+import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import Timing
@@ -128,6 +129,9 @@ class _GossipSynchronizer(Synchronizer):
         require_same_parameters(self.replica)
         self._model.require_in_place(rank=self.context.rank, step=self.iteration + 1)
         applies = may_step(self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self.iteration + 1)
+        if self.context.corrupt is not None:  # what moves the model that neighbours get
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.replica.parameters]
+            self.context.corrupt(gradients, self.iteration)
         is_due = bool(self._schedule.due(self.iteration + 1))
         if applies:
             self._model.scale_gradients(self._weight)

@@ -97,6 +97,7 @@ class ServerSynchronizer(Synchronizer):
             if codec is None
             else NO_TRIAL,
             find_nonfinite=self._buckets.find_any_nonfinite,
+            before_leaving=self._corrupt,
         )
         self._held = HeldState(store, replica, context.collective)
         self._steps = 0
@@ -150,9 +151,10 @@ class ServerSynchronizer(Synchronizer):
             for flat in self._flats:
                 flat.div_(scale)
         is_void = is_skipped_by_scaler(optimizer) or self._is_nonfinite()
-        weight = 1.0 if self._combining.take() else self._weight
-        if self.context.corrupt is not None:
-            self.context.corrupt(self._buckets.views, self._steps)
+        is_combined = self._combining.take()
+        weight = 1.0 if is_combined else self._weight
+        if not is_combined:
+            self._corrupt()
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
@@ -226,6 +228,11 @@ class ServerSynchronizer(Synchronizer):
 
     def _finish_backward(self) -> None:
         self._combining.after_backward(self._weight)
+
+    def _corrupt(self) -> None:
+        """What a hostile worker sends becomes what its attack makes of it."""
+        if self.context.corrupt is not None:
+            self.context.corrupt(self._buckets.views, self._steps)
 
     def _changed_groups(self) -> tuple[Mapping[str, object], ...] | None:
         """The groups' hyperparameters, if they are others than at the last push."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, NoReturn, final, get_args
 import torch
 from torch import Tensor
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.buckets import MOST_RANKS, GradientBuckets, OutOfTurn
 from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing, Work
@@ -18,6 +19,7 @@ from paceline.strategies.bucketing import laid_out
 from paceline.strategies.choosing import Choosing
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import Exchange, averaging
+from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.meeting import gathered
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState
@@ -55,6 +57,7 @@ class AllReduce(Strategy):
 
     codec: Codec | None = option(None, CODEC_DOC)
     codec_scope: Scope = option("links", SCOPE_DOC)
+    aggregate: Aggregator = option(MEAN, AGGREGATE_DOC)
 
     def validate(self) -> None:
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
@@ -64,12 +67,18 @@ class AllReduce(Strategy):
         require_choice("algorithm", self.algorithm, get_args(Algorithm))
         if self.bucket_mb != "auto" and not 0 < self.bucket_mb <= 1024:
             raise UsageError(f"bucket_mb must be auto, or above 0 and at most 1024, not {self.bucket_mb}")
+        if not self.aggregate.streams and (self.codec is not None or self.algorithm != "auto"):
+            raise UsageError(f"aggregate={self.aggregate} has a way of its own; leave out codec and algorithm")
+
+    def check(self, *, num_workers: int) -> None:
+        require_joint(self.aggregate, num_workers)
 
     @property
     def behind_backward(self) -> bool:
-        """Whether exchanges run behind backward; those over send and receive, and coded ones, run when they are waited
-        for."""
-        return self.algorithm == "auto" and (self.codec is None or self.codec.adapts)
+        """Whether exchanges run behind backward; those over send and receive, coded and robust ones run when they
+        are waited for."""
+        averages = self.aggregate.streams and (self.codec is None or self.codec.adapts)
+        return self.algorithm == "auto" and averages
 
     @property
     def traits(self) -> Traits:
@@ -94,6 +103,7 @@ class _AllReduceSynchronizer(Synchronizer):
     def __init__(self, strategy: AllReduce, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._nonfinite, self._behind_backward = strategy.nonfinite, strategy.behind_backward
+        self._is_weighted = strategy.aggregate.streams
         average = averaging(context.collective, strategy.algorithm)
         layout, buffer, self.facts = laid_out(
             context,
@@ -122,6 +132,7 @@ class _AllReduceSynchronizer(Synchronizer):
             algorithm=strategy.algorithm,
             coding=coding,
             layout=layout,
+            aggregator=strategy.aggregate,
         )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._works: list[Work] = []
@@ -139,6 +150,8 @@ class _AllReduceSynchronizer(Synchronizer):
         return (self.context.collective.timing, self._overlap.timing, self._exchange.timing)
 
     def set_weight(self, weight: float) -> None:
+        if not self._is_weighted:
+            return
         if weight != self._weight and not self._is_exchanged:
             # What was accumulated without an exchange is to count with its own batch's weight, not with this one.
             for parameter in self.replica.parameters:
@@ -168,6 +181,8 @@ class _AllReduceSynchronizer(Synchronizer):
         )
         if self._weight != 1.0:
             self._buckets.buckets[bucket].values.mul_(self._weight)
+        if self.context.corrupt is not None:  # an attack looks at all gradients
+            return
         self._works.append(self._exchange.start(bucket, step=self.iteration))
         if is_last:  # nothing is left to hide it
             return
@@ -181,6 +196,9 @@ class _AllReduceSynchronizer(Synchronizer):
         """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
         self._overlap.end()
         is_any_nonfinite = False
+        if self.context.corrupt is not None:
+            self.context.corrupt(self._buckets.views, self.iteration)
+            self._works = [self._exchange.start(n, step=self.iteration) for n in range(len(self._buckets.buckets))]
         for bucket, work in enumerate(self._works):
             work.wait()
             try:

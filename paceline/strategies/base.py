@@ -58,6 +58,9 @@ class Context:
     """The run's, the same on every worker."""
     max_steps: int | None = None
     """Iterations after which the run ends, if it ends by their number."""
+    corrupt: Callable[[Sequence[Tensor], int], None] | None = None
+    """Called with what this worker is about to send and the number of its step: in place, a hostile worker's becomes
+    what an attack makes of it. Where workers meet at each exchange it is a collective call. None: nobody attacks."""
 
     @property
     def size(self) -> int:
@@ -116,7 +119,7 @@ class Synchronizer(ABC):
         """
 
     @final
-    def meet(self) -> None:
+    def require_joint_step(self) -> None:
         """What follows needs all workers to step the same of several optimizers. Collective call if there are several.
         Raises UsageError, on all, where they do not."""
         if self.title:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from paceline.attacks import DataAttack, parse
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.hostility import under_attack
 from paceline.strategies.replica import (
     Replica,
     copy_from_first,
@@ -70,9 +72,16 @@ class Session:
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run = WorkerRun(
-            replace(context, seed=config.seed, max_steps=config.max_steps), strategy, config, reporter
-        )
+        self._attacks = parse(config.attacks)
+        self._poisons = [
+            attack
+            for attack in self._attacks
+            if isinstance(attack, DataAttack) and attack.is_hostile(context.rank, size=context.size)
+        ]
+        context = replace(context, seed=config.seed, max_steps=config.max_steps)
+        if self._attacks:
+            context = under_attack(self._attacks, context, strategy.traits)
+        self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
         self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
@@ -94,6 +103,9 @@ class Session:
         if self.run.is_prepared:
             raise UsageError("prepare was called twice; give it everything at once, several of a kind by name")
         context, config = self.run.context, self.run.config
+        if self._attacks:
+            knows = "all" if self.run.strategy.traits.takes_equal_steps else "own"
+            self.run.tell("attack", {"attacks": list(config.attacks), "hostile workers know": knows})
         model = as_one(given.models)
         replicas = describe_each(model, given.optimizers)
         whole = whole_of(replicas)
@@ -361,6 +373,7 @@ class Session:
             on_return=partial(self._on_return, name),
             on_part=partial(self._on_part, name),
             on_position=self._on_position,
+            poison=self._poison if self._poisons else None,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self.run.traits.takes_equal_steps,
@@ -384,6 +397,11 @@ class Session:
                 "itself, and ranks could not agree on a stream's end; loop over the loader itself, and give the "
                 "DataLoader num_workers to read ahead"
             )
+
+    def _poison(self, batch: Any) -> Any:
+        for attack in self._poisons:
+            batch = attack.of_batch(batch)
+        return batch
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final, get_args
 
+import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import Timing
@@ -140,9 +141,12 @@ class _GossipSynchronizer(Synchronizer):
         applies = self.gradients_are_spent or may_step(
             self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self.iteration + 1
         )
+        if self.context.corrupt is not None:  # what moves the model that neighbours get
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.replica.parameters]
+            self.context.corrupt(gradients, self.iteration)
         is_due = bool(self._schedule.due(self.iteration + 1))
         if is_due:
-            self.meet()
+            self.require_joint_step()
         self._model.scale_gradients(self._weight)
         if self._momentum is not None:
             self._momentum.begin()

@@ -26,6 +26,7 @@ class ShardedLoader:
         on_return: called when the script comes back: for its next batch, or for a new epoch.
         on_part: called with each batch and its place before it is handed out.
         on_position: called once when the position to resume from is reached.
+        poison: what an attack makes of each batch.
         gather: every rank's value, in rank order; a collective call.
         takes_equal_steps: whether all ranks are to have as many batches.
 
@@ -45,6 +46,7 @@ class ShardedLoader:
         on_return: Callable[[], None] = lambda: None,
         on_part: Callable[[Part, Place], None] = lambda part, place: None,
         on_position: Callable[[], None] = lambda: None,
+        poison: Callable[[Any], Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         gather: Gather = lambda value: [value],
         takes_equal_steps: bool = False,
@@ -55,7 +57,7 @@ class ShardedLoader:
             raise UsageError(f"{type(loader).__name__} iterates in a way of its own; use a plain DataLoader")
         self._loader = loader
         self._on_return, self._should_stop = on_return, should_stop
-        self._on_part, self._on_position = on_part, on_position
+        self._on_part, self._on_position, self._poison = on_part, on_position, poison
         self._source: Source
         if isinstance(loader.dataset, IterableDataset):
             self._source = Stream(
@@ -118,6 +120,8 @@ class ShardedLoader:
         if is_resumed:
             self._on_position()
         for part in self._source.parts(self.place):
+            if self._poison is not None:
+                part = part._replace(data=self._poison(part.data))
             self._on_part(part, self.place)
             self.place = Place(epoch, self.place.num_batches_done + 1, part.state)
             try:

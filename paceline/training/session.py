@@ -81,6 +81,7 @@ class Session:
         self._is_stepping = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
+        self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
 
@@ -106,6 +107,7 @@ class Session:
         if context.size > 1:
             copy_from_first(model, context.collective)
         loaders = {name: self._sharded(name, index, given) for index, name in enumerate(given.loaders)}
+        self.run.context = replace(context, roster=next(iter(loaders.values())).roster)
         context.pacing.watch(whole)
         parts = {name: self._bound(number, replicas[number]) for number, name in enumerate(given.optimizers)}
         first, *others = parts.values()
@@ -180,10 +182,14 @@ class Session:
         self._has_finished = True
         if not self._has_started:
             self._start()
+        synchronizer = self.run.prepared.synchronizer
+        if self.run.context.roster is not None:  # the last client's turn is over, which the others may wait for
+            synchronizer.leave()
+            self._record_late(iteration=synchronizer.iteration)
         self.run.clock.pause()
         self._end()
-        synchronizer = self.run.prepared.synchronizer
-        synchronizer.leave()
+        if self.run.context.roster is None:
+            synchronizer.leave()
         self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
         while not self.pauses.meet(is_done=True):
             pass
@@ -253,6 +259,16 @@ class Session:
         samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
+        if run.context.roster is None:
+            self._record(samples, outcome)
+        else:
+            self._unrecorded = samples, outcome
+        self._take(outcome)
+        self._unsettled = outcome
+
+    def _record(self, samples: int, outcome: StepOutcome) -> None:
+        """The step is over, and what comes now belongs to the next one."""
+        run, prepared = self.run, self.run.prepared
         time_s, compute_s, communication_s, waiting_s, moved_bytes, hidden_s = prepared.account.close_step()
         run.reporter.emit(
             StepRecord(
@@ -269,8 +285,13 @@ class Session:
                 hidden_s,
             )
         )
-        self._take(outcome)
-        self._unsettled = outcome
+
+    def _record_late(self, *, iteration: int = 0) -> None:
+        """Where a pass is a client's turn, the exchange at its end belongs to its last step, which is known to be the
+        last when the script comes for more."""
+        if self._unrecorded is not None:
+            (samples, outcome), self._unrecorded = self._unrecorded, None
+            self._record(samples, outcome._replace(iteration=max(iteration, outcome.iteration)))
 
     def _tell_facts(self, facts: Mapping[str, object]) -> None:
         """What the strategy has measured or chosen, when it is new."""
@@ -301,6 +322,7 @@ class Session:
         self._require_readable()
         if not self._has_started:
             self._start()
+        self._record_late()
         if self._unsettled is not None:
             self._settle()
         if self.run.has_ended:
@@ -352,10 +374,14 @@ class Session:
             on_return=partial(self._on_return, name),
             on_part=partial(self._on_part, name),
             on_position=self._on_position,
+            on_pass=self._on_pass,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
+            participation=self.run.strategy.participation(),
         )
+        if len(given.loaders) > 1 and sharded.roster is not None:
+            raise UsageError("a client's turn is a pass over its data; prepare one loader")
         if len(given.loaders) > 1 and self.run.strategy.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
@@ -376,9 +402,32 @@ class Session:
                 "DataLoader num_workers to read ahead"
             )
 
+    def _on_pass(self) -> None:
+        """Where a pass over the data is a client's turn: the one before is over, and another begins."""
+        run = self.run
+        if run.context.roster is None:
+            return
+        if self._is_elsewhere:
+            self._refusal = UsageError(
+                f"rank {run.context.rank} reads the loader in another thread, while the script trains on a client's "
+                "batches; loop over the loader itself"
+            )
+            return
+        if not self._has_started:
+            self._start()
+        for feed in run.prepared.feeds.values():
+            feed.handouts.end_pass()
+        self._unsettled = run.prepared.synchronizer.end_turn()
+        self._record_late(iteration=self._unsettled.iteration)
+        self._take(self._unsettled)
+        self._settle()
+        if not run.has_ended:
+            run.prepared.synchronizer.begin_turn()
+
     def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:
             self._start()
+        self._record_late()
         if not self.run.strategy.traits.is_synchronous:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
         feeds = self.run.prepared.feeds

@@ -182,13 +182,14 @@ class Session:
         self._has_finished = True
         if not self._has_started:
             self._start()
-        synchronizer = self.run.prepared.synchronizer
-        if self.run.context.roster is not None:  # the last client's turn is over, which the others may wait for
-            synchronizer.leave()
-            self._record_late(iteration=synchronizer.iteration)
+        if self.run.context.roster is not None:
+            self._end_turn()
+            self._settle()
+        has_ended = self.run.has_ended
         self.run.clock.pause()
         self._end()
-        if self.run.context.roster is None:
+        synchronizer = self.run.prepared.synchronizer
+        if self.run.context.roster is None or not has_ended:
             synchronizer.leave()
         self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
         while not self.pauses.meet(is_done=True):
@@ -375,6 +376,7 @@ class Session:
             on_part=partial(self._on_part, name),
             on_position=self._on_position,
             on_pass=self._on_pass,
+            on_pass_end=self._on_pass_end,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
@@ -403,7 +405,8 @@ class Session:
             )
 
     def _on_pass(self) -> None:
-        """Where a pass over the data is a client's turn: the one before is over, and another begins."""
+        """Where a pass over the data is a client's turn: another one begins, and the one before is over, also if the
+        script has left it early."""
         run = self.run
         if run.context.roster is None:
             return
@@ -417,12 +420,20 @@ class Session:
             self._start()
         for feed in run.prepared.feeds.values():
             feed.handouts.end_pass()
-        self._unsettled = run.prepared.synchronizer.end_turn()
-        self._record_late(iteration=self._unsettled.iteration)
-        self._take(self._unsettled)
+        self._end_turn()
         self._settle()
         if not run.has_ended:
             run.prepared.synchronizer.begin_turn()
+
+    def _on_pass_end(self) -> None:
+        if self.run.context.roster is not None and not self._is_elsewhere:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """The client whose turn it is, if there is one, gives what it has."""
+        self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
+        self._record_late(iteration=outcome.iteration)
+        self._take(outcome)
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.records import StepRecord
 from paceline.running.result import Result
+from paceline.training.session import Session
 from paceline.training.sharding import ShardedLoader
 from paceline.training.worker import Worker
 from tests.conformance import local_engine
@@ -176,17 +177,23 @@ class InTurns:
 
     def prepare(self, *given: Any, **named: Any) -> tuple[Any, ...]:
         prepared = self._worker.prepare(*given, **named)
-        return tuple(_Chained(each, self._turns) if isinstance(each, ShardedLoader) else each for each in prepared)
+        session = self._worker._session
+        return tuple(
+            _Chained(each, self._turns, session) if isinstance(each, ShardedLoader) else each for each in prepared
+        )
 
 
 @final
 class _Chained:
-    def __init__(self, loader: ShardedLoader, turns: int) -> None:
-        self._loader, self._turns = loader, turns
+    def __init__(self, loader: ShardedLoader, turns: int, session: Session) -> None:
+        self._loader, self._turns, self._session = loader, turns, session
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self._turns):
+            has_ended = self._session.run.has_ended
             yield from self._loader
+            if has_ended:
+                return
 
     def __len__(self) -> int:
         return self._turns * len(self._loader)

@@ -72,7 +72,9 @@ class FederatedSynchronizer(Synchronizer):
     def end_turn(self) -> StepOutcome:
         if self._playing is not None:
             self._contribute(self._playing)
-            if not self._to_play():
+            if self._to_play():
+                self._server.load()
+            else:
                 self._join(leaves=False)
         return self._where()
 
@@ -83,15 +85,13 @@ class FederatedSynchronizer(Synchronizer):
 
     def begin_turn(self) -> None:
         turn = self._to_play()[0]
-        self._server.load()
         self._playing = _Playing(turn, self._clients.load(turn.client))
         seed_everything(derive(self.context.seed, "turn", turn.round, turn.client))
 
     def leave(self) -> None:
-        """The script ended in this round; so does the run, on all workers."""
-        if self._playing is not None:
-            self._contribute(self._playing)
-            self._join(leaves=True)
+        """The script ended by itself; the run ends with this round, on all workers."""
+        self.context.collective.set_deadline(None)  # the others may have many steps to go
+        self._join(leaves=True)
 
     def _to_play(self) -> tuple[Turn, ...]:
         """This worker's turns that are left in the round."""
@@ -141,6 +141,7 @@ class FederatedSynchronizer(Synchronizer):
         has_contributed, self._is_over = self._server.join(num_clients=num_clients, leaves=leaves)
         self.iteration += has_contributed or not self._is_over
         self._num_played = 0
+        self._server.load()
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -191,9 +192,6 @@ class FederatedSynchronizer(Synchronizer):
         """The server's model. Private layers are the mean of those that workers have in place."""
         with self._server.in_place(), averaged(self._clients.private.values(), self.context.collective):
             yield self.replica.model
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        return {}  # a turn begins with a fresh one, or with its client's
 
     def own_state(self) -> dict[str, OwnState]:
         return {**self._server.own_state(), **self._clients.own_state()}

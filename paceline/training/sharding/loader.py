@@ -29,6 +29,7 @@ class ShardedLoader:
         on_part: called with each batch and its place before it is handed out.
         on_position: called once when the position to resume from is reached.
         on_pass: called when a pass begins that may hand out batches.
+        on_pass_end: called when it has handed out all of them, and the script asks for one more.
         gather: every rank's value, in rank order; a collective call.
         takes_equal_steps: whether all ranks are to have as many batches.
         participation: of clients, each pass being over the data of one; none: over this rank's part of all data.
@@ -50,6 +51,7 @@ class ShardedLoader:
         on_part: Callable[[Part, Place], None] = lambda part, place: None,
         on_position: Callable[[], None] = lambda: None,
         on_pass: Callable[[], None] = lambda: None,
+        on_pass_end: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
         gather: Gather = lambda value: [value],
         takes_equal_steps: bool = False,
@@ -61,7 +63,8 @@ class ShardedLoader:
             raise UsageError(f"{type(loader).__name__} iterates in a way of its own; use a plain DataLoader")
         self._loader = loader
         self._on_return, self._should_stop = on_return, should_stop
-        self._on_part, self._on_position, self._on_pass = on_part, on_position, on_pass
+        self._on_part, self._on_position = on_part, on_position
+        self._on_pass, self._on_pass_end = on_pass, on_pass_end
         self._source: Source
         self.roster: Roster | None = None
         """Whose turn each pass is, where there are clients."""
@@ -144,6 +147,7 @@ class ShardedLoader:
             if self._should_stop():
                 return
         self.place = Place(epoch + 1, 0)
+        self._on_pass_end()
 
 
 def _require_same(identity: dict[str, Any], gather: Gather) -> None:

@@ -287,7 +287,7 @@ def settings_of(strategy: Strategy) -> dict[str, str]:
         if not isinstance(value, pieces.Piece):
             settings[key] = pieces.text_of(value)
             continue
-        settings[key] = str(value).partition(":")[0]
+        settings[key] = pieces.name_of(value)
         settings |= {f"{key}.{own}": text for own, text in pieces.settings_of(value).items()}
     return settings
 

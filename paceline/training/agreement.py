@@ -31,7 +31,7 @@ class Agreement:
 
     def __init__(self, run: WorkerRun) -> None:
         self._run = run
-        self.is_needed = run.strategy.traits.lock_step and run.context.size > 1
+        self.is_needed = run.traits.lock_step and run.context.size > 1
         """Whether there is anything to compare."""
         self._due_at = 0 if self.is_needed else NEVER
         self._rhythm = Rhythm()

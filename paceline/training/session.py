@@ -121,7 +121,7 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and self.run.strategy.traits.is_synchronous,
+            is_averaged=context.size > 1 and self.run.traits.is_synchronous,
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
@@ -168,7 +168,7 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
-        if self._has_started and not self._has_finished and not self.run.strategy.traits.lock_step:
+        if self._has_started and not self._has_finished and not self.run.traits.lock_step:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
                 "call it before the first batch"
@@ -379,12 +379,12 @@ class Session:
             on_pass_end=self._on_pass_end,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
-            takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
+            takes_equal_steps=self.run.traits.takes_equal_steps,
             participation=self.run.strategy.participation(),
         )
         if len(given.loaders) > 1 and sharded.roster is not None:
             raise UsageError("a client's turn is a pass over its data; prepare one loader")
-        if len(given.loaders) > 1 and self.run.strategy.traits.is_synchronous:
+        if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
 
@@ -396,7 +396,7 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.takes_equal_steps):
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
@@ -439,7 +439,7 @@ class Session:
         if not self._is_elsewhere and not self._has_started:
             self._start()
         self._record_late()
-        if not self.run.strategy.traits.is_synchronous:
+        if not self.run.traits.is_synchronous:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
         feeds = self.run.prepared.feeds
         if len(feeds) > 1:

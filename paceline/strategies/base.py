@@ -16,6 +16,7 @@ from paceline.comm.mailbox import Mailbox
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
+from paceline.roster import Participation, Roster
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
@@ -61,6 +62,8 @@ class Context:
     corrupt: Callable[[Sequence[Tensor], int], None] | None = None
     """Called with what this worker is about to send and the number of its step: in place, a hostile worker's becomes
     what an attack makes of it. Where workers meet at each exchange it is a collective call. None: nobody attacks."""
+    roster: Roster | None = None
+    """The clients' turns that this worker plays, under strategies that have clients."""
 
     @property
     def size(self) -> int:
@@ -184,6 +187,14 @@ class Synchronizer(ABC):
         with averaged([*replica.all_parameters, *replica.buffers], self.context.collective):
             yield replica.model
 
+    def end_turn(self) -> StepOutcome:
+        """The script asks for another pass over its data, and is done with the one before, if there was one. Called
+        under strategies that have clients."""
+        return StepOutcome(self.iteration)
+
+    def begin_turn(self) -> None:
+        """The next batch is of the next client. Called under strategies that have clients."""
+
     def leave(self) -> None:
         """This worker takes no further step; nobody is to wait for it."""
 
@@ -234,6 +245,11 @@ class Strategy(ABC):
 
     def check(self, *, num_workers: int) -> None:
         """Raise UsageError where the strategy cannot run with so many workers."""
+
+    def participation(self) -> Participation | None:
+        """The clients, each with data of its own, whose turns the passes of a script over its data are. None: a pass is
+        over this worker's part of all data."""
+        return None
 
     def admission_rule(self, members: Membership) -> AdmissionRule | None:
         """A fresh rule for one server; none where there are no servers."""

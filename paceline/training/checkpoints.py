@@ -96,7 +96,7 @@ class Checkpoints:
                 f"{_listed(prepared.optimizer_names)}; prepare the same optimizers, in the same order"
             )
         workers = checkpoint.workers
-        if run.traits.is_synchronous:
+        if run.traits.is_synchronous and run.context.roster is None:
             workers = snapshot.beside_the_first(workers)
         mine = workers[run.context.rank]
         run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples

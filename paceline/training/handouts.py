@@ -158,6 +158,10 @@ class Handouts:
         num_samples, self._num_samples = self._num_samples, 0
         return num_samples
 
+    def end_pass(self) -> None:
+        """What the script has left out of a pass over its data, it does not train on any more."""
+        self._out.clear()
+
     def place(self, after: Place) -> Place:
         """Where the first batch is that is out, or else the next one, `after`."""
         return self._out[0].place if self._out else after

@@ -92,6 +92,7 @@ class Session:
         self._is_stepping = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
+        self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
 
@@ -120,6 +121,7 @@ class Session:
         if context.size > 1:
             copy_from_first(model, context.collective)
         loaders = {name: self._sharded(name, index, given) for index, name in enumerate(given.loaders)}
+        self.run.context = replace(context, roster=next(iter(loaders.values())).roster)
         context.pacing.watch(whole)
         parts = {name: self._bound(number, replicas[number]) for number, name in enumerate(given.optimizers)}
         first, *others = parts.values()
@@ -196,10 +198,15 @@ class Session:
         self._has_finished = True
         if not self._has_started:
             self._start()
+        if self.run.context.roster is not None:
+            self._end_turn()
+            self._settle()
+        has_ended = self.run.has_ended
         self.run.clock.pause()
         self._end()
         synchronizer = self.run.prepared.synchronizer
-        synchronizer.leave()
+        if self.run.context.roster is None or not has_ended:
+            synchronizer.leave()
         self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
         while not self.pauses.meet(is_done=True):
             pass
@@ -274,6 +281,16 @@ class Session:
         samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
+        if run.context.roster is None:
+            self._record(samples, outcome)
+        else:
+            self._unrecorded = samples, outcome
+        self._take(outcome)
+        self._unsettled = outcome
+
+    def _record(self, samples: int, outcome: StepOutcome) -> None:
+        """The step is over, and what comes now belongs to the next one."""
+        run, prepared = self.run, self.run.prepared
         time_s, compute_s, communication_s, waiting_s, moved_bytes, hidden_s = prepared.account.close_step()
         run.reporter.emit(
             StepRecord(
@@ -290,8 +307,13 @@ class Session:
                 hidden_s,
             )
         )
-        self._take(outcome)
-        self._unsettled = outcome
+
+    def _record_late(self, *, iteration: int = 0) -> None:
+        """Where a pass is a client's turn, the exchange at its end belongs to its last step, which is known to be the
+        last when the script comes for more."""
+        if self._unrecorded is not None:
+            (samples, outcome), self._unrecorded = self._unrecorded, None
+            self._record(samples, outcome._replace(iteration=max(iteration, outcome.iteration)))
 
     def _tell_facts(self, facts: Mapping[str, object]) -> None:
         """What the strategy has measured or chosen, when it is new."""
@@ -322,6 +344,7 @@ class Session:
         self._require_readable()
         if not self._has_started:
             self._start()
+        self._record_late()
         if self._unsettled is not None:
             self._settle()
         if self.run.has_ended:
@@ -374,10 +397,15 @@ class Session:
             on_part=partial(self._on_part, name),
             on_position=self._on_position,
             poison=self._poison if self._poisons else None,
+            on_pass=self._on_pass,
+            on_pass_end=self._on_pass_end,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self.run.traits.takes_equal_steps,
+            participation=self.run.strategy.participation(),
         )
+        if len(given.loaders) > 1 and sharded.roster is not None:
+            raise UsageError("a client's turn is a pass over its data; prepare one loader")
         if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
@@ -402,10 +430,41 @@ class Session:
         for attack in self._poisons:
             batch = attack.of_batch(batch)
         return batch
+    def _on_pass(self) -> None:
+        """Where a pass over the data is a client's turn: another one begins, and the one before is over, also if the
+        script has left it early."""
+        run = self.run
+        if run.context.roster is None:
+            return
+        if self._is_elsewhere:
+            self._refusal = UsageError(
+                f"rank {run.context.rank} reads the loader in another thread, while the script trains on a client's "
+                "batches; loop over the loader itself"
+            )
+            return
+        if not self._has_started:
+            self._start()
+        for feed in run.prepared.feeds.values():
+            feed.handouts.end_pass()
+        self._end_turn()
+        self._settle()
+        if not run.has_ended:
+            run.prepared.synchronizer.begin_turn()
+
+    def _on_pass_end(self) -> None:
+        if self.run.context.roster is not None and not self._is_elsewhere:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """The client whose turn it is, if there is one, gives what it has."""
+        self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
+        self._record_late(iteration=outcome.iteration)
+        self._take(outcome)
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:
             self._start()
+        self._record_late()
         if not self.run.traits.is_synchronous:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
         feeds = self.run.prepared.feeds

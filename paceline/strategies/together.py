@@ -1,5 +1,6 @@
 """The synchronizers of several optimizers as one: an iteration is a step of the first."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import final
@@ -30,7 +31,8 @@ class Together(Synchronizer):
         super().__init__(context, whole)
         self._parts = dict(parts)
         self._first = next(iter(self._parts.values()))
-        self.facts = {f"{name}.{fact}": value for name, part in parts.items() for fact, value in part.facts.items()}
+        self._told: list[Mapping[str, float | str]] = []  # each part's facts
+        self._follow_facts()
 
     def start(self) -> None:
         for part in self._parts.values():
@@ -39,6 +41,7 @@ class Together(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         outcome = self._first.step(update, pause_at=pause_at)
         self.iteration = outcome.iteration
+        self._follow_facts()
         return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
@@ -100,6 +103,14 @@ class Together(Synchronizer):
     def close(self) -> None:
         for part in self._parts.values():
             part.close()
+
+    def _follow_facts(self) -> None:
+        """A part may have measured or chosen something."""
+        told = [part.facts for part in self._parts.values()]
+        if len(self._told) != len(told) or not all(map(operator.is_, told, self._told)):
+            self._told = told
+            each = zip(self._parts, told, strict=True)
+            self.facts = {f"{name}.{fact}": value for name, facts in each for fact, value in facts.items()}
 
 
 def _without(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

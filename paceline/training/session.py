@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from paceline.attacks import DataAttack, parse
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.hostility import under_attack
 from paceline.strategies.replica import (
     Replica,
     copy_from_first,
@@ -70,9 +72,16 @@ class Session:
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run = WorkerRun(
-            replace(context, seed=config.seed, max_steps=config.max_steps), strategy, config, reporter
-        )
+        self._attacks = parse(config.attacks)
+        self._poisons = [
+            attack
+            for attack in self._attacks
+            if isinstance(attack, DataAttack) and attack.is_hostile(context.rank, size=context.size)
+        ]
+        context = replace(context, seed=config.seed, max_steps=config.max_steps)
+        if self._attacks:
+            context = under_attack(self._attacks, context, strategy.traits)
+        self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
         self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
@@ -83,6 +92,7 @@ class Session:
         self._is_stepping = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
+        self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
 
@@ -94,6 +104,9 @@ class Session:
         if self.run.is_prepared:
             raise UsageError("prepare was called twice; give it everything at once, several of a kind by name")
         context, config = self.run.context, self.run.config
+        if self._attacks:
+            knows = "all" if self.run.strategy.traits.takes_equal_steps else "own"
+            self.run.tell("attack", {"attacks": list(config.attacks), "hostile workers know": knows})
         model = as_one(given.models)
         replicas = describe_each(model, given.optimizers)
         whole = whole_of(replicas)
@@ -108,6 +121,7 @@ class Session:
         if context.size > 1:
             copy_from_first(model, context.collective)
         loaders = {name: self._sharded(name, index, given) for index, name in enumerate(given.loaders)}
+        self.run.context = replace(context, roster=next(iter(loaders.values())).roster)
         context.pacing.watch(whole)
         parts = {name: self._bound(number, replicas[number]) for number, name in enumerate(given.optimizers)}
         first, *others = parts.values()
@@ -121,10 +135,12 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and self.run.strategy.traits.is_synchronous,
+            is_averaged=context.size > 1 and self.run.traits.is_synchronous,
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
+        for number, (name, part) in enumerate(parts.items()):
+            part.number, part.title, part.progress = number, name if others else "", handouts.progress
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
@@ -168,7 +184,7 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
-        if self._has_started and not self._has_finished and not self.run.strategy.traits.lock_step:
+        if self._has_started and not self._has_finished and not self.run.traits.lock_step:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
                 "call it before the first batch"
@@ -182,15 +198,21 @@ class Session:
         self._has_finished = True
         if not self._has_started:
             self._start()
+        if self.run.context.roster is not None:
+            self._end_turn()
+            self._settle()
+        has_ended = self.run.has_ended
         self.run.clock.pause()
         self._end()
         synchronizer = self.run.prepared.synchronizer
-        synchronizer.leave()
+        if self.run.context.roster is None or not has_ended:
+            synchronizer.leave()
         self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
         while not self.pauses.meet(is_done=True):
             pass
         synchronizer.close()
         self.run.prepared.handouts.close()
+        self._lone_samples.close()
         self._unprepared.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -220,7 +242,9 @@ class Session:
             loss: list[Any] = [None]
             if evaluates and closure is not None:
                 evaluate = synchronizer.evaluating(closure)
+                synchronizer.gradients_are_spent = self.run.prepared.handouts.are_gradients_spent
                 take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
+                synchronizer.gradients_are_spent = False
                 return loss[-1]
             if closure is not None:
                 begin_step()
@@ -257,6 +281,16 @@ class Session:
         samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
+        if run.context.roster is None:
+            self._record(samples, outcome)
+        else:
+            self._unrecorded = samples, outcome
+        self._take(outcome)
+        self._unsettled = outcome
+
+    def _record(self, samples: int, outcome: StepOutcome) -> None:
+        """The step is over, and what comes now belongs to the next one."""
+        run, prepared = self.run, self.run.prepared
         time_s, compute_s, communication_s, waiting_s, moved_bytes, hidden_s = prepared.account.close_step()
         run.reporter.emit(
             StepRecord(
@@ -273,8 +307,13 @@ class Session:
                 hidden_s,
             )
         )
-        self._take(outcome)
-        self._unsettled = outcome
+
+    def _record_late(self, *, iteration: int = 0) -> None:
+        """Where a pass is a client's turn, the exchange at its end belongs to its last step, which is known to be the
+        last when the script comes for more."""
+        if self._unrecorded is not None:
+            (samples, outcome), self._unrecorded = self._unrecorded, None
+            self._record(samples, outcome._replace(iteration=max(iteration, outcome.iteration)))
 
     def _tell_facts(self, facts: Mapping[str, object]) -> None:
         """What the strategy has measured or chosen, when it is new."""
@@ -305,6 +344,7 @@ class Session:
         self._require_readable()
         if not self._has_started:
             self._start()
+        self._record_late()
         if self._unsettled is not None:
             self._settle()
         if self.run.has_ended:
@@ -356,11 +396,17 @@ class Session:
             on_return=partial(self._on_return, name),
             on_part=partial(self._on_part, name),
             on_position=self._on_position,
+            poison=self._poison if self._poisons else None,
+            on_pass=self._on_pass,
+            on_pass_end=self._on_pass_end,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
-            takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
+            takes_equal_steps=self.run.traits.takes_equal_steps,
+            participation=self.run.strategy.participation(),
         )
-        if len(given.loaders) > 1 and self.run.strategy.traits.is_synchronous:
+        if len(given.loaders) > 1 and sharded.roster is not None:
+            raise UsageError("a client's turn is a pass over its data; prepare one loader")
+        if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
 
@@ -372,7 +418,7 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.takes_equal_steps):
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
@@ -380,16 +426,51 @@ class Session:
                 "DataLoader num_workers to read ahead"
             )
 
+    def _poison(self, batch: Any) -> Any:
+        for attack in self._poisons:
+            batch = attack.of_batch(batch)
+        return batch
+    def _on_pass(self) -> None:
+        """Where a pass over the data is a client's turn: another one begins, and the one before is over, also if the
+        script has left it early."""
+        run = self.run
+        if run.context.roster is None:
+            return
+        if self._is_elsewhere:
+            self._refusal = UsageError(
+                f"rank {run.context.rank} reads the loader in another thread, while the script trains on a client's "
+                "batches; loop over the loader itself"
+            )
+            return
+        if not self._has_started:
+            self._start()
+        for feed in run.prepared.feeds.values():
+            feed.handouts.end_pass()
+        self._end_turn()
+        self._settle()
+        if not run.has_ended:
+            run.prepared.synchronizer.begin_turn()
+
+    def _on_pass_end(self) -> None:
+        if self.run.context.roster is not None and not self._is_elsewhere:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """The client whose turn it is, if there is one, gives what it has."""
+        self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
+        self._record_late(iteration=outcome.iteration)
+        self._take(outcome)
+
     def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:
             self._start()
-        if not self.run.strategy.traits.is_synchronous:
+        self._record_late()
+        if not self.run.traits.is_synchronous:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
         feeds = self.run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
-        if part.num_samples == 1:
-            self._lone_samples.expect(place)
+        self._lone_samples.expect(name, place, num_samples=part.num_samples)
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     @property

@@ -6,6 +6,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -159,6 +160,8 @@ def step_after_the_end(worker: Worker, out: Path) -> None:
 
 @every_row
 def test_script_that_goes_on_stepping_is_ended(row: Row, tmp_path: Path) -> None:
+    if row.turns > 1:
+        pytest.skip("a client's turn lasts as long as the script asks for no other pass")
     result = row.run(step_after_the_end, tmp_path, max_steps=10, checkpoint_every=3)
     assert result.iteration == 10
     assert not list(tmp_path.glob("never-*"))

@@ -10,7 +10,7 @@ DOCS_STAMP := $(VENV)/.complete-docs
 # Two tests at a time: much of a test of processes is waiting for them to start.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-slow lint docs bench clean
+.PHONY: demo test test-slow lint docs results clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -26,15 +26,16 @@ test-slow: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict paceline
+	$(BIN)/mypy --strict paceline benchmarks
 	$(BIN)/lint-imports
 
 # A warning fails it. The site is docs/_build/index.html.
 docs: $(DOCS_STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
 
-bench: $(STAMP)
-	$(BIN)/python benchmarks/throughput.py
+# Measures what the documentation shows; ONLY="NAME..." measures these. The machine must have nothing else to do.
+results: $(STAMP)
+	$(BIN)/python benchmarks/results.py $(ONLY)
 
 clean:
 	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 from namespaces import Network, network
 from peers.workload import make_model
-from rich.console import Console
+from report import tell
 from rich.table import Table
 from torch import nn
 
 from paceline.comm.process_group.collective import TorchCollective, connect_gloo
-from paceline.running.manifest import describe_machine
 from paceline.strategies.replica import copy_from_first
 
 CONTENDERS = ("a call a tensor", "one tensor, tree", "one tensor, chain")
@@ -64,8 +63,7 @@ def main() -> None:
                     row = (f"{rate_mbit:g}", str(num_hosts), name, f"{median_s:.2f}", spread)
                     table.add_row(*row, f"{median_s / one_copy_s:.2f}")
                     results.append([*row, values])
-    Console().print(table)
-    print(json.dumps({"machine": describe_machine(), "rows": results}))
+    tell([table], {"rows": results})
 
 
 def seconds_of_one_copy(rate_mbit: float) -> float:

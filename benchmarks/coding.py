@@ -68,7 +68,7 @@ def low(taken_s: list[float]) -> float:
 def speed() -> None:
     torch.set_num_threads(1)
     print(f"{'codec':<12}{'bytes an element':>18}{'encode s/GB':>14}{'decode s/GB':>14}")
-    for name, kind in sorted(named(Codec).items()):
+    for name, kind in sorted(named(Codec).items()):  # type: ignore[type-abstract]
         codec = kind()
         if isinstance(codec, TensorCodec):
             tensor = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(0))
@@ -204,7 +204,8 @@ def torchs(hook: Any, state: Any) -> float:
     model = nn.parallel.DistributedDataParallel(Tables(), bucket_cap_mb=64, gradient_as_bucket_view=True)
     if hook is not None:
         model.register_comm_hook(state, hook)
-    together, alone = [], []
+    together: list[float] = []
+    alone: list[float] = []
     for _ in range(NUM_ROUNDS):
         for taken, is_synchronized in ((alone, False), (together, True)):
             model.require_backward_grad_sync = is_synchronized

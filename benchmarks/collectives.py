@@ -21,7 +21,6 @@ all_to_all.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import sys
@@ -36,14 +35,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peers.workload import num_cores, run_in_processes, share_cores
-from rich.console import Console
+from report import tell
 from rich.table import Table
 from torch import Tensor
 
 from paceline.comm.base import Collective
 from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
-from paceline.running.manifest import describe_machine
 
 PEER = "gloo"
 BANDWIDTH = "bandwidth"
@@ -51,7 +49,6 @@ UNITS = {"KB": 1_000, "MB": 1_000_000}
 DEFAULT_SIZES = ("4KB", "12KB", "64KB", "1MB", "8MB", "45MB", "256MB")
 MAX_REPETITIONS = 2000
 NUM_KERNELS = 3
-TABLE_WIDTH = 120
 Call = Callable[[], object]
 Make = Callable[[Tensor], Call]
 """Given one rank's tensor, the call that is timed."""
@@ -273,17 +270,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window-seconds", type=float, default=0.1, help="length of each timed window")
-    parser.add_argument("--json", type=Path, help="write the numbers here as well")
     args = parser.parse_args()
     rows = []
     for num_ranks in args.ranks:
         rows += run(args.operation, num_ranks, args.sizes, num_rounds=args.rounds, window_s=args.window_seconds)
-    Console(width=TABLE_WIDTH).print(table_of(rows, args.operation))
-    report = {"operation": args.operation, "torch": torch.__version__, "machine": describe_machine()}
-    report["rows"] = [asdict(row) for row in rows]
-    print(json.dumps(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    facts = {"operation": args.operation, "rows": [asdict(row) for row in rows]}
+    tell([table_of(rows, args.operation)], facts)
 
 
 if __name__ == "__main__":

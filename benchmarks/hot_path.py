@@ -13,7 +13,6 @@ step and nothing else. Ratios are of windows within a round: their median, and t
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 from peers.workload import make_model, make_optimizer, share_cores, train_step
-from rich.console import Console
+from report import tell
 from rich.table import Table
 from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
@@ -40,11 +39,11 @@ from paceline.config import RunConfig
 from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Record, Reporter
-from paceline.running.manifest import describe_machine
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec
 from paceline.strategies import build
 from paceline.strategies.base import Context, Strategy
+from paceline.training.given import told_apart
 from paceline.training.session import Session
 
 PLAIN = ("plain", "lockstep")
@@ -134,7 +133,7 @@ class Worker:
         loader: Any = DataLoader(data, batch_size=self.batch_size, collate_fn=whole)
         if name not in PLAIN:
             session = self._session(name)
-            loader = session.prepare(model, optimizer, loader, {})
+            [loader] = session.prepare(told_apart((model, optimizer, loader), {})).values()
         batches = _repeated(loader)
 
         def step() -> None:
@@ -282,8 +281,7 @@ def main() -> None:
     workload = {name: getattr(args, name) for name in ("model", "batch_size", "workers", "servers")}
     found = measure(**workload, names=names, rounds=args.rounds, steps=args.steps)
     title = f"{args.model}, batch {args.batch_size}, {args.workers} workers, {args.rounds} rounds of {args.steps} steps"
-    Console(width=120).print(table_of(found, title))
-    print(json.dumps({"workload": workload, "machine": describe_machine(), "seconds_a_step": found}))
+    tell([table_of(found, title)], {"workload": workload, "seconds_a_step": found})
 
 
 if __name__ == "__main__":

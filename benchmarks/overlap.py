@@ -18,14 +18,12 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from namespaces import Network, network
 from network import HERE, NUM_WARMUP_STEPS, PACELINE, TIMEOUT_S, Contender, measure_local_s, measure_paceline, say
-from rich.console import Console
+from report import tell
 from rich.table import Table
 
 import paceline
-from paceline.running.manifest import describe_machine
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 16, 32], help="samples a worker and step")
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--iterations", type=int, default=8, help="measured steps, after one that warms up")
-    parser.add_argument("--json", type=Path, help="write the numbers here as well")
     args = parser.parse_args()
     rows = []
     for num_hosts in args.hosts:
@@ -119,12 +116,8 @@ def main() -> None:
             for rate_mbit in args.rates:
                 for batch_size in args.batch_sizes:
                     rows.append(measure(net, ray, rate_mbit, batch_size, model=args.model, num_steps=args.iterations))
-    Console(width=120).print(table_of(rows))
     described = [asdict(row) | {"saved_s": row.saved_s, "share": row.share} for row in rows]
-    report = {"model": args.model, "torch": torch.__version__, "machine": describe_machine(), "rows": described}
-    print(json.dumps(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    tell([table_of(rows)], {"model": args.model, "rows": described})
 
 
 if __name__ == "__main__":

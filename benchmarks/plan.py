@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 from paceline.cluster import reading as cluster_file
 from paceline.planner import StepWork, predict
 from paceline.planner.simulator import simulate
 
-STRATEGIES = (
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("single", {}),
     ("all-reduce", {}),
     ("ring", {}),
@@ -44,7 +45,7 @@ def main() -> None:
     print("|---|--:|--:|--:|--:|--:|")
     for strategy, options in STRATEGIES:
         workers = 1 if strategy == "single" else arguments.workers
-        given = {"strategy": strategy, "workers": workers, "work": RESNET_50, "options": options}
+        given: dict[str, Any] = {"strategy": strategy, "workers": workers, "work": RESNET_50, "options": options}
         began_s = time.process_time()
         predicted_s = predict(cluster, **given).step_s
         between_s = time.process_time()

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch.nn.functional as F
 from peers.workload import make_model, make_optimizer
-from rich.console import Console
+from report import tell
 from rich.table import Table
 from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
@@ -38,7 +38,6 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.records import NullReporter
 from paceline.running.launch import Quiet
-from paceline.running.manifest import describe_machine
 
 BATCH_SIZE = 100
 SETTLING_S = 0.7
@@ -71,8 +70,8 @@ def train(num_pairs: int, block_s: float, launcher: int, out: str) -> None:
     optimizer = make_optimizer(model)
     loader = DataLoader(FixedBatches(BATCH_SIZE, seed=worker.rank), batch_size=BATCH_SIZE, collate_fn=whole)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)
-    session = worker._session
-    reporters = {True: session.reporter, False: NullReporter()}
+    run = worker._session.run
+    reporters = {True: run.reporter, False: NullReporter()}
     batches = (batch for _ in itertools.count() for batch in loader)
 
     def steps(count: int) -> Block:
@@ -93,11 +92,11 @@ def train(num_pairs: int, block_s: float, launcher: int, out: str) -> None:
     for number in range(num_pairs):
         pair: dict[str, Block] = {}
         for keeps in (True, False) if number % 2 == 0 else (False, True):
-            session.reporter = reporters[keeps]
+            run.reporter = reporters[keeps]
             steps(num_settling)
             pair["kept" if keeps else "dropped"] = steps(num_measured)
         pairs.append(pair)
-    session.reporter = reporters[True]
+    run.reporter = reporters[True]
     if worker.rank == 0:
         Path(out).write_text(json.dumps(pairs), encoding="utf-8")
 
@@ -138,8 +137,7 @@ def main() -> None:
         shown_us = [f"{statistics.median(times_s) * 1e6:.1f} us" for times_s in (kept, dropped, differences)]
         cost, low, high = (time_s / step_s for time_s in (statistics.median(differences), *interval(differences)))
         table.add_row(clock, *shown_us, f"{cost:+.2%}", f"{low:+.2%} to {high:+.2%}")
-    Console().print(table)
-    print(json.dumps({"arguments": vars(args), "machine": describe_machine(), "step_s": pairs}))
+    tell([table], {"arguments": vars(args), "step_s": pairs})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-TABLE_WIDTH = 120
 Measure = Callable[..., float]
 """Samples per second on a workload."""
 

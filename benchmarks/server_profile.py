@@ -11,7 +11,6 @@ somebody waits to be told. Medians over the rounds, in microseconds a step of a 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -22,13 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import psutil
-from rich.console import Console
+from report import tell
 from rich.table import Table
 from throughput import train
 
 import paceline
 from paceline.running.launch import Quiet
-from paceline.running.manifest import describe_machine
 
 STRATEGIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "all-reduce": ("all-reduce", {}),
@@ -171,8 +169,7 @@ def main() -> None:
         rounds.append({name: of(name) for name in STRATEGIES})
     accounts = {name: {row: statistics.median(one[name][row] for one in rounds) for row in ROWS} for name in STRATEGIES}
     title = f"{args.model}, batch {args.batch_size} a worker, {args.workers} workers, {os.cpu_count()} cores"
-    Console().print(table_of(accounts, title))
-    print(json.dumps({"workload": vars(args), "machine": describe_machine(), "rounds": rounds}))
+    tell([table_of(accounts, title)], {"workload": vars(args), "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the same, and two actors that have imported torch and made an optimizer, which l
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -18,11 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from rich.console import Console
+from report import tell
 from rich.table import Table
 from rounds import ratio_of
-
-from paceline.running.manifest import describe_machine
 
 _RAY = """
 import sys, time
@@ -103,8 +100,7 @@ def main() -> None:
     for name, values in times_s.items():
         spread = f"{min(values):.2f} to {max(values):.2f}"
         table.add_row(name, f"{statistics.median(values):.2f}", spread, ratio_of(values, times_s[args.only[0]]))
-    Console().print(table)
-    print(json.dumps({"machine": describe_machine(), "seconds": times_s}))
+    tell([table], {"seconds": times_s})
 
 
 if __name__ == "__main__":

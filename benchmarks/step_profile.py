@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import multiprocessing
 import os
 import socket
@@ -26,13 +25,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from peers.workload import make_model, make_optimizer, run_in_processes, share_cores
-from rich.console import Console
+from report import tell
 from rich.table import Table
 from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.running.manifest import describe_machine
 
 PHASES = ("next batch", "zero_grad", "forward", "backward", "step", "meeting")
 WAYS = ("plain", "lockstep", "all-reduce")
@@ -87,7 +85,7 @@ def train(
     plain_model, plain_optimizer, plain_loader = make()
     model, optimizer, loader = worker.prepare(*make())
     plain_batches, batches = repeat(plain_loader), repeat(loader)
-    done = steps_done.get_obj()
+    done: Any = steps_done.get_obj()
 
     def meet() -> None:
         done[rank] += 1
@@ -155,8 +153,8 @@ def main() -> None:
     steps_done = multiprocessing.get_context("spawn").Array("q", args.workers)
     arguments = (args.model, args.batch_size, args.windows, args.steps, free_port(), steps_done)
     found = mean(cast(list[Profile], run_in_processes(train, args.workers, *arguments)))
-    Console().print(table_of(found, f"{args.model}, batch {args.batch_size} a worker, {args.workers} workers"))
-    print(json.dumps({"workload": vars(args), "machine": describe_machine(), "us": found}))
+    title = f"{args.model}, batch {args.batch_size} a worker, {args.workers} workers; microseconds"
+    tell([table_of(found, title)], {"workload": vars(args), "us": found})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ table gives worker 0's steps per second without and with the straggler, and thei
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -19,14 +18,13 @@ from functools import partial
 from pathlib import Path
 
 from peers.workload import make_model, make_optimizer, train_step
-from rich.console import Console
+from report import tell
 from rich.table import Table
 from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
 
 import paceline
 from paceline.running.launch import Quiet
-from paceline.running.manifest import describe_machine
 
 BATCH_SIZE = 100
 STRATEGIES = ("all-reduce", "ps-bsp", "ps-ssp", "ps-asp")
@@ -87,8 +85,7 @@ def main() -> None:
         alone, slowed = statistics.median(pair["alone"]), statistics.median(pair["with"])
         spread = (f"{min(kept):.2f}", f"{max(kept):.2f}")
         table.add_row(name, f"{alone:.0f}", f"{slowed:.0f}", f"{statistics.median(kept):.2f}", *spread)
-    Console().print(table)
-    print(json.dumps({"slowdown": args.slowdown, **window, "machine": describe_machine(), "steps_per_s": rates}))
+    tell([table], {"slowdown": args.slowdown, **window, "steps_per_s": rates})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ table gives medians over the rounds, and of the ratios within a round, with thei
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,18 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from peers import ceiling, ddp_gloo, horovod_script, ray_parameter_server
 from peers.workload import cycle_batches, make_model, make_optimizer, train_step
-from rich.console import Console
+from report import tell
 from rich.table import Table
-from rounds import TABLE_WIDTH, Measure, ratio_of, run_rounds
+from rounds import Measure, ratio_of, run_rounds
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.running.launch import Quiet
-from paceline.running.manifest import describe_machine
 
 EPOCH_SAMPLES = 1_000_000
 
@@ -47,7 +44,7 @@ class FixedBatches(Dataset[tuple[Tensor, Tensor]]):
         return next(self._batches)
 
 
-def whole(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def whole(batch: Any) -> Any:
     """The batches are collated already."""
     return batch
 
@@ -129,7 +126,7 @@ def table_of(rates: Mapping[str, Sequence[float]], title: str) -> Table:
     for heading in ("contender", "samples/s", "lowest", "highest", "of ceiling", "of its peer"):
         table.add_column(heading, justify="left" if heading == "contender" else "right")
     for name, values in rates.items():
-        peer = PEER_OF.get(name)
+        peer = PEER_OF.get(name, "")
         table.add_row(
             name,
             f"{statistics.median(values):,.0f}",
@@ -151,7 +148,6 @@ def main() -> None:
     parser.add_argument("--warmup-seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="contenders to measure; default all")
-    parser.add_argument("--json", type=Path, help="write the numbers here as well")
     args = parser.parse_args()
     measures = contenders(args.servers)
     for name in args.only or ():
@@ -167,11 +163,7 @@ def main() -> None:
     }
     rates = run_rounds(chosen, num_rounds=args.rounds, **workload)
     title = f"{args.model}, batch {args.batch_size} a worker, {args.workers} workers, median of {args.rounds}"
-    Console(width=TABLE_WIDTH).print(table_of(rates, title))
-    report = {"workload": workload, "torch": torch.__version__, "machine": describe_machine(), "samples_per_s": rates}
-    print(json.dumps(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    tell([table_of(rates, title)], {"workload": workload, "samples_per_s": rates})
 
 
 if __name__ == "__main__":

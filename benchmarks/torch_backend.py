@@ -10,19 +10,14 @@ over the rounds, and of the ratios within a round, with their spread.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
-import torch
 from peers import ceiling, ddp_gloo
-from rich.console import Console
+from report import tell
 from rich.table import Table
-from rounds import TABLE_WIDTH, Measure, ratio_of, run_rounds
-
-from paceline.running.manifest import describe_machine
+from rounds import Measure, ratio_of, run_rounds
 
 CONTENDERS: dict[str, Measure] = {
     "ceiling": ceiling.measure,
@@ -55,9 +50,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each timed window")
     parser.add_argument("--warmup-seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the numbers here as well")
     args = parser.parse_args()
-    measured = []
+    measured, tables = [], []
     for model in args.models:
         workload = {
             "model": model,
@@ -68,12 +62,9 @@ def main() -> None:
         }
         rates = run_rounds(CONTENDERS, num_rounds=args.rounds, **workload)
         title = f"{model}, batch {BATCH_SIZES[model]} a worker, {args.workers} workers, median of {args.rounds}"
-        Console(width=TABLE_WIDTH).print(table_of(rates, title))
+        tables.append(table_of(rates, title))
         measured.append({"workload": workload, "samples_per_s": rates})
-    report = {"torch": torch.__version__, "machine": describe_machine(), "measured": measured}
-    print(json.dumps(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    tell(tables, {"measured": measured})
 
 
 if __name__ == "__main__":

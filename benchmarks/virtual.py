@@ -131,7 +131,7 @@ def virtual_s(
         assert len(result.steps) >= num_gradients
         stamps = [[float(word) for word in path.read_text().split()] for path in directory.glob("*.stamps")]
     counts, began_s, ended_s = zip(*stamps, strict=True)
-    return (max(ended_s) - min(began_s)) / sum(counts)
+    return float((max(ended_s) - min(began_s)) / sum(counts))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ optimization", ICLR 2021, section 2). An outer optimizer steps with the mean of 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import final
 
 import torch
@@ -73,6 +73,85 @@ class Adam(Outer, name="adam"):
 
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         return torch.optim.Adam(parameters, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
+
+
+@dataclass(frozen=True)
+class Adaptive(Outer):
+    """Steps divided by the root of a second moment, without Adam's bias correction (Reddi et al., ICLR 2021,
+    algorithm 2). Moments begin with 0 and tau squared."""
+
+    lr: float = 0.1
+    beta1: float = 0.9
+    tau: float = 1e-3
+
+    @abstractmethod
+    def moment(self, moment: Tensor, squared: Tensor) -> Tensor:
+        """The second moment after one more pseudo-gradient, whose square is given."""
+
+    @final
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (0 <= value < 1 if field.name.startswith("beta") else value > 0):
+                raise ValueError(f"{field.name} is out of range")
+        return AdaptiveSteps(parameters, self)
+
+
+@final
+@dataclass(frozen=True)
+class FedAdam(Adaptive, name="fed-adam"):
+    """Adaptive steps with a running mean of squares."""
+
+    beta2: float = 0.99
+
+    def moment(self, moment: Tensor, squared: Tensor) -> Tensor:
+        return self.beta2 * moment + (1 - self.beta2) * squared
+
+
+@final
+@dataclass(frozen=True)
+class FedYogi(Adaptive, name="fed-yogi"):
+    """Adaptive steps whose second moment changes by squares' size alone, whichever way."""
+
+    beta2: float = 0.99
+
+    def moment(self, moment: Tensor, squared: Tensor) -> Tensor:
+        return moment - (1 - self.beta2) * squared * torch.sign(moment - squared)
+
+
+@final
+@dataclass(frozen=True)
+class FedAdagrad(Adaptive, name="fed-adagrad"):
+    """Adaptive steps with the sum of all squares."""
+
+    beta1: float = 0.0
+
+    def moment(self, moment: Tensor, squared: Tensor) -> Tensor:
+        return moment + squared
+
+
+@final
+class AdaptiveSteps(Optimizer):
+    """What `Adaptive` describes."""
+
+    def __init__(self, parameters: list[nn.Parameter], kind: Adaptive) -> None:
+        super().__init__(parameters, {"lr": kind.lr})
+        self._kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it evaluates nothing
+        kind = self._kind
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter)
+                    state["moment"] = torch.full_like(parameter, kind.tau**2)
+                state["mean"].lerp_(parameter.grad, 1 - kind.beta1)
+                state["moment"] = kind.moment(state["moment"], parameter.grad.square())
+                parameter.sub_(group["lr"] * state["mean"] / (state["moment"].sqrt() + kind.tau))
 
 
 @final

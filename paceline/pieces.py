@@ -35,8 +35,12 @@ class Piece:
             cls.name = name
 
     def __str__(self) -> str:
-        settings = [f"{key}={value}" for key, value in settings_of(self).items()]
-        return ":".join([type(self).name if is_named(type(self)) else type(self).__name__, *settings])
+        return ":".join([name_of(self), *(f"{key}={value}" for key, value in settings_of(self).items())])
+
+
+def name_of(piece: Piece) -> str:
+    """Its name on the command line, or its class's if it has none there."""
+    return type(piece).name if is_named(type(piece)) else type(piece).__name__
 
 
 def is_named(kind: type) -> bool:

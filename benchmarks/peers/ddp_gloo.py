@@ -5,10 +5,7 @@ Run as `python -m benchmarks.peers.ddp_gloo`.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from .workload import (
     print_measurement,
     run_in_processes,
     share_cores,
+    steps_per_s,
     train_step,
 )
 
@@ -62,40 +60,15 @@ def _train(
         def step() -> None:
             train_step(model, optimizer, next(batches))
 
-        rate = batch_size * num_workers * _num_steps_per_s(step, seconds, warmup_seconds)
+        rate = (
+            batch_size
+            * num_workers
+            * steps_per_s(step, seconds, warmup_seconds, from_rank_0=_from_rank_0, barrier=dist.barrier)
+        )
         if rank == 0:
             rates.put(rate)
     finally:
         dist.destroy_process_group()
-
-
-def _num_steps_per_s(step: Callable[[], None], seconds: float, warmup_seconds: float) -> float:
-    """Steps per second in a window whose number of steps all ranks agree on beforehand.
-
-    So nothing but training is exchanged inside it; were a rank to stop a step early, the others would wait for ever.
-    """
-    num_steps = max(1, round(seconds / _typical_step_s(step, warmup_seconds)))
-    num_steps = int(_from_rank_0(num_steps))
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        step()
-    dist.barrier()
-    return num_steps / (time.perf_counter() - start)
-
-
-def _typical_step_s(step: Callable[[], None], warmup_seconds: float) -> float:
-    """Train until rank 0 has warmed up; the median, since the first steps build their graph and buckets."""
-    durations: list[float] = []
-    go_on = 1.0
-    warmed_up_at = time.perf_counter() + warmup_seconds
-    while go_on or not durations:
-        start = time.perf_counter()
-        step()
-        now = time.perf_counter()
-        durations.append(now - start)
-        go_on = _from_rank_0(now < warmed_up_at)
-    return statistics.median(durations)
 
 
 def _from_rank_0(number: float) -> float:

@@ -5,10 +5,7 @@ Run as `python -m benchmarks.peers.horovod_script`.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -32,6 +29,7 @@ from .workload import (
     print_measurement,
     run_in_processes,
     share_cores,
+    steps_per_s,
     train_step,
 )
 
@@ -66,9 +64,9 @@ def _train(
     def step() -> None:
         train_step(model, optimizer, next(batches))
 
-    rate = batch_size * num_workers * _num_steps_per_s(step, seconds, warmup_seconds)
+    steps = steps_per_s(step, seconds, warmup_seconds, from_rank_0=hvd.broadcast_object, barrier=hvd.barrier)
     if rank == 0:
-        rates.put(rate)
+        rates.put(batch_size * num_workers * steps)
     hvd.shutdown()
 
 
@@ -78,26 +76,6 @@ def _join(rank: int, num_workers: int, meeting_point: str) -> None:
     collective = connect(store, rank=rank, size=num_workers, deadline_s=60.0)
     context = Context(rank, Membership.first(num_workers), rank, num_workers, torch.device("cpu"), collective)
     enter(World(context, AllReduce(), RunConfig(), NullReporter(), store=store))
-
-
-def _num_steps_per_s(step: Callable[[], None], seconds: float, warmup_seconds: float) -> float:
-    """Steps per second in a window whose number of steps all ranks agree on beforehand."""
-    durations: list[float] = []
-    go_on = True
-    warmed_up_at = time.perf_counter() + warmup_seconds
-    while go_on or not durations:
-        start = time.perf_counter()
-        step()
-        now = time.perf_counter()
-        durations.append(now - start)
-        go_on = hvd.broadcast_object(now < warmed_up_at)
-    num_steps = hvd.broadcast_object(max(1, round(seconds / statistics.median(durations))))
-    hvd.barrier()
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        step()
-    hvd.barrier()
-    return float(num_steps / (time.perf_counter() - start))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import argparse
 import itertools
 import json
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -61,6 +63,46 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch)
     optimizer.zero_grad()
     backward(model, batch)
     optimizer.step()
+
+
+def steps_per_s(
+    step: Callable[[], None],
+    seconds: float,
+    warmup_seconds: float,
+    *,
+    from_rank_0: Callable[[float], float],
+    barrier: Callable[[], object],
+) -> float:
+    """Steps per second in a window whose number of steps all ranks agree on beforehand.
+
+    So nothing but training is exchanged inside it; were a rank to stop a step early, the others would wait for ever.
+
+    Args:
+        step: trains on one batch.
+        from_rank_0: gives rank 0's number to every rank.
+        barrier: waits for all ranks.
+    """
+    num_steps = int(from_rank_0(max(1, round(seconds / _typical_step_s(step, warmup_seconds, from_rank_0)))))
+    barrier()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    barrier()
+    return num_steps / (time.perf_counter() - start)
+
+
+def _typical_step_s(step: Callable[[], None], warmup_seconds: float, from_rank_0: Callable[[float], float]) -> float:
+    """Train until rank 0 has warmed up; the median, since the first steps build their graph and buckets."""
+    durations: list[float] = []
+    go_on = 1.0
+    warmed_up_at = time.perf_counter() + warmup_seconds
+    while go_on or not durations:
+        start = time.perf_counter()
+        step()
+        now = time.perf_counter()
+        durations.append(now - start)
+        go_on = from_rank_0(now < warmed_up_at)
+    return statistics.median(durations)
 
 
 def run_in_processes(train: Callable[..., None], num_workers: int, *arguments: object) -> list[float]:

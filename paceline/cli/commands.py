@@ -23,10 +23,10 @@ SUMMARIES = {
     "strategies": "List every strategy with its options, one line each; or show with whom workers exchange under a "
     "topology.",
 }
-"""What the list of commands says, which loads none: the first line of each one's own help."""
+"""A line a command, equal to the first of its own help. The list is shown without loading the commands."""
 
 DATA_SETS = ("digits", "mnist", "fashion-mnist", "cifar10")
-"""Those of `paceline.data`, which loads torch."""
+"""The names in `paceline.data`, which is not imported here because it loads torch."""
 
 
 def what_can_be_named() -> str:

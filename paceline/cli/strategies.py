@@ -15,9 +15,9 @@ from paceline.topology import Topology
 
 _ALL = "all"
 _NOTHING = 1e-9
-"""What is kept of a distance where rounding alone keeps it."""
+"""A smaller share of a distance is rounding."""
 _MOST_STEPS = 16
-"""Steps that are drawn."""
+"""How many steps a picture shows."""
 
 
 def strategies(

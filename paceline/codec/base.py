@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.pieces import Piece
 
 Payload = tuple[Tensor, ...]
-"""What travels for one tensor. Shapes and dtypes follow from the tensor's shape alone."""
+"""The encoded form of one tensor. Its shapes and dtypes depend only on that tensor's shape."""
 Shape = tuple[int, ...]
 
 

@@ -11,8 +11,9 @@ from paceline.errors import UsageError
 from paceline.layout import Layout
 from paceline.messages import Raw, WireError, to_frames
 from paceline.server.admission import AdmissionRule
+from paceline.server.optimizer import build_optimizer
 from paceline.server.ranges import KeyRange
-from paceline.server.shard import Shard, build_optimizer
+from paceline.server.shard import Shard
 from paceline.server.spec import OptimizerSpec, ServerSpec
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from paceline import pieces
+from paceline.correction import ControlVariates, Proximal
 from paceline.errors import UsageError, unknown
-from paceline.outer import Momentum, Nesterov
+from paceline.outer import FedAdagrad, FedAdam, FedYogi, Momentum, Nesterov
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
-from paceline.strategies.gossip import Gossip
+from paceline.strategies.federated import Federated
+from paceline.strategies.gossip import AsynchronousGossip, Gossip
 from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
@@ -52,6 +54,7 @@ class Entry:
 _SYNCHRONOUS, _ASYNCHRONOUS = ("backup_workers", "combine"), ("torn_reads", "staleness")
 _BSP = {"consistency": "bsp"}
 _ASP = {"consistency": "asp"}
+_ALTERNATING = ("alternates", "private_epochs")
 
 STRATEGIES: dict[str, Entry] = {}
 """Every strategy by its name on the command line."""
@@ -143,6 +146,11 @@ for _entry in (
         summary="gossip in which models travel along a tree, so that all count alike",
         alias_of="gossip",
     ),
+    Entry(
+        name="ad-psgd",
+        strategy=AsynchronousGossip,
+        summary="gossip in pairs, while gradients are computed: nobody waits for a slower worker",
+    ),
     Entry(name="local-sgd", strategy=LocalUpdates, summary="rounds of local steps, then parameters are averaged"),
     Entry(
         name="post-local",
@@ -161,6 +169,69 @@ for _entry in (
         strategy=LocalUpdates,
         defaults={"outer": Nesterov()},
         summary="rounds of local steps, then an outer step with Nesterov momentum; in fragments if asked for",
+    ),
+    Entry(
+        name="fed-avg",
+        strategy=Federated,
+        leaves_out=_ALTERNATING,
+        summary="clients with data of their own train in turn; what some of them changed is averaged each round",
+    ),
+    Entry(
+        name="fed-prox",
+        strategy=Federated,
+        defaults={"correction": Proximal()},
+        leaves_out=_ALTERNATING,
+        summary="fed-avg whose clients are drawn back to where their turn began",
+    ),
+    Entry(
+        name="fed-avgm",
+        strategy=Federated,
+        defaults={"outer": Momentum(momentum=0.9)},
+        leaves_out=_ALTERNATING,
+        summary="fed-avg with heavy-ball momentum on the server",
+    ),
+    *(
+        Entry(
+            name=outer.name,
+            strategy=Federated,
+            defaults={"outer": outer},
+            leaves_out=_ALTERNATING,
+            summary=f"fed-avg with an adaptive server: {text}",
+        )
+        for outer, text in (
+            (FedAdam(), "a running mean of squares"),
+            (FedYogi(), "a running mean that squares change by their size alone"),
+            (FedAdagrad(), "the sum of all squares"),
+        )
+    ),
+    Entry(
+        name="scaffold",
+        strategy=Federated,
+        fixed={"correction": ControlVariates()},
+        defaults={"weights": "equal"},
+        leaves_out=("private", *_ALTERNATING),
+        summary="fed-avg whose clients follow the mean client's direction, by control variates that they keep",
+    ),
+    Entry(
+        name="fed-nova",
+        strategy=Federated,
+        fixed={"normalise": True},
+        leaves_out=_ALTERNATING,
+        summary="fed-avg in which clients that take more steps do not count more",
+    ),
+    Entry(
+        name="fed-bn",
+        strategy=Federated,
+        fixed={"private": "norm"},
+        leaves_out=_ALTERNATING,
+        summary="fed-avg whose clients keep their normalisation layers",
+    ),
+    Entry(
+        name="fed-rep",
+        strategy=Federated,
+        fixed={"alternates": True},
+        defaults={"private": "last"},
+        summary="fed-avg whose clients keep their last layer, and train it first in each turn",
     ),
 ):
     register(_entry)
@@ -204,8 +275,10 @@ def build(text: str, options: Mapping[str, Any] | None = None) -> Strategy:
             given[option] = pieces.read_value(option, value, hints[option])
         elif value is None and option in of_pieces:
             raise UsageError(f"{option}.{next(iter(of_pieces[option]))} needs {option}=NAME, which it is an option of")
-        elif isinstance(value, str) or option in of_pieces:
-            given[option] = pieces.read(kind, str(value), of_pieces.get(option))
+        elif isinstance(value, str):
+            given[option] = pieces.read(kind, value, of_pieces.get(option))
+        elif option in of_pieces:
+            given[option] = pieces.read(kind, value.name, {**pieces.settings_of(value), **of_pieces[option]})
     return entry.strategy(**{**entry.fixed, **entry.defaults, **given})
 
 
@@ -219,7 +292,7 @@ def settings_of(strategy: Strategy) -> dict[str, str]:
         if not isinstance(value, pieces.Piece):
             settings[key] = pieces.text_of(value)
             continue
-        settings[key] = str(value).partition(":")[0]
+        settings[key] = pieces.name_of(value)
         settings |= {f"{key}.{own}": text for own, text in pieces.settings_of(value).items()}
     return settings
 

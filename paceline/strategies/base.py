@@ -12,16 +12,20 @@ from torch import Tensor, nn
 from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
+from paceline.comm.mailbox import Mailbox
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
+from paceline.roster import Participation, Roster
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
+from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
+from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -47,13 +51,19 @@ class Context:
     """The first optimizer's, for strategies that have servers."""
     store_beside: Callable[[int], Store] | None = None
     """Connects to what the servers hold for another optimizer of the run: the second is number 1. Collective call."""
+    connect_mailbox: Callable[[], Mailbox] | None = None
+    """Makes a mailbox, for strategies whose messages come unasked. Collective call."""
     pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
     seed: int = 0
     """The run's, the same on every worker."""
+    max_steps: int | None = None
+    """Iterations after which the run ends, if it ends by their number."""
     corrupt: Callable[[Sequence[Tensor], int], None] | None = None
     """Called with what this worker is about to send and the number of its step: in place, a hostile worker's becomes
     what an attack makes of it. Where workers meet at each exchange it is a collective call. None: nobody attacks."""
+    roster: Roster | None = None
+    """The clients' turns that this worker plays, under strategies that have clients."""
 
     @property
     def size(self) -> int:
@@ -71,6 +81,8 @@ class StepOutcome(NamedTuple):
     """How stale the gradient was; -1 where it was not applied."""
     admitted: bool = True
     """False: call `Synchronizer.wait_for_admission` before the next step."""
+    meets: bool = False
+    """The next step is to come after a pause, whatever the iteration is."""
 
 
 class Synchronizer(ABC):
@@ -82,6 +94,14 @@ class Synchronizer(ABC):
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
+    number: int = 0
+    """Of the run's optimizer that it is for."""
+    title: str = ""
+    """That optimizer's name, if there are several."""
+    progress: Callable[[], Progress] = Progress
+    """How far the script is. Where workers are in lock step, it is the same on all of them at every exchange."""
+    gradients_are_spent: bool = False
+    """No gradient has come since the step before: the optimizer calls its closure for those that it steps with."""
     facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
 
@@ -100,6 +120,13 @@ class Synchronizer(ABC):
         Raises:
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
+
+    @final
+    def require_joint_step(self) -> None:
+        """What follows needs all workers to step the same of several optimizers. Collective call if there are several.
+        Raises UsageError, on all, where they do not."""
+        if self.title:
+            gathered(self.context.collective, f"a step of {self.title!r}")
 
     def start(self) -> None:
         """Every worker's script is about to ask for its first batch. Collective call."""
@@ -130,6 +157,18 @@ class Synchronizer(ABC):
         """Block until this worker may compute its next gradient."""
         return StepOutcome(self.iteration)
 
+    def meet(self, iteration: int, *, active: Sequence[int]) -> int:
+        """All workers are in a pause: what is under way between them ends. Collective call.
+
+        Args:
+            iteration: the furthest that a worker knows of.
+            active: the ranks that take further steps.
+
+        Returns:
+            The iteration that the run is at.
+        """
+        return iteration
+
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
         """The model that is evaluated and saved. Collective call, while all workers pause.
@@ -147,6 +186,14 @@ class Synchronizer(ABC):
         replica = self.replica
         with averaged([*replica.all_parameters, *replica.buffers], self.context.collective):
             yield replica.model
+
+    def end_turn(self) -> StepOutcome:
+        """The script asks for another pass over its data, and is done with the one before, if there was one. Called
+        under strategies that have clients."""
+        return StepOutcome(self.iteration)
+
+    def begin_turn(self) -> None:
+        """The next batch is of the next client. Called under strategies that have clients."""
 
     def leave(self) -> None:
         """This worker takes no further step; nobody is to wait for it."""
@@ -198,6 +245,11 @@ class Strategy(ABC):
 
     def check(self, *, num_workers: int) -> None:
         """Raise UsageError where the strategy cannot run with so many workers."""
+
+    def participation(self) -> Participation | None:
+        """The clients, each with data of its own, whose turns the passes of a script over its data are. None: a pass is
+        over this worker's part of all data."""
+        return None
 
     def admission_rule(self, members: Membership) -> AdmissionRule | None:
         """A fresh rule for one server; none where there are no servers."""

@@ -121,7 +121,9 @@ class _LocalSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._overlap.end()
         require_same_parameters(self.replica)
-        applies = may_step(self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1)
+        applies = self.gradients_are_spent or may_step(
+            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
+        )
         if applies:
             update()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
@@ -160,10 +162,13 @@ class _LocalSynchronizer(Synchronizer):
     def _pass_step(self) -> None:
         """A step is over: exchange what is due."""
         self._steps += 1
-        for fragment in self._schedule.leaving(self._steps):
+        leaving, due = self._schedule.leaving(self._steps), self._schedule.due(self._steps)
+        if leaving or due:
+            self.require_joint_step()
+        for fragment in leaving:
             self._take(fragment)
             self._outer.start(fragment)
-        for fragment in self._schedule.due(self._steps):
+        for fragment in due:
             # What was left out is not to stay: it would be left out for ever.
             is_kept = fragment not in self._left_out
             self._left_out.discard(fragment)

@@ -16,7 +16,7 @@ from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective
 from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import TensorSpec
-from paceline.server.shard import build_optimizer
+from paceline.server.optimizer import build_optimizer
 from paceline.server.spec import OptimizerSpec
 
 

@@ -144,6 +144,8 @@ class ServerSynchronizer(Synchronizer):
         require_same_parameters(self.replica)
         require_no_hooks(optimizer)
         self._owned.require_untouched(rank=self.context.rank, step=self._steps)
+        if self._is_weighted:
+            self.require_joint_step()
         self._require_gradients()
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler around step() of fused optimizers
         self._combining.before_step(self._weight, step=self._steps, is_scaled=scale is not None)

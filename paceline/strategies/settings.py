@@ -8,7 +8,7 @@ import torch
 
 from paceline.comm.base import Collective
 from paceline.errors import TensorMismatch
-from paceline.server.shard import IMPLEMENTATION
+from paceline.server.optimizer import IMPLEMENTATION
 from paceline.strategies.replica import hyperparameters
 
 Settings = tuple[str, list[dict[str, float | str]]]

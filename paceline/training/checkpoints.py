@@ -32,13 +32,13 @@ class Checkpoints:
 
     @property
     def due_in_s(self) -> float:
-        """In how many seconds any pause is to take one, where no other cadence is set; infinite where none is kept."""
+        """Seconds until a pause should save, if nothing else says when; infinite where the run keeps no files."""
         if not self._run.reporter.keeps_files:
             return math.inf
         return _EARLY * INTERVAL_S - (self._run.context.pacing.now_s() - self._saved_s)
 
     def next_in_s(self, due_in_s: float, *, has_saved: bool) -> float:
-        """In how many seconds all workers are to pause for one; infinite where time is not what decides.
+        """Seconds until all workers should pause to save; infinite where something else than time decides.
 
         Args:
             due_in_s: what rank 0 said in this pause.
@@ -96,7 +96,7 @@ class Checkpoints:
                 f"{_listed(prepared.optimizer_names)}; prepare the same optimizers, in the same order"
             )
         workers = checkpoint.workers
-        if run.strategy.traits.is_synchronous:
+        if run.traits.is_synchronous and run.context.roster is None:
             workers = snapshot.beside_the_first(workers)
         mine = workers[run.context.rank]
         run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples

@@ -7,6 +7,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.records import EvaluationRecord
+from paceline.strategies.meeting import gathered
 from paceline.training import snapshot
 from paceline.training.agreement import Agreement
 from paceline.training.cadence import Cadence
@@ -60,15 +61,17 @@ class Pauses:
             TensorMismatch: lock-step workers' parameters or settings have drifted apart.
         """
         run, cadence, collective = self._run, self._cadence, self._run.context.collective
-        if is_done and not run.strategy.traits.lock_step:
+        if is_done and not run.traits.lock_step:
             collective.set_deadline(None)  # the others may have many steps to go; engines look whether they take them
         run.awaits_others = True
-        reports = collective.all_gather_object(self._report(is_done=is_done))
+        reports = gathered(collective, "a pause", self._report(is_done=is_done))
         run.awaits_others = False
         self._agreement.require(reports)
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
-        run.iteration = max(report["iteration"] for report in reports)
+        active = [rank for rank, report in enumerate(reports) if not report["done"]]
+        furthest = max(report["iteration"] for report in reports)
+        run.iteration = run.prepared.synchronizer.meet(furthest, active=active)
         all_done = all(report["done"] for report in reports)
         cadence.evaluates = first["evaluates"]
         evaluates = cadence.is_evaluation_due(run.iteration, at_end=all_done) and not first["interrupted"]
@@ -106,7 +109,7 @@ class Pauses:
         self._met_at = (run.iteration, run.clock.now_s)
         run.has_ended = run.has_ended or self._cadence.is_over(run.iteration)
         waits_s = [self._checkpoints.next_in_s(first["checkpoint_in_s"], has_saved=has_saved)]
-        if not run.strategy.traits.tells_stop:
+        if not run.traits.tells_stop:
             run.has_ended = run.has_ended or any(report["wants_stop"] for report in reports)
             left_s = (run.config.max_time_s or math.inf) - first["time_s"]
             waits_s += [_AGREE_S, left_s]
@@ -119,7 +122,7 @@ class Pauses:
         run = self._run
         time_s = sum(report["time_s"] for report in reports) / len(reports)
         own = self._checkpoints.own_part() if saves else None
-        differing = Differing(run) if evaluates and run.strategy.traits.workers_differ else None
+        differing = Differing(run) if evaluates and run.traits.workers_differ else None
         with run.prepared.synchronizer.global_model() as model:
             if evaluates:
                 self._evaluate(model, time_s, samples=sum(report["samples"] for report in reports))
@@ -130,7 +133,7 @@ class Pauses:
                 self._cadence.checkpointed_at = run.iteration
             if is_last and run.context.rank == 0:
                 run.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
-        if differing is not None and run.strategy.traits.own_scores and self.evaluation is not None:
+        if differing is not None and run.traits.own_scores and self.evaluation is not None:
             differing.record_scores(self.evaluation)
 
     def _evaluate(self, model: nn.Module, time_s: float, *, samples: int) -> None:

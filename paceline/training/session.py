@@ -78,7 +78,7 @@ class Session:
             for attack in self._attacks
             if isinstance(attack, DataAttack) and attack.is_hostile(context.rank, size=context.size)
         ]
-        context = replace(context, seed=config.seed)
+        context = replace(context, seed=config.seed, max_steps=config.max_steps)
         if self._attacks:
             context = under_attack(self._attacks, context, strategy.traits)
         self.run = WorkerRun(context, strategy, config, reporter)
@@ -92,6 +92,7 @@ class Session:
         self._is_stepping = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
+        self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
 
@@ -120,6 +121,7 @@ class Session:
         if context.size > 1:
             copy_from_first(model, context.collective)
         loaders = {name: self._sharded(name, index, given) for index, name in enumerate(given.loaders)}
+        self.run.context = replace(context, roster=next(iter(loaders.values())).roster)
         context.pacing.watch(whole)
         parts = {name: self._bound(number, replicas[number]) for number, name in enumerate(given.optimizers)}
         first, *others = parts.values()
@@ -133,10 +135,12 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and self.run.strategy.traits.is_synchronous,
+            is_averaged=context.size > 1 and self.run.traits.is_synchronous,
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
+        for number, (name, part) in enumerate(parts.items()):
+            part.number, part.title, part.progress = number, name if others else "", handouts.progress
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
@@ -180,7 +184,7 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
-        if self._has_started and not self._has_finished and not self.run.strategy.traits.lock_step:
+        if self._has_started and not self._has_finished and not self.run.traits.lock_step:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
                 "call it before the first batch"
@@ -194,15 +198,21 @@ class Session:
         self._has_finished = True
         if not self._has_started:
             self._start()
+        if self.run.context.roster is not None:
+            self._end_turn()
+            self._settle()
+        has_ended = self.run.has_ended
         self.run.clock.pause()
         self._end()
         synchronizer = self.run.prepared.synchronizer
-        synchronizer.leave()
+        if self.run.context.roster is None or not has_ended:
+            synchronizer.leave()
         self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
         while not self.pauses.meet(is_done=True):
             pass
         synchronizer.close()
         self.run.prepared.handouts.close()
+        self._lone_samples.close()
         self._unprepared.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -213,6 +223,8 @@ class Session:
         if number and context.store_beside is not None:
             self.run.strategy.admission_rule_beside(context.membership)  # refuses here, on every worker
             context = replace(context, store=context.store_beside(number))
+        if number:
+            context = replace(context, max_steps=None)  # iterations are the first one's
         return self.run.strategy.bind(context, replica)
 
     def _take_over(
@@ -230,7 +242,9 @@ class Session:
             loss: list[Any] = [None]
             if evaluates and closure is not None:
                 evaluate = synchronizer.evaluating(closure)
+                synchronizer.gradients_are_spent = self.run.prepared.handouts.are_gradients_spent
                 take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
+                synchronizer.gradients_are_spent = False
                 return loss[-1]
             if closure is not None:
                 begin_step()
@@ -267,6 +281,16 @@ class Session:
         samples = prepared.handouts.end_step()
         run.steps += 1
         run.samples += samples
+        if run.context.roster is None:
+            self._record(samples, outcome)
+        else:
+            self._unrecorded = samples, outcome
+        self._take(outcome)
+        self._unsettled = outcome
+
+    def _record(self, samples: int, outcome: StepOutcome) -> None:
+        """The step is over, and what comes now belongs to the next one."""
+        run, prepared = self.run, self.run.prepared
         time_s, compute_s, communication_s, waiting_s, moved_bytes, hidden_s = prepared.account.close_step()
         run.reporter.emit(
             StepRecord(
@@ -283,8 +307,13 @@ class Session:
                 hidden_s,
             )
         )
-        self._take(outcome)
-        self._unsettled = outcome
+
+    def _record_late(self, *, iteration: int = 0) -> None:
+        """Where a pass is a client's turn, the exchange at its end belongs to its last step, which is known to be the
+        last when the script comes for more."""
+        if self._unrecorded is not None:
+            (samples, outcome), self._unrecorded = self._unrecorded, None
+            self._record(samples, outcome._replace(iteration=max(iteration, outcome.iteration)))
 
     def _tell_facts(self, facts: Mapping[str, object]) -> None:
         """What the strategy has measured or chosen, when it is new."""
@@ -315,6 +344,7 @@ class Session:
         self._require_readable()
         if not self._has_started:
             self._start()
+        self._record_late()
         if self._unsettled is not None:
             self._settle()
         if self.run.has_ended:
@@ -329,7 +359,7 @@ class Session:
         """Between two steps: pause where that is due, and wait for admission where a pause was entered without it."""
         outcome, self._unsettled = self._unsettled, None
         while outcome is not None and not self.run.has_ended:
-            if outcome.iteration >= self._cadence.next_pause:
+            if outcome.meets or outcome.iteration >= self._cadence.next_pause:
                 with self.run.prepared.account.pause():
                     self.pauses.meet(is_done=False)
             if self.run.has_ended or outcome.admitted:
@@ -367,11 +397,16 @@ class Session:
             on_part=partial(self._on_part, name),
             on_position=self._on_position,
             poison=self._poison if self._poisons else None,
+            on_pass=self._on_pass,
+            on_pass_end=self._on_pass_end,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
-            takes_equal_steps=self.run.strategy.traits.takes_equal_steps,
+            takes_equal_steps=self.run.traits.takes_equal_steps,
+            participation=self.run.strategy.participation(),
         )
-        if len(given.loaders) > 1 and self.run.strategy.traits.is_synchronous:
+        if len(given.loaders) > 1 and sharded.roster is not None:
+            raise UsageError("a client's turn is a pass over its data; prepare one loader")
+        if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
 
@@ -383,7 +418,7 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.strategy.traits.takes_equal_steps):
+        if self.run.context.pacing.is_simulated or (is_stream and self.run.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
@@ -395,17 +430,47 @@ class Session:
         for attack in self._poisons:
             batch = attack.of_batch(batch)
         return batch
+    def _on_pass(self) -> None:
+        """Where a pass over the data is a client's turn: another one begins, and the one before is over, also if the
+        script has left it early."""
+        run = self.run
+        if run.context.roster is None:
+            return
+        if self._is_elsewhere:
+            self._refusal = UsageError(
+                f"rank {run.context.rank} reads the loader in another thread, while the script trains on a client's "
+                "batches; loop over the loader itself"
+            )
+            return
+        if not self._has_started:
+            self._start()
+        for feed in run.prepared.feeds.values():
+            feed.handouts.end_pass()
+        self._end_turn()
+        self._settle()
+        if not run.has_ended:
+            run.prepared.synchronizer.begin_turn()
+
+    def _on_pass_end(self) -> None:
+        if self.run.context.roster is not None and not self._is_elsewhere:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """The client whose turn it is, if there is one, gives what it has."""
+        self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
+        self._record_late(iteration=outcome.iteration)
+        self._take(outcome)
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:
             self._start()
-        if not self.run.strategy.traits.is_synchronous:
+        self._record_late()
+        if not self.run.traits.is_synchronous:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
         feeds = self.run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
-        if part.num_samples == 1:
-            self._lone_samples.expect(place)
+        self._lone_samples.expect(name, place, num_samples=part.num_samples)
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     @property

@@ -11,6 +11,7 @@ from paceline.errors import UsageError
 from paceline.records import EventRecord, Reporter
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
+from paceline.strategies.traits import Traits
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
 from paceline.training.feeds import EachHandouts, Feed
@@ -45,6 +46,8 @@ class WorkerRun:
     config: RunConfig
     reporter: Reporter
     clock: TrainingClock = field(init=False)
+    traits: Traits = field(init=False)
+    """The strategy's, which makes them anew whenever it is asked."""
     iteration: int = 0
     """Global iterations, in the strategy's unit."""
     steps: int = 0
@@ -57,6 +60,7 @@ class WorkerRun:
 
     def __post_init__(self) -> None:
         self.clock = TrainingClock(time_s=self.context.pacing.now_s)
+        self.traits = self.strategy.traits
 
     @property
     def prepared(self) -> Prepared:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.records import StepRecord
 from paceline.running.result import Result
+from paceline.training.session import Session
+from paceline.training.sharding import ShardedLoader
 from paceline.training.worker import Worker
 from tests.conformance import local_engine
 
@@ -43,8 +45,12 @@ class Row:
     """Local steps of a round, where an iteration is one."""
     is_exact: bool = True
     """Small whole numbers arrive as they are."""
+    moves_every_step: bool = True
+    """Each worker sends something in each of its steps, or rounds."""
     is_plain: bool = True
     """An iteration takes what workers found as it is, and leaves all of them with it."""
+    turns: int = 1
+    """Passes over the loader, each a client's turn, in which every sample comes once."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
     """What a script that clips gradients has to ask for."""
 
@@ -52,6 +58,11 @@ class Row:
     def is_local(self) -> bool:
         """Workers take steps alone."""
         return self.steps_an_iteration > 1
+
+    @property
+    def nobody_counts(self) -> bool:
+        """While workers train, each knows of what the others have told it alone."""
+        return self.workers_differ and not self.updates_are_joint
 
     @property
     def num_servers(self) -> int:
@@ -64,7 +75,7 @@ class Row:
         more = self.options_to_change_gradients if changes_gradients else {}
         options = {**self.options, **more, **settings.pop("options", {})}
         return local_engine.run(
-            partial(launched, script, out),
+            partial(launched, script, out, turns=self.turns),
             strategy=self.strategy,
             workers=self.workers,
             options=options,
@@ -121,6 +132,17 @@ ROWS = (
     Row("gossip-awc", "gossip", 3, {**GOSSIP, "topology": "one-peer", "order": "awc"}, workers_differ=True),
     Row("sgp", "sgp", 3, GOSSIP, workers_differ=True),
     Row("relay", "relay", 2, GOSSIP, workers_differ=True),
+    Row(
+        "ad-psgd",
+        "ad-psgd",
+        2,
+        GOSSIP,
+        is_deterministic=False,
+        updates_are_joint=False,
+        workers_differ=True,
+        is_exact=False,
+        moves_every_step=False,
+    ),
     *(coded("all-reduce", codec, is_slow=not codec.startswith("powersgd")) for codec in (*CODECS, *JOINT_CODECS)),
     *(
         coded("ps-bsp", codec, is_slow=codec != "int8", options_to_change_gradients={"combine": "always"})
@@ -136,6 +158,14 @@ ROWS = (
         steps_an_iteration=4,
         is_plain=False,
     ),
+    Row(
+        "fed-avg",
+        "fed-avg",
+        2,
+        {"clients": 12, "fraction": 1 / 6, "sampler": "cyclic"},
+        steps_an_iteration=2,
+        turns=6,
+    ),
 )
 
 
@@ -148,8 +178,43 @@ every_row = _among(ROWS)
 every_deterministic_row = _among(row for row in ROWS if row.is_deterministic)
 
 
-def launched(script: Callable[..., Any], out: Path) -> None:
-    script(paceline.init(), out)
+def launched(script: Callable[..., Any], out: Path, *, turns: int = 1) -> None:
+    worker = paceline.init()
+    script(worker if turns == 1 else InTurns(worker, turns), out)
+
+
+@final
+class InTurns:
+    """A worker whose script sees so many passes over a loader as one, as the checks count on."""
+
+    def __init__(self, worker: Worker, turns: int) -> None:
+        self._worker, self._turns = worker, turns
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def prepare(self, *given: Any, **named: Any) -> tuple[Any, ...]:
+        prepared = self._worker.prepare(*given, **named)
+        session = self._worker._session
+        return tuple(
+            _Chained(each, self._turns, session) if isinstance(each, ShardedLoader) else each for each in prepared
+        )
+
+
+@final
+class _Chained:
+    def __init__(self, loader: ShardedLoader, turns: int, session: Session) -> None:
+        self._loader, self._turns, self._session = loader, turns, session
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._turns):
+            has_ended = self._session.run.has_ended
+            yield from self._loader
+            if has_ended:
+                return
+
+    def __len__(self) -> int:
+        return self._turns * len(self._loader)
 
 
 # --- what the checks' scripts share ---------------------------------------------------------------------------

@@ -276,8 +276,7 @@ def train(worker: Any, out: Path, *, num_layers: int = 4) -> None:
 
 
 def engine_step_s(tmp_path: Path, strategy: str, workers: int, cluster: Cluster, options: dict[str, Any]) -> float:
-    """Of the virtual engine, from the second step on: on the average where workers go on by themselves, else the median,
-    which leaves out the first steps' pauses."""
+    """From the second step on: the mean where workers go on by themselves, else the median, which leaves out pauses."""
     is_asynchronous = strategy in ("ps-asp", "ps-ssp")
     steps = 5 * workers if is_asynchronous else 16
     result = virtual_cluster.run(train, tmp_path, strategy, workers, cluster=cluster, options=options, max_steps=steps)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.layout import ALIGNMENT_BYTES, Layout, TensorSpec, by_group
+from paceline.server.optimizer import build_optimizer
 from paceline.server.ranges import KeyRange, cut, in_shards
-from paceline.server.shard import build_optimizer
 from paceline.server.state import export_state, import_state, join, split
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

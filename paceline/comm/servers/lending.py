@@ -21,10 +21,11 @@ from paceline.comm.servers.loan import (
 from paceline.comm.shared_memory import mutex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.messages import FRAME_BYTES
+from paceline.server.optimizer import STEPS_IN_PLACE
 from paceline.server.part import Part
 from paceline.server.part_state import states_of
 from paceline.server.ranges import cut
-from paceline.server.shard import STEPS_IN_PLACE, Applied
+from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
 
 

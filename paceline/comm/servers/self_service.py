@@ -12,9 +12,9 @@ from torch import Tensor
 from paceline.aggregate import MEAN, Contribution
 from paceline.comm.servers.loan import CLOCK, HAS_PUSHED, ITERATION, NUM_APPLIED, PULLED_AT, Loan, Version
 from paceline.comm.shared_memory import futex
+from paceline.server.optimizer import step_of
 from paceline.server.part import build_pieces
 from paceline.server.ranges import KeyRange
-from paceline.server.shard import step_of
 from paceline.server.spec import OptimizerSpec
 
 

@@ -6,6 +6,8 @@ from typing import Any, final
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.errors import BudgetReached, UsageError
+from paceline.roster import Participation, Roster
+from paceline.training.sharding.clients import ClientBatches
 from paceline.training.sharding.division import RankBatch
 from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import Part, Place, Source
@@ -27,8 +29,11 @@ class ShardedLoader:
         on_part: called with each batch and its place before it is handed out.
         on_position: called once when the position to resume from is reached.
         poison: what an attack makes of each batch.
+        on_pass: called when a pass begins that may hand out batches.
+        on_pass_end: called when it has handed out all of them, and the script asks for one more.
         gather: every rank's value, in rank order; a collective call.
         takes_equal_steps: whether all ranks are to have as many batches.
+        participation: of clients, each pass being over the data of one; none: over this rank's part of all data.
 
     A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
 
@@ -47,9 +52,12 @@ class ShardedLoader:
         on_part: Callable[[Part, Place], None] = lambda part, place: None,
         on_position: Callable[[], None] = lambda: None,
         poison: Callable[[Any], Any] | None = None,
+        on_pass: Callable[[], None] = lambda: None,
+        on_pass_end: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
         gather: Gather = lambda value: [value],
         takes_equal_steps: bool = False,
+        participation: Participation | None = None,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise UsageError(f"prepare takes a torch DataLoader, not {type(loader).__name__}")
@@ -58,8 +66,14 @@ class ShardedLoader:
         self._loader = loader
         self._on_return, self._should_stop = on_return, should_stop
         self._on_part, self._on_position, self._poison = on_part, on_position, poison
+        self._on_pass, self._on_pass_end = on_pass, on_pass_end
         self._source: Source
-        if isinstance(loader.dataset, IterableDataset):
+        self.roster: Roster | None = None
+        """Whose turn each pass is, where there are clients."""
+        if participation is not None:
+            self._source = clients = ClientBatches(loader, participation, rank=rank, size=size, seed=seed)
+            self.roster = clients.roster
+        elif isinstance(loader.dataset, IterableDataset):
             self._source = Stream(
                 loader, rank=rank, size=size, seed=seed, gather=gather, takes_equal_steps=takes_equal_steps
             )
@@ -119,6 +133,9 @@ class ShardedLoader:
         self.place, self._resume_at = self._resume_at or Place(epoch, 0), None
         if is_resumed:
             self._on_position()
+        self._on_pass()
+        if self._should_stop():
+            return
         for part in self._source.parts(self.place):
             if self._poison is not None:
                 part = part._replace(data=self._poison(part.data))
@@ -134,6 +151,7 @@ class ShardedLoader:
             if self._should_stop():
                 return
         self.place = Place(epoch + 1, 0)
+        self._on_pass_end()
 
 
 def _require_same(identity: dict[str, Any], gather: Gather) -> None:

@@ -38,7 +38,7 @@ class Orders:
             raise UsageError(
                 "the DataLoader already has a DistributedSampler; prepare divides the data itself: remove it"
             )
-        self._feed = _Feed(is_whole=self._batch_sampler is not None)
+        self._feed = IndexFeed(is_whole=self._batch_sampler is not None)
         self._generator = torch.Generator()
         if loader.batch_sampler is not None:
             self._inner = rebuilt(loader, loader.dataset, self._generator, batch_sampler=self._feed)
@@ -181,7 +181,7 @@ def _plain_batches(
 
 
 @final
-class _Feed:
+class IndexFeed:
     """The inner loader's sampler, which remembers what it has given and the loader has not yet fetched."""
 
     def __init__(self, *, is_whole: bool) -> None:

@@ -1,0 +1,165 @@
+"""Whose turn it is: which clients take part in a round, and which worker plays each."""
+
+import random
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, final
+
+from paceline.partition import Partition
+from paceline.pieces import Piece
+from paceline.seeding import derive
+
+
+class Sampler(Piece, ABC):
+    """Draws the clients of a round. Pure: the same for the same seed and round."""
+
+    @abstractmethod
+    def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
+        """Clients of the round of this number, from 0 on; one that comes twice counts twice.
+
+        Args:
+            sizes: each client's samples.
+            fraction: of the clients that take part.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class Uniform(Sampler, name="uniform"):
+    """A fixed number, each client as likely, none twice (McMahan et al., AISTATS 2017, algorithm 1)."""
+
+    def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
+        return _random(seed, number).sample(range(len(sizes)), num_drawn(fraction, len(sizes)))
+
+
+@final
+@dataclass(frozen=True)
+class BySize(Sampler, name="by-size"):
+    """A fixed number, drawn with replacement, as likely as a client has samples (Li et al., ICLR 2020, scheme I, which
+    goes with `weights=equal`)."""
+
+    def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
+        return _random(seed, number).choices(range(len(sizes)), weights=sizes, k=num_drawn(fraction, len(sizes)))
+
+
+@final
+@dataclass(frozen=True)
+class Poisson(Sampler, name="poisson"):
+    """Each client for itself with the probability `fraction`: rounds differ in size, and some may be empty."""
+
+    def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
+        draws = _random(seed, number)
+        return [client for client in range(len(sizes)) if draws.random() < fraction]
+
+
+@final
+@dataclass(frozen=True)
+class Cyclic(Sampler, name="cyclic"):
+    """All clients once, in an order that is drawn anew, before any takes part again (Malinovsky et al., "Federated
+    optimization algorithms with random reshuffling and gradient compression", 2022)."""
+
+    def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
+        count = num_drawn(fraction, len(sizes))
+        rounds = -(-len(sizes) // count)
+        order = list(range(len(sizes)))
+        _random(seed, number // rounds).shuffle(order)
+        start = number % rounds * count
+        return order[start : start + count]
+
+
+def num_drawn(fraction: float, num_clients: int) -> int:
+    """Clients of a round: at least one."""
+    return max(1, round(fraction * num_clients))
+
+
+class Turn(NamedTuple):
+    """One client's part in one round."""
+
+    round: int
+    client: int
+    num_samples: int
+    num_batches: int
+    """Of each pass over its samples."""
+    times: int = 1
+    """How often it was drawn."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Participation:
+    """Who takes part in a run, and with which data."""
+
+    num_clients: int
+    fraction: float
+    partition: Partition
+    sampler: Sampler
+    epochs: int
+    """Passes of a client over its samples in a turn."""
+    is_settled: bool
+    """A client is always played by the same worker, which keeps what belongs to it."""
+
+
+@final
+class Roster:
+    """The turns that one worker plays.
+
+    Args:
+        sizes: each client's samples.
+        num_batches: that each client's samples make.
+        rank, size: the worker's, and how many workers there are.
+    """
+
+    def __init__(
+        self,
+        participation: Participation,
+        *,
+        sizes: Sequence[int],
+        num_batches: Sequence[int],
+        rank: int,
+        size: int,
+        seed: int,
+    ) -> None:
+        self.participation = participation
+        self._sizes, self._num_batches = tuple(sizes), tuple(num_batches)
+        self._rank, self._size, self._seed = rank, size, seed
+        self._starts = [0]  # how many turns of this worker come before each round
+        self.of_round = lru_cache(maxsize=2)(self._of_round)
+        """This worker's turns of the round of this number, in the order in which it plays them."""
+
+    def turn(self, number: int) -> Turn:
+        """This worker's turn of this number, from 0 on, over all rounds."""
+        while self._starts[-1] <= number:
+            self._starts.append(self._starts[-1] + len(self.of_round(len(self._starts) - 1)))
+        place = bisect_right(self._starts, number) - 1
+        return self.of_round(place)[number - self._starts[place]]
+
+    def _of_round(self, number: int) -> tuple[Turn, ...]:
+        participation = self.participation
+        drawn = Counter(
+            participation.sampler.draw(number, sizes=self._sizes, fraction=participation.fraction, seed=self._seed)
+        )
+        players = self._settled(drawn) if participation.is_settled else self._balanced(drawn)
+        return tuple(
+            Turn(number, client, self._sizes[client], self._num_batches[client], times)
+            for client, times in drawn.items()
+            if players[client] == self._rank
+        )
+
+    def _settled(self, clients: Counter[int]) -> dict[int, int]:
+        return {client: client % self._size for client in clients}
+
+    def _balanced(self, clients: Counter[int]) -> dict[int, int]:
+        """The largest first, each to the worker that has least (Graham, 1969)."""
+        batches, players = [0] * self._size, {}
+        for client in sorted(clients, key=lambda client: -self._num_batches[client]):
+            players[client] = batches.index(min(batches))
+            batches[players[client]] += self._num_batches[client]
+        return players
+
+
+def _random(seed: int, number: int) -> random.Random:
+    return random.Random(derive(seed, "clients", number))

@@ -1,0 +1,90 @@
+"""What belongs to clients alone: private layers, controls, and the state of the script's optimizer."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.correction import Control
+from paceline.server.state import export_state, import_state
+from paceline.strategies.federated.kept import Kept
+from paceline.strategies.own_state import OwnState
+from paceline.strategies.replica import Replica
+
+_CLIENT, _INITIAL = "client.", "initial."
+_PRIVATE, _CONTROL, _OPTIMIZER = "private.", "control.", "optimizer."
+
+
+@final
+class Clients:
+    """One client's part at a time is in this worker's model; those of others wait in a file.
+
+    Args:
+        private: names of the parameters and buffers that are each client's own.
+        shared_controls: the server's; none where clients have no controls.
+        keeps_optimizer: whether a client goes on with its optimizer's state, rather than with a fresh one.
+    """
+
+    def __init__(
+        self, replica: Replica, *, private: frozenset[str], shared_controls: Sequence[Tensor], keeps_optimizer: bool
+    ) -> None:
+        self._replica, self._shared_controls = replica, shared_controls
+        named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
+        self.private = {name: tensor.detach() for name, tensor in named if name in private}
+        """This worker's private tensors."""
+        self._initial = {name: tensor.clone() for name, tensor in self.private.items()}
+        self._fresh = export_state(replica.optimizer, replica.parameters)
+        self._keeps_optimizer = keeps_optimizer
+        self._kept = Kept()
+
+    def load(self, client: int) -> list[Control]:
+        """The client's turn begins; returns its controls, one a shared parameter."""
+        kept = self._kept[client]
+        for name, tensor in self.private.items():
+            tensor.copy_(kept.get(_PRIVATE + name, self._initial[name]))
+        self._replica.optimizer.state.clear()
+        if state := _without(_OPTIMIZER, kept) or self._fresh:
+            import_state(self._replica.optimizer, self._replica.parameters, state)
+        zeros = map(torch.zeros_like, self._shared_controls)
+        own = [kept.get(f"{_CONTROL}{index}", zero).to(zero.device) for index, zero in enumerate(zeros)]
+        return [Control(*pair) for pair in zip(own, self._shared_controls, strict=True)]
+
+    def keep(self, client: int, controls: Sequence[Tensor]) -> None:
+        """The client's turn is over, and these are its own controls from here on."""
+        kept = {_PRIVATE + name: tensor for name, tensor in self.private.items()}
+        kept |= {f"{_CONTROL}{index}": control for index, control in enumerate(controls)}
+        if self._keeps_optimizer:
+            state = export_state(self._replica.optimizer, self._replica.parameters)
+            kept |= {_OPTIMIZER + name: tensor for name, tensor in state.items()}
+        if kept:
+            self._kept.put(client, kept)
+
+    def own_state(self) -> dict[str, OwnState]:
+        """What a checkpoint holds of this worker's clients; how private layers begin is the same on all workers."""
+        initial = {_INITIAL + name: OwnState(tensor, "same") for name, tensor in self._initial.items()}
+        return initial | {
+            f"{_CLIENT}{client}.{name}": OwnState(tensor)
+            for client in self._kept
+            for name, tensor in self._kept[client].items()
+        }
+
+    @torch.no_grad()
+    def restore(self, own: Mapping[str, Tensor]) -> None:
+        """Take up what `own_state` gave, as far as it is there."""
+        for name, tensor in _without(_INITIAL, own).items():
+            self._initial[name].copy_(tensor)
+        clients: dict[int, dict[str, Tensor]] = {}
+        for path, tensor in _without(_CLIENT, own).items():
+            client, _, name = path.partition(".")
+            clients.setdefault(int(client), {})[name] = tensor
+        for number, kept in clients.items():
+            self._kept.put(number, kept)
+
+    def close(self) -> None:
+        self._kept.close()
+
+
+def _without(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What has the prefix, by the rest of its name."""
+    return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}

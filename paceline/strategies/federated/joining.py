@@ -1,0 +1,98 @@
+"""What a round's clients contribute, joined over all workers."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paceline.aggregate import Aggregator, Contribution
+from paceline.comm.base import Collective
+from paceline.layout import TensorSpec, by_group
+from paceline.strategies.base import Context
+from paceline.strategies.bucketing import allocated
+
+_TALLY = TensorSpec("tally", (3,), torch.float64)
+"""The sum of weights, how many contributions there are, and how many workers leave."""
+
+
+class Joined(NamedTuple):
+    """What a round came to, the same on every worker."""
+
+    gradients: Sequence[Tensor]
+    """Of what was contributed; they hold until `Joining.clear`."""
+    num_contributions: int
+    is_last: bool
+    """A worker leaves, so that there is no further round."""
+
+
+@final
+class Joining:
+    """A round's contributions. Of an aggregator that streams, whose joint is the weighted mean, a worker keeps the sum
+    alone; of others, every worker gets all contributions.
+
+    Args:
+        specs: of a contribution's tensors.
+    """
+
+    def __init__(self, context: Context, specs: Sequence[TensorSpec], aggregator: Aggregator) -> None:
+        self._collective: Collective = context.collective
+        self._aggregator, self._specs = aggregator, specs
+        layout = by_group([*specs, _TALLY])
+        buffer = allocated(context, layout.num_bytes)
+        *self._sums, self._tally = layout.views(buffer)
+        flats = [segment.view(buffer) for segment in layout.segments]
+        summed = flats if aggregator.streams else [self._tally]
+        self._starts = [self._collective.persistent_all_reduce(flat, op="sum") for flat in summed]
+        self._held: list[Contribution] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """A new round begins."""
+        for total in (*self._sums, self._tally):
+            total.zero_()
+        self._held.clear()
+
+    def add(self, contribution: Contribution) -> None:
+        """One client's; its tensors are this round's to keep."""
+        if self._aggregator.streams:
+            for total, tensor in zip(self._sums, contribution.gradients, strict=True):
+                total.add_(tensor, alpha=contribution.weight)
+        else:
+            self._held.append(contribution)
+        self._tally += torch.tensor([contribution.weight, 1.0, 0.0], dtype=torch.float64)
+
+    def join(self, *, leaves: bool) -> Joined:
+        """Over all workers. Collective call.
+
+        Args:
+            leaves: this worker takes part in no further round.
+        """
+        self._tally[2] = float(leaves)
+        for work in [start() for start in self._starts]:
+            work.wait()
+        weight, num_contributions, num_leaving = self._tally.tolist()
+        found = Joined(self._sums, int(num_contributions), num_leaving > 0)
+        if not num_contributions:
+            return found
+        if self._aggregator.streams:
+            for total in self._sums:
+                total.div_(weight)
+            return found
+        everything = sorted(self._gathered(), key=lambda contribution: contribution.sender)
+        return found._replace(gradients=self._aggregator.aggregate(everything, self._sums))
+
+    def _gathered(self) -> list[Contribution]:
+        """All workers' contributions, on each of them."""
+        heads = self._collective.all_gather_object([(each.sender, each.weight) for each in self._held])
+        stacks = [
+            self._collective.all_gather(torch.stack([each.gradients[index] for each in self._held]))
+            if self._held
+            else self._collective.all_gather(torch.empty((0, *spec.shape), dtype=spec.dtype, device=self._tally.device))
+            for index, spec in enumerate(self._specs)
+        ]
+        return [
+            Contribution(sender, weight, "gradient", [stack[rank][number] for stack in stacks])
+            for rank, own in enumerate(heads)
+            for number, (sender, weight) in enumerate(own)
+        ]

@@ -1,0 +1,42 @@
+"""What clients keep from turn to turn, in a file: one that does not train takes no memory."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import final
+
+import safetensors.torch
+from torch import Tensor
+
+
+@final
+class Kept:
+    """Named tensors of each client. The file has no name, so that a killed process leaves nothing behind; it lies where
+    TMPDIR says."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="paceline-clients-")  # noqa: SIM115 - it lives as long as the run
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places)
+
+    def __getitem__(self, client: int) -> dict[str, Tensor]:
+        """What the client has kept; nothing if it was never here."""
+        if client not in self._places:
+            return {}
+        start, length = self._places[client]
+        self._file.seek(start)
+        return safetensors.torch.load(self._file.read(length))
+
+    def put(self, client: int, tensors: Mapping[str, Tensor]) -> None:
+        """In the place of what it kept before, if that is as long, and otherwise behind all else."""
+        raw = safetensors.torch.save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+        start, length = self._places.get(client, (0, -1))
+        if length != len(raw):
+            start = self._file.seek(0, 2)
+        self._file.seek(start)
+        self._file.write(raw)
+        self._places[client] = (start, len(raw))
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,160 @@
+"""What the server of a federated run holds, on every worker alike."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.aggregate import Aggregator, Contribution
+from paceline.arrays import is_finite
+from paceline.layout import TensorSpec
+from paceline.outer import Outer
+from paceline.server.state import export_state, import_state
+from paceline.strategies.base import Context
+from paceline.strategies.federated.joining import Joining
+from paceline.strategies.own_state import OwnState
+from paceline.strategies.replica import Replica
+
+_OUTER, _CONTROL = "outer.", "shared_control."
+
+
+@final
+class ServerModel:
+    """The parameters and buffers that clients share, the outer optimizer, and the mean of the clients' controls.
+
+    What the clients changed of buffers is averaged as of parameters, and applied as it is.
+
+    Args:
+        private: names of what stays with the clients.
+        has_controls: whether clients have controls, as `paceline.correction` says.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        replica: Replica,
+        *,
+        outer: Outer,
+        aggregator: Aggregator,
+        private: frozenset[str],
+        has_controls: bool,
+    ) -> None:
+        specs = [spec for spec in replica.specs if spec.name not in private]
+        self._names = [spec.name for spec in specs]
+        self.groups = [spec.group for spec in specs]
+        """Of the script's optimizer, one a shared parameter."""
+        named = zip(replica.specs, replica.parameters, strict=True)
+        self.trained = [parameter for spec, parameter in named if spec.name not in private]
+        """This worker's parameters that clients share."""
+        self._buffers = [buffer for name, buffer in replica.model.named_buffers() if name not in private]
+        self.parameters = [nn.Parameter(parameter.detach().clone()) for parameter in self.trained]
+        """The server's."""
+        self._shared_buffers = [buffer.detach().clone() for buffer in self._buffers]
+        self.controls = [torch.zeros_like(parameter) for parameter in self.trained] if has_controls else []
+        self._optimizer = outer.optimizer(self.parameters)
+        of_buffers = [
+            TensorSpec(f"buffer.{index}", tuple(buffer.shape), _real_dtype(buffer))
+            for index, buffer in enumerate(self._buffers)
+        ]
+        of_controls = [replace(spec, name=f"{_CONTROL}{spec.name}") for spec in specs] if has_controls else []
+        self._joining = Joining(
+            context, [*specs, *of_buffers, *of_controls, TensorSpec("scale", (1,), torch.float64)], aggregator
+        )
+
+    def load(self) -> None:
+        """This worker's model gets the server's values."""
+        _copy([*self.trained, *self._buffers], [*self.parameters, *self._shared_buffers])
+
+    @torch.no_grad()
+    def changes(self) -> list[Tensor]:
+        """What this worker's steps took off the server's parameters."""
+        return [server - local for server, local in zip(self.parameters, self.trained, strict=True)]
+
+    def first_nonfinite(self, changes: Sequence[Tensor]) -> str | None:
+        """The name of a parameter whose change is not finite."""
+        return next((name for name, change in zip(self._names, changes, strict=True) if not is_finite(change)), None)
+
+    @torch.no_grad()
+    def contribute(
+        self, client: int, changes: Sequence[Tensor], controls: Sequence[Tensor], *, weight: float, scale: float
+    ) -> None:
+        """One client's part in the round.
+
+        Args:
+            controls: what the client's own ones grew by.
+            scale: changes are joined divided by it, and what comes of them counts times the joint of all scales.
+        """
+        scaled = changes if scale == 1.0 else [change / scale for change in changes]
+        of_buffers = [
+            (server - local).to(_real_dtype(local))
+            for server, local in zip(self._shared_buffers, self._buffers, strict=True)
+        ]
+        factor = torch.tensor([scale], dtype=torch.float64, device=changes[0].device)
+        self._joining.add(Contribution(client, weight, "gradient", [*scaled, *of_buffers, *controls, factor]))
+
+    @torch.no_grad()
+    def join(self, *, num_clients: int, leaves: bool) -> tuple[bool, bool]:
+        """Step with what the round's clients contributed. Collective call.
+
+        Args:
+            num_clients: that there are, of which those of a round are a part.
+            leaves: this worker takes part in no further round.
+
+        Returns:
+            Whether anybody contributed, and whether a worker leaves, so that there is no further round.
+        """
+        joined = self._joining.join(leaves=leaves)
+        if joined.num_contributions:
+            self._step(joined.gradients, share=joined.num_contributions / num_clients)
+        self._joining.clear()
+        return joined.num_contributions > 0, joined.is_last
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """This worker's model has the server's values meanwhile, and afterwards its own again."""
+        local = [*self.trained, *self._buffers]
+        own = [tensor.detach().clone() for tensor in local]
+        self.load()
+        try:
+            yield
+        finally:
+            _copy(local, own)
+
+    def own_state(self) -> dict[str, OwnState]:
+        """What is not in the global model; all workers have it alike."""
+        state = {f"{_OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
+        controls = {f"{_CONTROL}{index}": control for index, control in enumerate(self.controls)}
+        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()}
+
+    def restore(self, own: Mapping[str, Tensor]) -> None:
+        """Take up what `own_state` gave, as far as it is there."""
+        state = {name.removeprefix(_OUTER): tensor for name, tensor in own.items() if name.startswith(_OUTER)}
+        import_state(self._optimizer, self.parameters, state)
+        for index, control in enumerate(self.controls):
+            if (saved := own.get(f"{_CONTROL}{index}")) is not None:
+                control.copy_(saved)
+
+    def _step(self, gradients: Sequence[Tensor], *, share: float) -> None:
+        remaining = iter(gradients[:-1])
+        scale = float(gradients[-1])
+        for parameter, gradient in zip(self.parameters, remaining, strict=False):
+            parameter.grad = gradient if scale == 1.0 else gradient.mul_(scale)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for buffer, gradient in zip(self._shared_buffers, remaining, strict=False):
+            buffer -= (gradient if buffer.is_floating_point() else gradient.round()).to(buffer.dtype)
+        for control, growth in zip(self.controls, remaining, strict=True):
+            control.add_(growth, alpha=share)
+
+
+def _real_dtype(buffer: Tensor) -> torch.dtype:
+    """Whole numbers are averaged in double precision."""
+    return buffer.dtype if buffer.is_floating_point() or buffer.is_complex() else torch.float64
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    torch._foreach_copy_([target.detach() for target in targets], [source.detach() for source in sources])

@@ -1,0 +1,101 @@
+"""Federated averaging: each round some clients train on their own data, and what they changed is joined."""
+
+from dataclasses import dataclass
+from typing import Literal, final, get_args
+
+from paceline.correction import Correction
+from paceline.errors import UsageError
+from paceline.outer import Average, Outer, require_in_range
+from paceline.partition import IID, Partition
+from paceline.roster import Participation, Sampler, Uniform
+from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
+from paceline.strategies.federated.synchronizer import FederatedSynchronizer
+from paceline.strategies.replica import Replica
+from paceline.strategies.traits import Traits
+
+Weights = Literal["samples", "equal"]
+OptimizerState = Literal["fresh", "kept"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Federated(Strategy):
+    """Rounds in which some of many clients train on data of their own; an outer optimizer steps with the mean of what
+    they changed (FedAvg: McMahan et al., AISTATS 2017, algorithm 1).
+
+    A pass of the script over its prepared loader is one client's turn: it begins with the server's parameters and ends
+    when the script asks for the next pass. Workers are the processes that play clients, one after the other.
+
+    With `correction=proximal` FedProx (Li et al., MLSys 2020, algorithm 2, where every client ends its epochs); with
+    `outer=momentum` FedAvgM (Hsu et al., 2019), with `fed-adam` and so on adaptive servers (Reddi et al., ICLR 2021,
+    algorithm 2); with `correction=control-variates` SCAFFOLD (Karimireddy et al., ICML 2020, algorithm 1); with
+    `normalise` FedNova (Wang et al., NeurIPS 2020, section 4); with `private=norm` FedBN (Li et al., ICLR 2021); with
+    `alternates` FedRep (Collins et al., ICML 2021, algorithm 1).
+
+    >>> Federated(clients=1000, fraction=0.01).traits.unit
+    'round'
+    """
+
+    clients: int = option(100, "how many clients there are")
+    fraction: float = option(0.1, "the part of them that takes part in a round")
+    epochs: int = option(1, "a client's passes over its samples in a turn")
+    partition: Partition = option(
+        IID(),
+        "who has which samples: iid, shards, dirichlet, column, file, ...",
+    )
+    sampler: Sampler = option(Uniform(), "who takes part in a round: uniform, by-size, poisson or cyclic")
+    weights: Weights = option("samples", "how much a client counts: by its samples, or all equal")
+    outer: Outer = option(
+        Average(), "what steps with the mean change: average, momentum, nesterov, adam, fed-adam, fed-yogi, ..."
+    )
+    correction: Correction | None = option(None, "what is added to clients' gradients: proximal or control-variates")
+    normalise: bool = option(False, "join clients' mean steps, so that those who take more do not count more")
+    optimizer: OptimizerState = option("fresh", "its state when a turn begins: fresh, or kept by each client")
+    private: str = option("", "layers that stay with each client: patterns of names with commas between, norm, or last")
+    alternates: bool = option(False, "in a turn the private layers train first, alone, and then the shared ones")
+    private_epochs: int = option(1, "passes over a client's samples for which the private layers train alone")
+
+    def validate(self) -> None:
+        require_choice("weights", self.weights, get_args(Weights))
+        require_choice("optimizer", self.optimizer, get_args(OptimizerState))
+        for name in ("clients", "epochs", "private_epochs"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 < self.fraction <= 1:
+            raise UsageError(f"fraction must be above 0 and at most 1, not {self.fraction}")
+        require_in_range(self.outer)
+        if self.alternates and not self.private:
+            raise UsageError("alternates=true has no effect without private=LAYERS, which train first")
+        if self.private_epochs != 1 and not self.alternates:
+            raise UsageError("private_epochs has no effect without alternates=true")
+        if self.has_controls and self.private:
+            raise UsageError(
+                "control variates are differences to the mean client's direction, which private layers do not have; "
+                "leave private or correction=control-variates out"
+            )
+
+    @property
+    def has_controls(self) -> bool:
+        return self.correction is not None and self.correction.keeps_state
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether clients keep anything from turn to turn."""
+        return self.has_controls or bool(self.private) or self.optimizer == "kept"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lock_step=False, unit="round")
+
+    def participation(self) -> Participation:
+        return Participation(
+            num_clients=self.clients,
+            fraction=self.fraction,
+            partition=self.partition,
+            sampler=self.sampler,
+            epochs=self.epochs + (self.private_epochs if self.alternates else 0),
+            is_settled=self.keeps_state,
+        )
+
+    def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        return FederatedSynchronizer(self, context, replica)

@@ -1,0 +1,205 @@
+"""One worker of a federated run: it plays clients in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+
+from paceline.aggregate import MEAN
+from paceline.correction import Control, correct
+from paceline.roster import Turn
+from paceline.seeding import derive, seed_everything
+from paceline.strategies.base import Context, StepOutcome, Synchronizer, non_finite
+from paceline.strategies.federated.clients import Clients
+from paceline.strategies.federated.private import private_names
+from paceline.strategies.federated.server import ServerModel
+from paceline.strategies.finite import checked, may_step
+from paceline.strategies.global_model import averaged
+from paceline.strategies.own_state import OwnState
+from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler, require_same_parameters
+from paceline.strategies.several import require_one_of_each
+
+if TYPE_CHECKING:
+    from paceline.strategies.federated.strategy import Federated
+
+
+@dataclass
+class _Playing:
+    """The turn that is under way."""
+
+    turn: Turn
+    controls: list[Control]
+    num_steps: int = 0
+    rates: dict[int, float] = field(default_factory=dict)
+    """The sum over its steps of each parameter group's learning rate."""
+
+
+@final
+class FederatedSynchronizer(Synchronizer):
+    """The round that is under way has the number `iteration`; whom a worker plays in it, the roster says."""
+
+    def __init__(self, strategy: Federated, context: Context, replica: Replica) -> None:
+        super().__init__(context, replica)
+        require_one_of_each(replica, "a strategy with clients")
+        assert context.roster is not None, "strategies with clients are given a roster"
+        self._strategy, self._roster = strategy, context.roster
+        private = private_names(replica.model, strategy.private)
+        self._server = ServerModel(
+            context,
+            replica,
+            outer=strategy.outer,
+            aggregator=MEAN,
+            private=private,
+            has_controls=strategy.has_controls,
+        )
+        self._clients = Clients(
+            replica,
+            private=private,
+            shared_controls=self._server.controls,
+            keeps_optimizer=strategy.optimizer == "kept",
+        )
+        self._playing: _Playing | None = None
+        self._num_played = 0  # of this round's turns
+        self._num_steps = 0
+        self._is_over = False
+
+    # --- turns ------------------------------------------------------------------------------------------------
+
+    def end_turn(self) -> StepOutcome:
+        if self._playing is not None:
+            self._contribute(self._playing)
+            if self._to_play():
+                self._server.load()
+            else:
+                self._join(leaves=False)
+        return self._where()
+
+    def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
+        """This worker has no client in the round, which it ends at once."""
+        self._join(leaves=False)
+        return self._where()
+
+    def begin_turn(self) -> None:
+        turn = self._to_play()[0]
+        self._playing = _Playing(turn, self._clients.load(turn.client))
+        seed_everything(derive(self.context.seed, "turn", turn.round, turn.client))
+
+    def leave(self) -> None:
+        """The script ended by itself; the run ends with this round, on all workers."""
+        self.context.collective.set_deadline(None)  # the others may have many steps to go
+        self._join(leaves=True)
+
+    def _to_play(self) -> tuple[Turn, ...]:
+        """This worker's turns that are left in the round."""
+        return self._roster.of_round(self.iteration)[self._num_played :]
+
+    def _where(self) -> StepOutcome:
+        return StepOutcome(self.iteration, stop=self._is_over, admitted=bool(self._to_play()))
+
+    def _contribute(self, playing: _Playing) -> None:
+        """The turn is over."""
+        self._playing = None
+        self._num_played += 1
+        turn, strategy = playing.turn, self._strategy
+        changes = self._server.changes()
+        culprit = self._server.first_nonfinite(changes) if strategy.nonfinite != "allow" else None
+        if culprit is not None and strategy.nonfinite == "raise":
+            raise non_finite(rank=self.context.rank, step=self._num_steps, parameter=culprit)
+        if culprit is not None or not playing.rates:
+            return
+        controls = self._kept_controls(playing, changes)
+        growth = [after - before.own for after, before in zip(controls, playing.controls, strict=True)]
+        self._clients.keep(turn.client, controls)
+        weight = float(turn.num_samples if strategy.weights == "samples" else 1) * turn.times
+        scale = self._path_length(playing) if strategy.normalise else 1.0
+        self._server.contribute(turn.client, changes, growth, weight=weight, scale=scale)
+
+    def _kept_controls(self, playing: _Playing, changes: list[Tensor]) -> list[Tensor]:
+        correction = self._strategy.correction
+        if correction is None or not playing.controls:
+            return []
+        groups = self._server.groups
+        return [
+            correction.kept(control, change / playing.rates[group])
+            for control, change, group in zip(playing.controls, changes, groups, strict=True)
+        ]
+
+    def _path_length(self, playing: _Playing) -> float:
+        """How many plain steps the turn's steps are worth, with the script's momentum (Wang et al., NeurIPS 2020,
+        section 4.1, the sum of the weights with which gradients enter what a client changed)."""
+        steps = playing.num_steps
+        momentum = float(self.replica.optimizer.param_groups[0].get("momentum", 0.0))
+        return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+
+    def _join(self, *, leaves: bool) -> None:
+        """End the round."""
+        num_clients = self._roster.participation.num_clients
+        has_contributed, self._is_over = self._server.join(num_clients=num_clients, leaves=leaves)
+        self.iteration += has_contributed or not self._is_over
+        self._num_played = 0
+        self._server.load()
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if self._strategy.correction is not None or self._strategy.alternates:
+            raise cannot_evaluate(self.replica.optimizer)
+        nonfinite, rank = self._strategy.nonfinite, self.context.rank
+        return checked(closure, self.replica, nonfinite, rank=rank, step=self._num_steps + 1)
+
+    def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        require_same_parameters(self.replica)
+        strategy, playing = self._strategy, self._playing
+        assert playing is not None, "batches come in turns"
+        self._num_steps += 1
+        applies = may_step(self.replica, strategy.nonfinite, rank=self.context.rank, step=self._num_steps)
+        if applies:
+            if strategy.correction is not None:
+                controls = playing.controls if strategy.has_controls else None
+                correct(strategy.correction, self._server.trained, self._server.parameters, controls)
+            with self._resting(playing):
+                update()
+        if not applies or is_skipped_by_scaler(self.replica.optimizer):
+            return StepOutcome(self.iteration, staleness=-1)
+        playing.num_steps += 1
+        for number, group in enumerate(self.replica.optimizer.param_groups):
+            playing.rates[number] = playing.rates.get(number, 0.0) + float(group["lr"])
+        return StepOutcome(self.iteration)
+
+    @contextmanager
+    def _resting(self, playing: _Playing) -> Iterator[None]:
+        """Where private and shared layers take turns, those that rest have no gradient meanwhile."""
+        resting: list[nn.Parameter] = []
+        if self._strategy.alternates:
+            is_private_first = playing.num_steps < self._strategy.private_epochs * playing.turn.num_batches
+            shared = set(map(id, self._server.trained))
+            resting = [each for each in self.replica.parameters if (id(each) in shared) == is_private_first]
+        gradients = [parameter.grad for parameter in resting]
+        for parameter in resting:
+            parameter.grad = None
+        yield
+        for parameter, gradient in zip(resting, gradients, strict=True):
+            parameter.grad = gradient
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        """The server's model. Private layers are the mean of those that workers have in place."""
+        with self._server.in_place(), averaged(self._clients.private.values(), self.context.collective):
+            yield self.replica.model
+
+    def own_state(self) -> dict[str, OwnState]:
+        return {**self._server.own_state(), **self._clients.own_state()}
+
+    def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
+        self.iteration = iteration
+        self._server.restore(own)
+        self._clients.restore(own)
+
+    def close(self) -> None:
+        self._clients.close()

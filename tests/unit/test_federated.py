@@ -1,0 +1,326 @@
+"""Federated averaging without a session: closed forms, recursions, and what each method is without its part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from paceline.comm.base import Collective
+from paceline.errors import NonFiniteGradient, UsageError
+from paceline.membership import Membership
+from paceline.outer import FedAdagrad, FedAdam, FedYogi, Outer
+from paceline.roster import Roster
+from paceline.strategies import build, name_of, settings_of
+from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.federated import Federated
+from paceline.strategies.federated.kept import Kept
+from paceline.strategies.federated.private import private_names
+from paceline.strategies.replica import describe
+from tests.unit.virtual_world import VirtualWorld
+
+
+class Quadratic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+class Player:
+    """A script's loop over passes, without a session: clients are (a, b, number of steps) of a (x - b)^2 / 2."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        strategy: Strategy,
+        clients: Sequence[tuple[float, float, int]],
+        *,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        participation = strategy.participation()
+        assert participation is not None
+        rank, size = collective.rank, collective.size
+        num_steps = [steps for _, _, steps in clients]
+        self._roster = Roster(
+            participation, sizes=sizes or num_steps, num_batches=num_steps, rank=rank, size=size, seed=0
+        )
+        self.model = Quadratic()
+        self._optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1)
+        device = torch.device("cpu")
+        context = Context(rank, Membership.first(size), rank, size, device, collective, roster=self._roster)
+        self.synchronizer: Synchronizer = strategy.bind(context, describe(self.model, self._optimizer))
+        self._clients, self._number = clients, 0
+
+    def go_to(self, num_rounds: int) -> float:
+        """Play until so many rounds are over; the server's parameter."""
+        while True:
+            outcome = self.synchronizer.end_turn()
+            while not outcome.admitted and outcome.iteration < num_rounds:
+                outcome = self.synchronizer.wait_for_admission(pause_at=0)
+            if outcome.iteration == num_rounds:
+                return self.parameter()
+            self.synchronizer.begin_turn()
+            a, b, num_steps = self._clients[self._roster.turn(self._number).client]
+            self._number += 1
+            for _ in range(num_steps):
+                self._optimizer.zero_grad()
+                (a * (self.model.x - b) ** 2 / 2).sum().backward()
+                self.synchronizer.step(self._optimizer.step, pause_at=0)
+
+    def parameter(self) -> float:
+        with self.synchronizer.global_model() as model:
+            return float(next(model.parameters()).detach())
+
+
+def after(strategy: Strategy, clients: Sequence[tuple[float, float, int]], *, rounds: int, workers: int = 2) -> float:
+    found = VirtualWorld(workers).run(lambda collective: Player(collective, strategy, clients).go_to(rounds))
+    assert len(set(map(repr, found))) == 1
+    return float(found[0])
+
+
+EVERYBODY = {"clients": 3, "fraction": 1.0, "weights": "equal"}
+CURVED = [(1.0, 1.0, 5), (2.0, 0.0, 5), (4.0, -2.0, 5)]
+UNEVEN = [(1.0, 1.0, 1), (1.0, 0.0, 3), (1.0, -2.0, 10)]
+
+# --- closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "clients", "rounds", "fixed_point"),
+    [
+        ("fed-avg", CURVED, 60, -0.716028),
+        ("scaffold", CURVED, 14, -1.0),
+        ("fed-avg", UNEVEN, 60, -1.176384),
+        ("fed-nova", UNEVEN, 24, -0.118467),
+    ],
+)
+def test_a_quadratic_ends_where_theory_says(
+    name: str, clients: list[tuple[float, float, int]], rounds: int, fixed_point: float, workers: int
+) -> None:
+    """With f_i(x) = a_i (x - b_i)^2 / 2 a client's K steps of rate r take (1 - (1 - r a_i)^K) of the way to b_i.
+
+    FedAvg ends where these pulls balance; SCAFFOLD at the optimum, sum a b / sum a; FedNova, whose clients count by
+    their mean step, where the pulls divided by K do.
+    """
+    pulls = [1 - (1 - 0.1 * a) ** num_steps for a, _, num_steps in clients]
+    if name == "fed-nova":
+        pulls = [pull / num_steps for pull, (_, _, num_steps) in zip(pulls, clients, strict=True)]
+    if name == "scaffold":
+        pulls = [a for a, _, _ in clients]
+    balance = math.fsum(pull * b for pull, (_, b, _) in zip(pulls, clients, strict=True)) / math.fsum(pulls)
+    assert balance == pytest.approx(fixed_point, abs=5e-7)
+    found = after(build(name, EVERYBODY), clients, rounds=rounds, workers=workers)
+    assert found == pytest.approx(fixed_point, abs=1e-6)
+
+
+def test_scaffold_with_some_of_the_clients_reaches_the_optimum() -> None:
+    """Controls of clients that do not take part stay, and the mean control moves by the part that did."""
+    strategy = build("scaffold", {**EVERYBODY, "fraction": 0.67})
+    assert after(strategy, CURVED, rounds=150) == pytest.approx(-1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("outer", "expected"),
+    [
+        (FedAdam(), (0.099005, 0.134605, 0.187840)),
+        (FedYogi(), (0.099005, 0.134464, 0.187246)),
+        (FedAdagrad(), (0.099900, 0.055219, 0.077021)),
+    ],
+)
+def test_adaptive_servers_follow_their_recursion(outer: Outer, expected: tuple[float, ...]) -> None:
+    """Reddi et al., ICLR 2021, algorithm 2: m = 0, v = tau^2, betas .9 and .99, a rate of .1; changes 1, -.5, .25."""
+    x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = outer.optimizer([x])
+    found = []
+    for change in (1.0, -0.5, 0.25):
+        x.grad = torch.full_like(x, -change)
+        optimizer.step()
+        found.append(float(x.detach()))
+    assert found == pytest.approx(expected, abs=5e-7)
+
+
+# --- what a method is without its part --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fed-prox", {"correction.mu": "0"}),
+        ("fed-avgm", {"outer.momentum": "0"}),
+    ],
+)
+def test_a_method_without_its_part_is_federated_averaging_bit_for_bit(name: str, options: dict[str, str]) -> None:
+    plain = after(build("fed-avg", EVERYBODY), UNEVEN, rounds=5)
+    assert after(build(name, {**EVERYBODY, **options}), UNEVEN, rounds=5) == plain
+    for more in ({"correction.mu": "1"}, {"outer.momentum": "0.5"}):
+        if more.keys() <= options.keys():
+            assert after(build(name, {**EVERYBODY, **more}), UNEVEN, rounds=5) != plain
+
+
+def test_momentum_counts_in_the_path_length() -> None:
+    """Equal clients with momentum: a path of ten steps is worth the sum of all gradients' weights."""
+    momentum, steps = 0.5, 10
+    worth = sum((1 - momentum**k) / (1 - momentum) for k in range(1, steps + 1))
+
+    def work(collective: Collective) -> float:
+        player = Player(collective, build("fed-nova", {"clients": 1, "fraction": 1.0}), [(1.0, 1.0, steps)])
+        player.go_to(1)
+        synchronizer: Any = player.synchronizer
+        synchronizer.begin_turn()
+        playing = synchronizer._playing
+        playing.num_steps = steps
+        synchronizer.replica.optimizer.param_groups[0]["momentum"] = momentum
+        return float(synchronizer._path_length(playing))
+
+    assert VirtualWorld(1).run(work) == [pytest.approx(worth)]
+
+
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "by-size", "poisson", "cyclic"])
+def test_the_number_of_workers_changes_nothing(sampler: str) -> None:
+    """Also where rounds have fewer clients than there are workers, or none."""
+    clients = [(1.0, float(number), 1 + number % 4) for number in range(12)]
+    strategy = build("fed-avg", {"clients": 12, "fraction": 0.2, "sampler": sampler})
+    found = [after(strategy, clients, rounds=20, workers=workers) for workers in (1, 2, 5)]
+    assert found[1:] == pytest.approx(found[:1] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize(("weights", "is_biased"), [("equal", False), ("samples", True)])
+def test_clients_drawn_by_size_count_alike(weights: str, is_biased: bool) -> None:
+    """Li et al., ICLR 2020, scheme I: the weighted mean in expectation. Weighted once more, it is not."""
+    clients, sizes = [(1.0, 1.0, 1), (1.0, 0.0, 1), (1.0, -2.0, 1)], (1, 1, 4)
+    wanted = sum(b * size for (_, b, _), size in zip(clients, sizes, strict=True)) / sum(sizes)
+    strategy = build("fed-avg", {"clients": 3, "fraction": 0.67, "sampler": "by-size", "weights": weights})
+
+    def mean_of_tail(collective: Collective) -> float:
+        player = Player(collective, strategy, clients, sizes=sizes)
+        return sum(player.go_to(number) for number in range(100, 2100)) / 2000
+
+    found = VirtualWorld(1).run(mean_of_tail)[0]
+    assert (abs(found - wanted) > 0.1) == is_biased
+
+
+# --- refused, and left out --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clients": 0}, "clients must be at least 1"),
+        ({"fraction": 0.0}, "fraction must be above 0"),
+        ({"fraction": 1.5}, "fraction must be above 0 and at most 1"),
+        ({"weights": "size"}, "weights must be one of samples, equal"),
+        ({"alternates": True}, "alternates=true has no effect without private"),
+        ({"private_epochs": 3}, "private_epochs has no effect without alternates"),
+        ({"outer": FedAdam(beta1=1.0)}, "outer=fed-adam:beta1=1: beta1 is out of range"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Federated(**options)
+
+
+def test_scaffold_with_private_layers_is_refused() -> None:
+    with pytest.raises(UsageError, match="control variates are differences to the mean client's direction"):
+        Federated(private="last", correction=build("scaffold").correction)  # type: ignore[attr-defined]
+
+
+def test_a_client_whose_change_is_not_finite() -> None:
+    """It is named, or left out, or let through."""
+    clients = [(1.0, 1.0, 1), (1e308, 1e10, 3)]
+    options = {"clients": 2, "fraction": 1.0, "weights": "equal"}
+    with pytest.raises(Exception, match=NonFiniteGradient.__name__):
+        after(build("fed-avg", options), clients, rounds=1)
+    found = after(build("fed-avg", {**options, "nonfinite": "skip"}), clients, rounds=1)
+    assert found == pytest.approx(0.1), "what the other client changed"
+    assert not math.isfinite(after(build("fed-avg", {**options, "nonfinite": "allow"}), clients, rounds=1))
+
+
+# --- what clients keep ------------------------------------------------------------------------------------------------
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("", set()),
+        ("norm", {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}),
+        ("last", {"2.0.weight", "2.0.bias"}),
+        ("2", {"2.0.weight", "2.0.bias"}),
+        ("0.b*,2.0.bias", {"0.bias", "2.0.bias"}),
+    ],
+)
+def test_private_layers_by_name(pattern: str, names: set[str]) -> None:
+    assert private_names(layers(), pattern) == names
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("head", "no layer 'head'; it has 0.weight"), ("*", "leaves no")])
+def test_private_layers_that_cannot_be(pattern: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        private_names(layers(), pattern)
+
+
+def test_what_clients_keep_lies_in_a_file() -> None:
+    kept, found = Kept(), {}
+    for number in range(50):
+        client, length = number * 7 % 10, 1 + number % 3
+        found[client] = torch.full((length,), float(number))
+        kept.put(client, {"a": found[client], "b": torch.tensor(number)})
+    assert sorted(kept) == sorted(found)
+    assert all(torch.equal(kept[client]["a"], tensor) for client, tensor in found.items())
+    assert kept[99] == {}
+    kept.close()
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fed-avg", {}),
+        ("fed-avg", {"weights": "equal", "partition": "shards", "partition.per_client": "3"}),
+        ("fed-avg", {"private": "head", "epochs": "5"}),
+        ("fed-prox", {"correction.mu": "0.1"}),
+        ("fed-avgm", {"outer.momentum": "0.7"}),
+        ("fed-adam", {}),
+        ("fed-yogi", {"outer.tau": "0.01"}),
+        ("fed-adagrad", {}),
+        ("scaffold", {"sampler": "cyclic"}),
+        ("fed-nova", {"optimizer": "kept"}),
+        ("fed-bn", {}),
+        ("fed-rep", {"private": "head", "private_epochs": "5"}),
+    ],
+)
+def test_a_strategy_has_the_name_that_says_most_of_it(name: str, options: dict[str, str]) -> None:
+    strategy = build(name, options)
+    assert name_of(strategy) == name
+    assert build(name, settings_of(strategy)) == strategy
+    assert replace(strategy) == strategy
+
+
+def shapes_of(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(own.tensor.shape) for name, own in state.items() if isinstance(own.tensor, Tensor)}
+
+
+def test_a_checkpoint_holds_the_controls_of_clients_that_have_trained() -> None:
+    def work(collective: Collective) -> dict[str, tuple[int, ...]]:
+        player = Player(collective, build("scaffold", {**EVERYBODY, "clients": 30, "fraction": 0.1}), CURVED * 10)
+        player.go_to(1)
+        return shapes_of(player.synchronizer.own_state())
+
+    (found,) = VirtualWorld(1).run(work)
+    assert sum(name.startswith("client.") for name in found) == 3
+    assert found["shared_control.0"] == (1,)

@@ -88,6 +88,8 @@ class Traits:
     """Each worker has a model of its own, whose distance to the mean is recorded with every evaluation."""
     own_scores: bool = False
     """Each worker then evaluates its own model, too."""
+    passes_attacks: bool = False
+    """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from paceline.aggregate import Contribution
@@ -37,6 +38,24 @@ class ClipNorm(Transform):
         if norm <= self.largest or not math.isfinite(norm):
             return contribution
         return contribution._replace(tensors=[tensor * (self.largest / norm) for tensor in contribution.tensors])
+
+
+@final
+@dataclass(frozen=True)
+class AddNoise(Transform):
+    """Adds Gaussian noise of this standard deviation to every element: behind `ClipNorm`, differential privacy by the
+    client itself (McMahan et al., ICLR 2018, with the noise at the clients)."""
+
+    deviation: float
+    generator: torch.Generator
+
+    def outward(self, contribution: Contribution) -> Contribution:
+        noises = [
+            torch.randn(tensor.shape, dtype=tensor.dtype, generator=self.generator).to(tensor.device)
+            for tensor in contribution.tensors
+        ]
+        noisy = [tensor + self.deviation * noise for tensor, noise in zip(contribution.tensors, noises, strict=True)]
+        return contribution._replace(tensors=noisy)
 
 
 def outward(transforms: Sequence[Transform], contribution: Contribution) -> Contribution:

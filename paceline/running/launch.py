@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 
-from paceline.attacks import parse, require_possible
+from paceline.attacks import parse
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.cluster import reading as cluster_file
@@ -30,6 +30,7 @@ from paceline.running import machine_load, manifest, watching
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
+from paceline.strategies.hostility import require_attackable
 from paceline.training.evaluation import metrics_in
 
 EngineChoice = Literal["ray", "virtual"]
@@ -121,7 +122,7 @@ def run(
         strict=strict,
         attacks=(attack,) if isinstance(attack, str) else tuple(attack),
     )
-    require_possible(parse(config.attacks), num_workers=workers, knows_all=plan.traits.takes_equal_steps)
+    require_attackable(parse(config.attacks), plan.traits, num_workers=workers)
     if strict and workers == 1:
         raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
     if strict and not plan.traits.lock_step:

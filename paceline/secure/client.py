@@ -116,14 +116,16 @@ class Client:
 
     def _encrypted(self, other: int, secret: bytes) -> bytes:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        return nonce + self._cipher(other).encrypt(nonce, secret, self._about(self._number, other))
+        sealed: bytes = self._cipher(other).encrypt(nonce, secret, self._about(self._number, other))
+        return nonce + sealed
 
     def _decrypted(self, other: int, sealed: bytes) -> bytes:
         try:
             about = self._about(other, self._number)
-            return self._cipher(other).decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], about)
+            opened: bytes = self._cipher(other).decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], about)
         except (InvalidTag, ValueError):
             raise SecureError(f"client {self._number} cannot open the shares of client {other}") from None
+        return opened
 
     def _cipher(self, other: int) -> AESGCM:
         return AESGCM(agreed(self._messages_key, self._keys[other].messages, _ENCRYPTION))

@@ -28,7 +28,8 @@ def agreed(own: X25519PrivateKey, theirs: bytes, purpose: str) -> bytes:
         shared = own.exchange(X25519PublicKey.from_public_bytes(theirs))
     except ValueError as error:
         raise SecureError(f"refused a public key: {error}") from None
-    return HKDF(SHA256(), SECRET_BYTES, salt=None, info=purpose.encode()).derive(shared)
+    secret: bytes = HKDF(SHA256(), SECRET_BYTES, salt=None, info=purpose.encode()).derive(shared)
+    return secret
 
 
 def mask(seed: bytes, num_words: int) -> Words:

@@ -95,10 +95,8 @@ class Server:
         self._end("unmasking", self._revealed)
         total = self._sum.copy()
         for u in self._arrived:
-            seed = joined(
-                self._shares_of(u, {v: each.seeds[u] for v, each in self._revealed.items() if u in each.seeds})
-            )
-            total -= mask(seed, len(total))
+            held = {v: each.seeds[u] for v, each in self._revealed.items() if u in each.seeds}
+            total -= mask(joined(self._shares_of(u, held)), len(total))
         for gone in self._sealed.keys() - set(self._arrived):
             held = {v: each.keys[gone] for v, each in self._revealed.items() if gone in each.keys}
             key = key_of(self._shares_of(gone, held), self._keys[gone].masks, number=gone)

@@ -89,7 +89,7 @@ class AllReduce(Strategy):
             codec=self.codec,
             codec_scope=self.codec_scope,
         )
-        return Traits(lock_step=True, tells_stop=True, traffic=(moved,))
+        return Traits(lock_step=True, tells_stop=True, passes_attacks=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if self.algorithm != "auto" and not context.collective.can_receive_first:

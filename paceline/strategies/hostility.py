@@ -57,14 +57,23 @@ class Hostility:
         return torch.stack([each.clone().view(own.dtype) for each in given]) if self._is_hostile[rank] else own[None]
 
 
+def require_attackable(attacks: Sequence[Attack], traits: Traits, *, num_workers: int) -> None:
+    """Raises UsageError where there can be no such attack under a strategy of these traits."""
+    if attacks and not traits.passes_attacks:
+        raise UsageError(
+            f"--attack {attacks[0]} has no effect under this strategy, whose workers cannot be made hostile; try "
+            "all-reduce, ps-bsp, local-sgd or gossip"
+        )
+    require_possible(attacks, num_workers=num_workers, knows_all=traits.takes_equal_steps)
+
+
 def under_attack(attacks: Sequence[Attack], context: Context, traits: Traits) -> Context:
-    """The context of a worker that is hostile, or tells those who are what they are to know. Raises UsageError where
-    there can be no such attack."""
-    knows_all = traits.takes_equal_steps
-    require_possible(attacks, num_workers=context.size, knows_all=knows_all)
+    """The context of a worker that is hostile, or tells those who are what they are to know. Raises UsageError as
+    `require_attackable`."""
+    require_attackable(attacks, traits, num_workers=context.size)
     if not any(isinstance(attack, SentAttack) for attack in attacks):
         return context
-    hostility = Hostility(attacks, context.collective, knows_all=knows_all, seed=context.seed)
+    hostility = Hostility(attacks, context.collective, knows_all=traits.takes_equal_steps, seed=context.seed)
     return replace(context, corrupt=hostility.corrupt)
 
 

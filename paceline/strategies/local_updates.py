@@ -86,7 +86,7 @@ class LocalUpdates(Strategy):
     @property
     def traits(self) -> Traits:
         moved = AllReduced(every=self.every, fragments=self.fragments, delay=self.delay)
-        return Traits(lock_step=False, unit="round", traffic=(moved,))
+        return Traits(lock_step=False, unit="round", passes_attacks=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         return _LocalSynchronizer(self, context, replica)

@@ -100,6 +100,7 @@ class ParameterServer(Strategy):
             unit="update" if self.consistency == "bsp" else "gradient",
             tells_stop=True,
             num_servers=self.servers,
+            passes_attacks=True,
             traffic=(AllReduced(), served) if self.combine == "always" else (served,),
         )
 

@@ -93,6 +93,8 @@ class Traits:
     missing_messages: str = ""
     """What becomes of a run whose messages between neighbours are lost, and what to use instead; empty where it goes on
     with what it has, or sends no such messages."""
+    passes_attacks: bool = False
+    """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None

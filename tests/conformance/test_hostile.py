@@ -27,7 +27,6 @@ from paceline.training.worker import Worker
 from tests.conformance import local_engine, virtual_engine
 from tests.conformance.rows import keep, kept, launched, loader_of, network, problem
 
-ENGINES = pytest.mark.parametrize("engine", [local_engine, virtual_engine], ids=["processes", "virtual"])
 WORKERS, STEPS, LR = 5, 6, 0.1
 
 
@@ -125,8 +124,25 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@ENGINES
-@pytest.mark.parametrize("case", CASES)
+IN_PROCESSES = ("krum under inner products", "mixing on a server", "rounds")
+"""The others are left to `make test-slow` there."""
+
+
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [
+        *(pytest.param(case, virtual_engine, id=f"{case}-virtual") for case in CASES),
+        *(
+            pytest.param(
+                case,
+                local_engine,
+                id=f"{case}-processes",
+                marks=() if case in IN_PROCESSES else pytest.mark.slow,
+            )
+            for case in CASES
+        ),
+    ],
+)
 def test_a_run_is_a_loop_over_all_workers(case: str, engine: ModuleType, tmp_path: Path) -> None:
     strategy, options, attacks = CASES[case]
     result = run(engine, tmp_path, strategy, attacks, **options)
@@ -137,17 +153,16 @@ def test_a_run_is_a_loop_over_all_workers(case: str, engine: ModuleType, tmp_pat
     assert told == ([{"attacks": list(attacks), "hostile workers know": "all"}] if attacks else [])
 
 
-@ENGINES
-def test_who_answers_alone_knows_only_his_own(engine: ModuleType, tmp_path: Path) -> None:
+def test_who_answers_alone_knows_only_his_own(tmp_path: Path) -> None:
     """Asynchronous workers never meet: a hostile one takes its own gradient for the honest mean."""
-    result = run(engine, tmp_path, "ps-asp", ("sign-flip",))
+    result = run(virtual_engine, tmp_path, "ps-asp", ("sign-flip",))
     (told,) = [event.details for event in result.events if event.name == "attack"]
     assert told["hostile workers know"] == "own"
     with pytest.raises(Exception, match="has to know what 2 honest workers send, and under this strategy"):
-        run(engine, tmp_path / "alie", "ps-asp", ("alie",))
+        run(virtual_engine, tmp_path / "alie", "ps-asp", ("alie",))
 
 
-@pytest.mark.parametrize("strategy", ["gossip", "diloco:every=2:fragments=2"])
+@pytest.mark.parametrize("strategy", ["gossip", "diloco:every=2:fragments=2", "ad-psgd:topology=chain"])
 def test_every_strategy_runs_under_attack(strategy: str, tmp_path: Path) -> None:
     """And comes out alike each time, and otherwise than without."""
     states = [
@@ -193,6 +208,13 @@ def test_too_few_workers_are_refused(strategy: str) -> None:
     wanted(num_workers=4)
     with pytest.raises(UsageError, match="aggregate=krum:byzantine=1: byzantine=1 needs 4 contributions, and"):
         wanted(num_workers=3)
+
+
+def test_clients_are_not_workers(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--attack gauss has no effect under this strategy, whose workers cannot be"):
+        paceline.run(
+            partial(launched, train, tmp_path), strategy="fed-avg", workers=2, attack="gauss", out=tmp_path / "out"
+        )
 
 
 def test_an_attack_needs_an_honest_worker(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class AsynchronousGossip(Strategy):
             traffic=(moved,),
             workers_differ=True,
             own_scores=self.own_scores,
+            passes_attacks=True,
         )
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
@@ -115,6 +116,7 @@ class _PairSynchronizer(Synchronizer):
         self._model.require_in_place(rank=rank, step=step)
         self._model.require_untouched(rank=rank, step=step)
         applies = may_step(self.replica, self._nonfinite, rank=rank, step=step)
+        self._model.corrupt(self.context, step=step)
         wants_stop = self.stop_vote()
         self._overlap.end()
         pairing, staleness = self._pairing, -1

@@ -2,10 +2,12 @@
 
 from typing import final
 
+import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.layout import by_group
+from paceline.strategies.base import Context
 from paceline.strategies.flat import lay_parameters
 from paceline.strategies.gossip.parcel import Parcel
 from paceline.strategies.replica import Replica
@@ -47,6 +49,13 @@ class FlatModel:
         if factor != 1.0:
             for gradient in self.gradients():
                 gradient.mul_(factor)
+
+    def corrupt(self, context: Context, *, step: int) -> None:
+        """A hostile worker's gradients, which move the model that neighbours get, become what its attack makes of
+        them."""
+        if context.corrupt is not None:
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.replica.parameters]
+            context.corrupt(own, step)
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final, get_args
 
-import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import Timing
@@ -114,6 +113,7 @@ class Gossip(Strategy):
             workers_differ=True,
             own_scores=self.own_scores,
             missing_messages=mixer.missing_messages,
+            passes_attacks=True,
         )
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
@@ -159,9 +159,7 @@ class _GossipSynchronizer(Synchronizer):
         applies = self.gradients_are_spent or may_step(
             self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self.iteration + 1
         )
-        if self.context.corrupt is not None:  # what moves the model that neighbours get
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.replica.parameters]
-            self.context.corrupt(gradients, self.iteration)
+        self._model.corrupt(self.context, step=self.iteration)
         is_due = bool(self._schedule.due(self.iteration + 1))
         if is_due:
             self.require_joint_step()

@@ -13,8 +13,12 @@ from paceline.errors import UsageError
 from paceline.layout import NUM_FLAGS, Layout
 
 # Places among a bucket's flags; one a tensor follows, above zero where it has a gradient.
-NONFINITE, STOP, TURN = 0, 1, 2
+NONFINITE, STOP, TURN, SPREAD = 0, 1, 2, 3
+MOST_RANKS = 256
+"""For so many, means of turns and of their squares are exact enough in every dtype to tell whether turns differ."""
 _HALF_BYTES = 2
+_TURNS, _HALF_TURNS = 16, 3  # how many are told apart
+_LEAST_VARIANCE = 1e-3
 
 
 class OutOfTurn(Exception):
@@ -61,6 +65,7 @@ class GradientBuckets:
         self._on_bucket = on_bucket
         self._on_backward_end = on_backward_end
         self._flags: list[list[float]] = [[] for _ in flats]  # what each bucket's hold
+        self._num_turns = [_HALF_TURNS if flat.itemsize <= _HALF_BYTES else _TURNS for flat in flats]
         self._used: list[list[float]] = [[] for _ in flats]  # one a gradient, above zero where there is one
         self._readable_flags = [as_array(_real(bucket.flags)) for bucket in self.buckets]
         self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
@@ -91,10 +96,14 @@ class GradientBuckets:
         return None
 
     def fill_flags(self, bucket: int, *, stop: bool, nonfinite: bool, turn: int = 0) -> None:
-        """Write the flags of a bucket whose gradients have been adopted. `turn`, a small number, is the same on every
-        rank, or `read_flags` raises; half precision, whose mean may not be exact on every device, is not looked at."""
-        turn_flag = float(turn) if self.buckets[bucket].flags.dtype.itemsize > _HALF_BYTES else 0.0
-        flags = [float(nonfinite), float(stop), turn_flag, *self._used[bucket]]
+        """Write the flags of a bucket whose gradients have been adopted.
+
+        Args:
+            turn: the same on every rank, of `MOST_RANKS` at most, or `read_flags` raises; it is told apart from the
+                next 15, in half precision from the next two.
+        """
+        turn %= self._num_turns[bucket]
+        flags = [float(nonfinite), float(stop), float(turn), float(turn * turn), *self._used[bucket]]
         # What the last exchange left is most often what this one is to say: 20 us less a bucket.
         if flags != self._flags[bucket]:
             self.buckets[bucket].flags.copy_(torch.tensor(flags))
@@ -106,12 +115,12 @@ class GradientBuckets:
         Also gives every parameter that some rank has a gradient for its view, and the others none.
 
         Raises:
-            OutOfTurn: ranks gave other turns.
+            OutOfTurn: ranks gave different turns. It raises on all of them.
         """
         told, flags = self._flags[bucket], self._readable_flags[bucket].tolist()
         if flags != told:
             self._flags[bucket] = flags
-            if flags[TURN] != told[TURN]:
+            if abs(flags[SPREAD] - flags[TURN] ** 2) > _LEAST_VARIANCE:
                 raise OutOfTurn
             first = NUM_FLAGS
             for index, before, used in zip(self._indices[bucket], told[first:], flags[first:], strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.attacks import parse
 from paceline.errors import UsageError
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -91,12 +92,15 @@ class RunConfig:
     """How long any wait for a peer may take."""
     strict: bool = False
     """Lock-step workers compare their parameters after every step."""
+    attacks: tuple[str, ...] = ()
+    """What hostile workers do, as `sign-flip:workers=2`."""
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "eval_every", "checkpoint_every", "hold", "max_time_s", "deadline_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be positive, not {value}")
+        parse(self.attacks)
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"seed must be in 0..2^63-1, not {self.seed}")
         if self.device not in ("auto", "cpu", "cuda"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_FLAGS = 3
+NUM_FLAGS = 4
 """Flags of a bucket, besides one a tensor."""
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
 

@@ -57,6 +57,7 @@ class Kind(IntEnum):
     LOAD = 36
     GOODBYE = 37
     STORE = 38
+    MAIL = 39
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50

@@ -9,6 +9,8 @@ A kind of piece is a subclass of `Piece`, such as `Topology`; a piece is a froze
 ...     width: int = 1
 >>> read(Shape, "box:width=3"), read(Shape, "box", {"width": "3"}), str(Box(3)), str(Box())
 (Box(width=3), Box(width=3), 'box:width=3', 'box')
+
+A piece may hold another, whose settings follow it: `clip:norm=2:then=trimmed-mean:byzantine=1`.
 """
 
 import types
@@ -59,11 +61,13 @@ def read(kind: type[P], text: str, settings: Mapping[str, Any] | None = None) ->
         UsageError: no piece of the kind has the name, or it takes no such option, or none of that value; or an option
             comes twice, or the piece refuses its value.
     """
-    name, *texts = text.strip().split(":")
+    name, _, rest = text.strip().partition(":")
     what = kind.__name__.lower()
     pieces = named(kind)
     if name not in pieces:
         raise unknown(what, name, pieces)
+    hints = get_type_hints(pieces[name])
+    texts = _texts(rest, hints)
     given: dict[str, Any] = {**parse_options(texts, where=f"{what} {text!r}:")}
     for key, value in (settings or {}).items():
         if key in given:
@@ -76,12 +80,20 @@ def read(kind: type[P], text: str, settings: Mapping[str, Any] | None = None) ->
     for key, field in known.items():
         if key not in given and _default(field) is MISSING:
             raise UsageError(f"{what} {name} needs {key}, as in {what}={name} and {what}.{key}=...")
-    hints = get_type_hints(pieces[name])
     values = {key: read_value(key, value, hints[key]) for key, value in given.items()}
     try:
         return pieces[name](**values)
     except ValueError as error:
         raise UsageError(f"{what} {name}: {error}") from None
+
+
+def _texts(rest: str, hints: Mapping[str, Any]) -> list[str]:
+    """The settings in a piece's text. One that is a piece itself takes all that follows."""
+    texts = rest.split(":") if rest else []
+    for index, text in enumerate(texts):
+        if piece_in(hints.get(text.partition("=")[0])) is not None:
+            return [*texts[:index], ":".join(texts[index:])]
+    return texts
 
 
 def settings_of(piece: Piece) -> dict[str, str]:

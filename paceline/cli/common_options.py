@@ -50,6 +50,14 @@ Hold = Annotated[
     ),
 ]
 AfterTarget = Annotated[str, typer.Option(help="stop, or continue to the end of the budget.", metavar="stop|continue")]
+Attacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--attack",
+        help="What hostile workers do, to try defences; may be repeated. docs/robustness.md lists them.",
+        metavar="NAME:workers=N",
+    ),
+]
 Track = Annotated[
     list[str] | None, typer.Option(help="Send numbers to mlflow or wandb; may be repeated.", metavar="SERVICE")
 ]

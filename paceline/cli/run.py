@@ -54,6 +54,7 @@ def run(
     strict: Annotated[
         bool, typer.Option("--strict", help="Compare the workers' parameters after every step, not only now and then.")
     ] = False,
+    attack: common_options.Attacks = None,
     out: Annotated[
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
@@ -98,6 +99,7 @@ def run(
             "strategy": name_of(chosen),
             "workers": workers,
             "seed": seed,
+            **({"attack": ", ".join(attack)} if attack else {}),
             **{f"option.{key}": value for key, value in settings_of(chosen).items()},
         }
         try:
@@ -124,6 +126,7 @@ def run(
                     device=cast(DeviceChoice, device),
                     deadline_s=deadline,
                     strict=strict,
+                    attack=attack or (),
                     out=directory,
                     resume=resume,
                     watcher=watcher,

@@ -83,6 +83,7 @@ def summary(result: Result, passed: Sequence[Target] = (), *, hold: int | None =
     rows = {
         "strategy": f"{result.manifest['strategy']['name']}, {result.manifest['num_workers']} worker(s)",
         "iterations": f"{result.iteration:,} ({words.ITERATIONS[result.unit]})",
+        "attack": ", ".join(result.manifest.get("config", {}).get("attacks", ())) or None,
         "training time": f"{result.training_time_s:.2f} {clock.unit(result.engine)}",
         f"samples/{clock.unit(result.engine)}": f"{result.samples_per_s:,.0f}",
         **{name: f"{value:.4g}" for name, value in result.metrics.items()},

@@ -1,6 +1,7 @@
-"""The collective of a world of one: nothing moves, but mistakes are found as in a larger world."""
+"""The collective and the mailbox of a world of one: nothing moves, but mistakes are found as in a larger world."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from paceline.comm.arguments import require_from_root, require_one_each, require_root
 from paceline.comm.base import Collective, Finished, ReduceOp, Timing, Work
+from paceline.comm.mailbox import Handler, Mailbox
 from paceline.comm.reduction import require_reducible
 from paceline.errors import Aborted, PacelineError, UsageError
 
@@ -91,6 +93,34 @@ class AloneCollective(Collective):
     def _check(self) -> None:
         if self._failure is not None:
             raise type(self._failure)(f"this collective is unusable since: {self._failure}")
+
+
+@final
+class AloneMailbox(Mailbox):
+    """Nothing comes, and there is nobody to send to."""
+
+    def __init__(self) -> None:
+        self.timing = Timing()
+
+    def open(self, handler: Handler) -> None:
+        pass
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        yield
+
+    def send(self, message: Tensor, *, destination: int) -> None:
+        raise UsageError(f"a world of 1 has no rank {destination} to send to")
+
+    def wait(self, is_over: Callable[[], bool], what: str) -> None:
+        if not is_over():
+            raise UsageError(f"a world of 1 waits in vain for {what}")
+
+    def abort(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class Progress:
                 self.phase = "training"
                 self.began_s = record.time_s
             elif isinstance(record, EventRecord) and record.name == "checkpoint":
+                self.iteration = max(self.iteration, record.iteration)
                 self.saved_iteration = record.iteration
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from paceline.errors import UsageError
-from paceline.records import StepRecord, record_path
+from paceline.records import EventRecord, StepRecord, read_records, record_path
 
 PACE_POINTS = 300
 _BLOCK_ROWS = 250_000
@@ -40,7 +40,8 @@ class StepTotals:
 def read(directory: Path) -> StepTotals:
     """The totals of a result directory, with zeros where no step was recorded. An unfinished last line is left out.
     Raises UsageError if the file of steps is damaged."""
-    iterations, time_s, samples = 0, 0.0, 0
+    iterations = max((event.iteration for event in read_records(directory, EventRecord)), default=0)
+    time_s, samples = 0.0, 0
     staleness: Counter[int] = Counter()
     workers, pace = [], []
     for block in _blocks(record_path(directory, StepRecord)):

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 
+from paceline.attacks import parse, require_possible
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.cluster import reading as cluster_file
@@ -63,6 +64,7 @@ def run(
     device: DeviceChoice = "auto",
     deadline_s: float = 300.0,
     strict: bool = False,
+    attack: str | Sequence[str] = (),
     out: str | Path | None = None,
     resume: str | Path | None = None,
     watcher: Watcher | None = None,
@@ -83,6 +85,7 @@ def run(
         insecure: the cluster may be one that takes work from anybody, without a token.
         max_steps, max_time_s, target: what ends the run before the script does.
         strict: workers compare their parameters after every step, not only now and then; lock-step strategies only.
+        attack: what hostile workers do, as `sign-flip:workers=2`; several are made in turn.
         hold: how many evaluations in a row must reach the target; none: up to 3, by the number of samples that the
             evaluation returns as `num_samples`, so that luck alone rarely passes; 1 where it returns none.
         after_target: `continue` trains on once the target is reached.
@@ -116,7 +119,9 @@ def run(
         device=device,
         deadline_s=deadline_s,
         strict=strict,
+        attacks=(attack,) if isinstance(attack, str) else tuple(attack),
     )
+    require_possible(parse(config.attacks), num_workers=workers, knows_all=plan.traits.takes_equal_steps)
     if strict and workers == 1:
         raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
     if strict and not plan.traits.lock_step:

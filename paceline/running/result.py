@@ -93,8 +93,8 @@ class Result:
 
     @property
     def iteration(self) -> int:
-        """Global iterations trained."""
-        return max((step.iteration for step in self.steps), default=0)
+        """Global iterations trained. Where nobody counts for all, a step knows of some alone, and the run's events of all."""
+        return max((record.iteration for record in (*self.steps, *self.events)), default=0)
 
     @property
     def training_time_s(self) -> float:

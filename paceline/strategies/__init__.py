@@ -13,7 +13,7 @@ from paceline.outer import FedAdagrad, FedAdam, FedYogi, Momentum, Nesterov
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
 from paceline.strategies.federated import Federated
-from paceline.strategies.gossip import Gossip
+from paceline.strategies.gossip import AsynchronousGossip, Gossip
 from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
@@ -145,6 +145,11 @@ for _entry in (
         leaves_out=("order",),
         summary="gossip in which models travel along a tree, so that all count alike",
         alias_of="gossip",
+    ),
+    Entry(
+        name="ad-psgd",
+        strategy=AsynchronousGossip,
+        summary="gossip in pairs, while gradients are computed: nobody waits for a slower worker",
     ),
     Entry(name="local-sgd", strategy=LocalUpdates, summary="rounds of local steps, then parameters are averaged"),
     Entry(

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, NoReturn, final, get_args
 
 import torch
 from torch import Tensor
 
-from paceline.buckets import GradientBuckets, OutOfTurn
+from paceline.aggregate import MEAN, Aggregator
+from paceline.buckets import MOST_RANKS, GradientBuckets, OutOfTurn
 from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing, Work
 from paceline.errors import NonFiniteGradient, UsageError
@@ -18,13 +19,15 @@ from paceline.strategies.bucketing import laid_out
 from paceline.strategies.choosing import Choosing
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import Exchange, averaging
+from paceline.strategies.joint import AGGREGATE_DOC, require_joint
+from paceline.strategies.meeting import gathered
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.progress import Progress, require_same
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
-_TURNS = 64
-"""Numbers that float32 can add up for any number of ranks."""
+_APART = 5  # what turns of two optimizers differ by
 
 Algorithm = Literal["auto", "ring", "tree", "halving-doubling", "reduce-broadcast", "all-to-all", "naive-ring"]
 
@@ -54,6 +57,7 @@ class AllReduce(Strategy):
 
     codec: Codec | None = option(None, CODEC_DOC)
     codec_scope: Scope = option("links", SCOPE_DOC)
+    aggregate: Aggregator = option(MEAN, AGGREGATE_DOC)
 
     def validate(self) -> None:
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
@@ -63,12 +67,18 @@ class AllReduce(Strategy):
         require_choice("algorithm", self.algorithm, get_args(Algorithm))
         if self.bucket_mb != "auto" and not 0 < self.bucket_mb <= 1024:
             raise UsageError(f"bucket_mb must be auto, or above 0 and at most 1024, not {self.bucket_mb}")
+        if not self.aggregate.streams and (self.codec is not None or self.algorithm != "auto"):
+            raise UsageError(f"aggregate={self.aggregate} has a way of its own; leave out codec and algorithm")
+
+    def check(self, *, num_workers: int) -> None:
+        require_joint(self.aggregate, num_workers)
 
     @property
     def behind_backward(self) -> bool:
-        """Whether exchanges run behind backward; those over send and receive, and coded ones, run when they are waited
-        for."""
-        return self.algorithm == "auto" and (self.codec is None or self.codec.adapts)
+        """Whether exchanges run behind backward; those over send and receive, coded and robust ones run when they
+        are waited for."""
+        averages = self.aggregate.streams and (self.codec is None or self.codec.adapts)
+        return self.algorithm == "auto" and averages
 
     @property
     def traits(self) -> Traits:
@@ -93,6 +103,7 @@ class _AllReduceSynchronizer(Synchronizer):
     def __init__(self, strategy: AllReduce, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._nonfinite, self._behind_backward = strategy.nonfinite, strategy.behind_backward
+        self._is_weighted = strategy.aggregate.streams
         average = averaging(context.collective, strategy.algorithm)
         layout, buffer, self.facts = laid_out(
             context,
@@ -121,6 +132,7 @@ class _AllReduceSynchronizer(Synchronizer):
             algorithm=strategy.algorithm,
             coding=coding,
             layout=layout,
+            aggregator=strategy.aggregate,
         )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._works: list[Work] = []
@@ -129,7 +141,8 @@ class _AllReduceSynchronizer(Synchronizer):
         self._is_nonfinite = False
         self._stop = False
         self._is_exchanged = False  # whether what has been accumulated for the next step is averaged
-        self._turn = 0  # exchanges since the last step
+        self._num_exchanges = 0  # since the last step
+        self._turn = 0  # what is the same on every rank in each of them
         self._weight = 1.0
 
     @property
@@ -137,6 +150,8 @@ class _AllReduceSynchronizer(Synchronizer):
         return (self.context.collective.timing, self._overlap.timing, self._exchange.timing)
 
     def set_weight(self, weight: float) -> None:
+        if not self._is_weighted:
+            return
         if weight != self._weight and not self._is_exchanged:
             # What was accumulated without an exchange is to count with its own batch's weight, not with this one.
             for parameter in self.replica.parameters:
@@ -154,16 +169,20 @@ class _AllReduceSynchronizer(Synchronizer):
         """The bucket's gradients are final here: start to average them, and move the earlier ones on."""
         if bucket == 0:
             self._culprit = None
-            self._turn += 1
+            self._num_exchanges += 1
+            if self.context.size <= MOST_RANKS:
+                self._turn = self._num_exchanges + self.progress().lead + _APART * self.number
         is_last = bucket == len(self._buckets.buckets) - 1
         culprit = self._buckets.find_nonfinite(bucket) if self._looks_first else None
         if culprit is not None:
             self._culprit = (self.context.rank, culprit)
         self._buckets.fill_flags(
-            bucket, stop=is_last and self.stop_vote(), nonfinite=culprit is not None, turn=self._turn % _TURNS
+            bucket, stop=is_last and self.stop_vote(), nonfinite=culprit is not None, turn=self._turn
         )
         if self._weight != 1.0:
             self._buckets.buckets[bucket].values.mul_(self._weight)
+        if self.context.corrupt is not None:  # an attack looks at all gradients
+            return
         self._works.append(self._exchange.start(bucket, step=self.iteration))
         if is_last:  # nothing is left to hide it
             return
@@ -176,19 +195,23 @@ class _AllReduceSynchronizer(Synchronizer):
     def _finish_backward(self) -> None:
         """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
         self._overlap.end()
-        self._is_nonfinite = False
+        is_any_nonfinite = False
+        if self.context.corrupt is not None:
+            self.context.corrupt(self._buckets.views, self.iteration)
+            self._works = [self._exchange.start(n, step=self.iteration) for n in range(len(self._buckets.buckets))]
         for bucket, work in enumerate(self._works):
             work.wait()
             try:
                 is_nonfinite, stop = self._buckets.read_flags(bucket)
             except OutOfTurn:
-                raise UsageError(self._disagreement()) from None
+                self._raise_disagreement()
             if self._nonfinite != "allow" and work.nonfinite is not None and self._culprit is None:
                 self._culprit = (work.nonfinite.rank, self._buckets.name_at(bucket, work.nonfinite.element))
-            if self._nonfinite != "allow":
-                self._is_nonfinite = self._is_nonfinite or is_nonfinite or self._culprit is not None
+            is_any_nonfinite = is_any_nonfinite or is_nonfinite or self._culprit is not None
             self._stop = self._stop or stop
-        self._exchange.settle(is_applied=not self._is_nonfinite)
+        self._is_nonfinite = is_any_nonfinite and self._nonfinite != "allow"
+        # What is not finite is applied by nobody, or was asked for; kept, it would come again in every later step.
+        self._exchange.settle(is_applied=not is_any_nonfinite)
         self._works.clear()
         self._is_exchanged = True
 
@@ -218,18 +241,23 @@ class _AllReduceSynchronizer(Synchronizer):
         rank, parameter = self._culprit or (self.context.rank, None)
         return non_finite(rank=rank, step=self.iteration + 1, parameter=parameter)
 
-    def _disagreement(self) -> str:
-        """Names the ranks whose exchanges met out of turn. Collective call."""
-        turns = self.context.collective.all_gather_object(self._turn)
-        theirs = ", ".join(f"rank {rank} {turn}" for rank, turn in enumerate(turns))
-        return (
+    def _raise_disagreement(self) -> NoReturn:
+        """Name the ranks whose exchanges met out of turn. Collective call."""
+        place = f"a backward pass of {self.title!r}" if self.title else "a backward pass"
+        everyone = gathered(self.context.collective, place, [self._num_exchanges, *self.progress()])
+        nums = [num_exchanges for num_exchanges, *_ in everyone]
+        if len(set(nums)) == 1:
+            require_same([Progress(*progress) for _, *progress in everyone])
+        theirs = ", ".join(f"rank {rank} {num}" for rank, num in enumerate(nums))
+        raise UsageError(
             f"step {self.iteration + 1}: backward passes since the last optimizer.step(): {theirs}; every rank must "
             "call backward() and step() as often as the others (with worker.no_sync() backward passes only accumulate)"
         )
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
-        self._require_exchange()
+        if not self.gradients_are_spent:
+            self._require_exchange()
         before = self.iteration
         if is_skipped_by_scaler(self.replica.optimizer):
             update()
@@ -238,8 +266,8 @@ class _AllReduceSynchronizer(Synchronizer):
         elif not self._is_nonfinite:
             update()
             self.iteration += 1
-        self._is_exchanged = False
-        self._turn = 0
+        self._is_exchanged = self._is_nonfinite = False
+        self._num_exchanges = 0
         if self._choosing is not None:
             self._choose(self._choosing)
         stop, self._stop = self._stop, False

@@ -1,7 +1,7 @@
 """The contract: a `Strategy` says what is exchanged, with whom and when; a `Synchronizer` does it for one worker."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, final, get_args
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
+from paceline.comm.mailbox import Mailbox
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
@@ -21,8 +22,10 @@ from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.server.state import export_state, import_state
 from paceline.strategies.global_model import averaged
+from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
+from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -48,10 +51,17 @@ class Context:
     """The first optimizer's, for strategies that have servers."""
     store_beside: Callable[[int], Store] | None = None
     """Connects to what the servers hold for another optimizer of the run: the second is number 1. Collective call."""
+    connect_mailbox: Callable[[], Mailbox] | None = None
+    """Makes a mailbox, for strategies whose messages come unasked. Collective call."""
     pacing: Pacing = field(default_factory=RealTime)
     """The clock that this worker's run is timed with, real or virtual."""
     seed: int = 0
     """The run's, the same on every worker."""
+    max_steps: int | None = None
+    """Iterations after which the run ends, if it ends by their number."""
+    corrupt: Callable[[Sequence[Tensor], int], None] | None = None
+    """Called with what this worker is about to send and the number of its step: in place, a hostile worker's becomes
+    what an attack makes of it. Where workers meet at each exchange it is a collective call. None: nobody attacks."""
     roster: Roster | None = None
     """The clients' turns that this worker plays, under strategies that have clients."""
 
@@ -71,6 +81,8 @@ class StepOutcome(NamedTuple):
     """How stale the gradient was; -1 where it was not applied."""
     admitted: bool = True
     """False: call `Synchronizer.wait_for_admission` before the next step."""
+    meets: bool = False
+    """The next step is to come after a pause, whatever the iteration is."""
 
 
 class Synchronizer(ABC):
@@ -82,6 +94,14 @@ class Synchronizer(ABC):
 
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
+    number: int = 0
+    """Of the run's optimizer that it is for."""
+    title: str = ""
+    """That optimizer's name, if there are several."""
+    progress: Callable[[], Progress] = Progress
+    """How far the script is. Where workers are in lock step, it is the same on all of them at every exchange."""
+    gradients_are_spent: bool = False
+    """No gradient has come since the step before: the optimizer calls its closure for those that it steps with."""
     facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
 
@@ -100,6 +120,13 @@ class Synchronizer(ABC):
         Raises:
             NonFiniteGradient: a gradient is not finite and the strategy's option says `raise`.
         """
+
+    @final
+    def require_joint_step(self) -> None:
+        """What follows needs all workers to step the same of several optimizers. Collective call if there are several.
+        Raises UsageError, on all, where they do not."""
+        if self.title:
+            gathered(self.context.collective, f"a step of {self.title!r}")
 
     def start(self) -> None:
         """Every worker's script is about to ask for its first batch. Collective call."""
@@ -129,6 +156,18 @@ class Synchronizer(ABC):
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         """Block until this worker may compute its next gradient."""
         return StepOutcome(self.iteration)
+
+    def meet(self, iteration: int, *, active: Sequence[int]) -> int:
+        """All workers are in a pause: what is under way between them ends. Collective call.
+
+        Args:
+            iteration: the furthest that a worker knows of.
+            active: the ranks that take further steps.
+
+        Returns:
+            The iteration that the run is at.
+        """
+        return iteration
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:

@@ -28,6 +28,7 @@ class Combining:
         obstacle: why the first step's gradients are not averaged on trial, and what to ask for instead, for the error
             of scripts that change gradients; none: they are.
         find_nonfinite: the name of a parameter whose gradient is not finite.
+        before_leaving: called before gradients are averaged.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Combining:
         mode: Mode,
         obstacle: str | None = None,
         find_nonfinite: Callable[[], str | None],
+        before_leaving: Callable[[], None] = lambda: None,
     ) -> None:
         self._collective, self._flats, self._find_nonfinite = collective, flats, find_nonfinite
-        self._obstacle = obstacle
+        self._obstacle, self._before_leaving = obstacle, before_leaving
         self._is_undecided = mode == "auto" and collective.size > 1
         self._averages = mode == "always" or (self._is_undecided and obstacle is None)
         self._refuses_change = mode == "auto" and collective.size > 1
@@ -60,6 +62,8 @@ class Combining:
             for flat in self._flats:
                 if weight != 1.0:
                     flat.mul_(weight)
+            self._before_leaving()
+            for flat in self._flats:
                 self._collective.all_reduce(flat, op="mean").wait()
             self.is_combined = True
         self._seen = self._versions()

@@ -5,6 +5,7 @@ from typing import final
 
 from torch import Tensor
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.arrays import is_finite
 from paceline.buckets import NONFINITE, Bucket
 from paceline.codec.joining import Kept, Region, beginnings, coding_s, join
@@ -13,6 +14,7 @@ from paceline.comm.base import Collective, Timing, Work
 from paceline.comm.works import WhenWaitedFor
 from paceline.layout import Layout
 from paceline.strategies.coding import Coding, require_real
+from paceline.strategies.joint import JointExchange
 from paceline.strategies.own_state import Fate, OwnState
 
 _FATES: Mapping[str, Fate] = {"left": "average", "part": "reset", "q": "average"}
@@ -20,7 +22,7 @@ _FATES: Mapping[str, Fate] = {"left": "average", "part": "reset", "q": "average"
 
 @final
 class Exchange:
-    """Averages buckets over all workers, in place.
+    """Averages buckets over all workers, or joins them by another aggregator, in place.
 
     A codec sees the values alone. Flags are averaged as they are: without a codec in the same operation, since they
     lie behind the values, and otherwise in one of their own.
@@ -31,6 +33,7 @@ class Exchange:
         coding: what encodes values; none: they travel as they are.
         layout: of the buckets, for codecs that look at tensors in their shapes.
         timing: where to count what coding takes.
+        aggregator: joins the values; one that does not stream does so when works are waited for, with no codec.
     """
 
     def __init__(
@@ -42,17 +45,21 @@ class Exchange:
         coding: Coding | None = None,
         layout: Layout | None = None,
         timing: Timing | None = None,
+        aggregator: Aggregator = MEAN,
     ) -> None:
         self.timing = timing or Timing()
         """What coding takes."""
         self._coded: list[_Coded] = []
+        self._joint = JointExchange(aggregator, Messages(collective))
         average = averaging(collective, algorithm)
-        looks = algorithm == "auto" and coding is None
+        looks = algorithm == "auto" and coding is None and aggregator.streams
         watched = [collective.watched_mean(bucket.flat) for bucket in buckets] if looks else []
         self.is_watched = bool(watched) and None not in watched
         """Whether works tell where a mean is not finite."""
         if self.is_watched:
             self._starts = [start for start in watched if start is not None]
+        elif not aggregator.streams:
+            self._starts = [self._joint.starting(bucket, average(bucket.flags)) for bucket in buckets]
         elif coding is None:
             self._starts = [average(bucket.flat) for bucket in buckets]
         else:
@@ -79,10 +86,11 @@ class Exchange:
             f"exchange.{index}.{name}": OwnState(tensor, _FATES[name])
             for index, coded in enumerate(self._coded)
             for name, tensor in coded.kept.items()
-        }
+        } | self._joint.own_state()
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there and fits."""
+        self._joint.restore(own)
         for index, coded in enumerate(self._coded):
             given = {name: own.get(f"exchange.{index}.{name}", now) for name, now in coded.kept.items()}
             coded.kept = {
@@ -166,7 +174,7 @@ class _Coded(Work):
         return lambda: WhenWaitedFor(lambda: self._join(group, flat, regions))
 
     def _join(self, group: Collective, flat: Tensor, regions: Sequence[Region]) -> None:
-        codec, peers = self._coding.codec, _Peers(group)
+        codec, peers = self._coding.codec, Messages(group)
         if self.step < codec.first_step:
             peers.average(flat)
             return
@@ -179,8 +187,8 @@ class _Coded(Work):
 
 
 @final
-class _Peers:
-    """A collective as codecs need it."""
+class Messages:
+    """A collective as codecs and aggregators need it."""
 
     def __init__(self, group: Collective) -> None:
         self.rank, self.size = group.rank, group.size

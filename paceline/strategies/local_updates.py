@@ -8,12 +8,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option
 from paceline.strategies.finite import checked, may_step
+from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
@@ -47,6 +49,7 @@ class LocalUpdates(Strategy):
     fragments: int = option(1, "parts of the model, which are exchanged one after the other in a round")
     delay: int = option(0, "local steps that a worker takes while a fragment is under way")
     alpha: float = option(0.0, "how much a worker keeps of its own parameters when it takes a fragment; 0: nothing")
+    aggregate: Aggregator = option(MEAN, AGGREGATE_DOC.replace("gradients", "the workers' changes"))
 
     def validate(self) -> None:
         try:
@@ -61,6 +64,14 @@ class LocalUpdates(Strategy):
         for name in ("post_local_from", "warmup"):
             if self.every == 1 and getattr(self, name):
                 raise UsageError(f"{name} has no effect with every=1, where all rounds have one step")
+
+        if self.fragments > 1 and not self.aggregate.is_coordinate_wise:
+            raise UsageError(
+                f"aggregate={self.aggregate} compares whole changes; use fragments=1, not {self.fragments}"
+            )
+
+    def check(self, *, num_workers: int) -> None:
+        require_joint(self.aggregate, num_workers)
 
     @property
     def schedule(self) -> Rounds:
@@ -86,7 +97,9 @@ class _LocalSynchronizer(Synchronizer):
     def __init__(self, strategy: LocalUpdates, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, strategy.schedule
-        self._outer = OuterModel(context, replica, num_fragments=strategy.fragments, outer=strategy.outer)
+        self._outer = OuterModel(
+            context, replica, num_fragments=strategy.fragments, outer=strategy.outer, aggregator=strategy.aggregate
+        )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._left_out: set[int] = set()  # fragments under way that are not finite here
         self._steps = 0
@@ -108,7 +121,9 @@ class _LocalSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._overlap.end()
         require_same_parameters(self.replica)
-        applies = may_step(self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1)
+        applies = self.gradients_are_spent or may_step(
+            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
+        )
         if applies:
             update()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
@@ -147,10 +162,13 @@ class _LocalSynchronizer(Synchronizer):
     def _pass_step(self) -> None:
         """A step is over: exchange what is due."""
         self._steps += 1
-        for fragment in self._schedule.leaving(self._steps):
+        leaving, due = self._schedule.leaving(self._steps), self._schedule.due(self._steps)
+        if leaving or due:
+            self.require_joint_step()
+        for fragment in leaving:
             self._take(fragment)
             self._outer.start(fragment)
-        for fragment in self._schedule.due(self._steps):
+        for fragment in due:
             # What was left out is not to stay: it would be left out for ever.
             is_kept = fragment not in self._left_out
             self._left_out.discard(fragment)
@@ -160,7 +178,10 @@ class _LocalSynchronizer(Synchronizer):
     def _take(self, fragment: int) -> None:
         total, count = self._weights[fragment]
         self._weights[fragment] = (0.0, 0)
-        culprit = self._outer.take(fragment, weight=total / count)
+        weight = total / count if self._strategy.aggregate.streams else 1.0
+        culprit = self._outer.take(fragment, weight=weight)
+        if self.context.corrupt is not None:
+            self.context.corrupt(self._outer.taken(fragment), self._steps)
         if culprit is None or self._strategy.nonfinite == "allow":
             return
         if self._strategy.nonfinite == "raise":

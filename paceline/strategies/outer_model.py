@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from paceline.aggregate import Aggregator
 from paceline.arrays import is_finite
 from paceline.buckets import Bucket
 from paceline.comm.base import Work
@@ -27,20 +28,22 @@ class OuterModel:
 
     Args:
         outer: what steps with the mean pseudo-gradient.
+        aggregator: joins the workers' pseudo-gradients.
 
     Raises:
         UsageError: the model has fewer tensors than fragments.
     """
 
-    def __init__(self, context: Context, replica: Replica, *, num_fragments: int, outer: Outer) -> None:
+    def __init__(
+        self, context: Context, replica: Replica, *, num_fragments: int, outer: Outer, aggregator: Aggregator
+    ) -> None:
         fragments = dealt_out([spec.num_bytes for spec in replica.specs], num_fragments)
         layout = by_group([replace(spec, group=own) for spec, own in zip(replica.specs, fragments, strict=True)])
         buffer = allocated(context, layout.num_bytes)
         flats = [segment.view(buffer) for segment in layout.segments]
         none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
-        self._exchange = Exchange(
-            context.collective, [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
-        )
+        buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
+        self._exchange = Exchange(context.collective, buckets, aggregator=aggregator)
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
@@ -62,6 +65,10 @@ class OuterModel:
         if all(is_finite(self._flats[bucket]) for bucket in self._buckets[fragment]):
             return None
         return next(self._names[index] for index in members if not is_finite(self._changes[index]))
+
+    def taken(self, fragment: int) -> list[Tensor]:
+        """What was taken, where it lies until it is averaged."""
+        return _of(self._members[fragment], self._changes)
 
     def leave_out(self, fragment: int) -> None:
         """What this worker changed is not to count."""

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import Codec, TensorCodec
 from paceline.errors import UsageError
 from paceline.membership import Membership
@@ -11,6 +12,7 @@ from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynch
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.coding import CODEC_DOC, SCOPE_DOC, Scope, require_averaging
 from paceline.strategies.combining import Mode
+from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
 from paceline.strategies.serving import ServerSynchronizer
 from paceline.strategies.traits import AllReduced, Served, Traits
@@ -56,6 +58,7 @@ class ParameterServer(Strategy):
 
     codec: Codec | None = option(None, CODEC_DOC)
     codec_scope: Scope = option("links", SCOPE_DOC)
+    aggregate: Aggregator = option(MEAN, AGGREGATE_DOC)
 
     def validate(self) -> None:
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
@@ -74,8 +77,11 @@ class ParameterServer(Strategy):
             raise UsageError(f"backup_workers and combine have no effect under ps-{self.consistency}; use ps-bsp")
         if self.backup_workers and self.combine == "always":
             raise UsageError("combine=always waits for every worker, so backup_workers would have no effect")
+        if not self.aggregate.streams:
+            self._require_comparable()
 
     def check(self, *, num_workers: int) -> None:
+        require_joint(self.aggregate, num_workers - self.backup_workers)
         if not 0 <= self.backup_workers < num_workers:
             raise UsageError(
                 f"backup_workers={self.backup_workers} leaves no gradient to wait for with {num_workers} worker(s)"
@@ -102,6 +108,9 @@ class ParameterServer(Strategy):
         if staleness is None:
             return BulkSynchronous(members, backup_workers=self.backup_workers)
         return StaleSynchronous(members, staleness=staleness, torn_reads=self.torn_reads)
+
+    def aggregator(self) -> Aggregator:
+        return self.aggregate
 
     def codec_of_pushes(self) -> TensorCodec | None:
         assert self.codec is None or isinstance(self.codec, TensorCodec)  # others are refused
@@ -131,11 +140,32 @@ class ParameterServer(Strategy):
             replica,
             nonfinite=self.nonfinite,
             is_weighted=is_synchronous,
+            aggregator=self.aggregate,
             combine=self.combine if is_synchronous else "never",
             is_partial=self.backup_workers > 0,
             codec=self.codec_of_pushes(),
             codec_scope=self.codec_scope,
         )
+
+    def _require_comparable(self) -> None:
+        """Servers have several gradients of each update, and all of each where they compare whole ones."""
+        aggregate = self.aggregate
+        if self.consistency != "bsp":
+            raise UsageError(
+                f"aggregate={aggregate} compares the gradients of an update, and under ps-{self.consistency} each "
+                "gradient is one; use ps-bsp"
+            )
+        if self.combine == "always":
+            raise UsageError(f"combine=always averages gradients before aggregate={aggregate} could compare them")
+        if self.servers > 1 and not aggregate.is_coordinate_wise:
+            raise UsageError(
+                f"aggregate={aggregate} compares whole gradients, of which each of {self.servers} servers has a part; "
+                "use servers=1, or all-reduce, where workers add up what the parts tell"
+            )
+        if aggregate.remembers:
+            raise UsageError(
+                f"aggregate={aggregate} remembers what each worker has sent, which servers do not keep; use all-reduce"
+            )
 
     @property
     def _staleness(self) -> float | None:

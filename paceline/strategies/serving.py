@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.buckets import GradientBuckets
 from paceline.codec import TensorCodec
 from paceline.comm.base import Store, Timing
@@ -34,6 +36,10 @@ NO_MEAN = (
     "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
     "worker's own"
 )
+NO_MIX = (
+    "a mean of all workers' gradients would hide what aggregate compares; use --option combine=never to change each "
+    "worker's own"
+)
 NO_TRIAL = (
     "with a codec a first step that is averaged would differ from the others; use --option combine=always so that it "
     "sees the mean of all workers' gradients, or combine=never to change each worker's own"
@@ -50,6 +56,7 @@ class ServerSynchronizer(Synchronizer):
         is_weighted: an update is a mean, in which each gradient counts by its share of the global batch.
         combine: whether workers average gradients among themselves before the script sees them.
         is_partial: not every worker's gradient counts.
+        aggregator: of the servers.
         codec: of what is pushed.
         codec_scope: whether servers on this worker's host get it coded, too.
     """
@@ -64,12 +71,13 @@ class ServerSynchronizer(Synchronizer):
         is_weighted: bool,
         combine: Mode,
         is_partial: bool,
+        aggregator: Aggregator = MEAN,
         codec: TensorCodec | None = None,
         codec_scope: Scope = "links",
     ) -> None:
         super().__init__(context, replica)
-        self._store, self._nonfinite, self._is_weighted = store, nonfinite, is_weighted
-        layout = by_group(replica.specs)
+        self._store, self._nonfinite, self._is_weighted = store, nonfinite, is_weighted and aggregator.streams
+        layout, spec = by_group(replica.specs), replica.optimizer_spec
         self._parameters = Mirror(store.allocate(layout.num_bytes), context.device)
         self._gradients = Mirror(store.allocate(layout.num_bytes), context.device)
         self._owned = ServerOwned(replica, layout, self._parameters)
@@ -81,8 +89,15 @@ class ServerSynchronizer(Synchronizer):
             context.collective,
             self._flats,
             mode=combine,
-            obstacle=NO_MEAN if is_partial else None if codec is None else NO_TRIAL,
+            obstacle=NO_MEAN
+            if is_partial
+            else NO_MIX
+            if not aggregator.streams
+            else None
+            if codec is None
+            else NO_TRIAL,
             find_nonfinite=self._buckets.find_any_nonfinite,
+            before_leaving=self._corrupt,
         )
         self._held = HeldState(store, replica, context.collective)
         self._steps = 0
@@ -92,7 +107,8 @@ class ServerSynchronizer(Synchronizer):
         self._left: list[Tensor] = []  # what codecs have left out of pushes up to now
         store.attach(
             layout,
-            replica.optimizer_spec,
+            # What compares whole gradients needs them in one shard, as if the optimizer did.
+            replace(spec, element_wise=spec.element_wise and aggregator.is_coordinate_wise),
             self._parameters.host,
             self._gradients.host,
             coding=self._coding(codec, codec_scope, layout),
@@ -128,6 +144,8 @@ class ServerSynchronizer(Synchronizer):
         require_same_parameters(self.replica)
         require_no_hooks(optimizer)
         self._owned.require_untouched(rank=self.context.rank, step=self._steps)
+        if self._is_weighted:
+            self.require_joint_step()
         self._require_gradients()
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler around step() of fused optimizers
         self._combining.before_step(self._weight, step=self._steps, is_scaled=scale is not None)
@@ -135,7 +153,10 @@ class ServerSynchronizer(Synchronizer):
             for flat in self._flats:
                 flat.div_(scale)
         is_void = is_skipped_by_scaler(optimizer) or self._is_nonfinite()
-        weight = 1.0 if self._combining.take() else self._weight
+        is_combined = self._combining.take()
+        weight = 1.0 if is_combined else self._weight
+        if not is_combined:
+            self._corrupt()
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
@@ -209,6 +230,11 @@ class ServerSynchronizer(Synchronizer):
 
     def _finish_backward(self) -> None:
         self._combining.after_backward(self._weight)
+
+    def _corrupt(self) -> None:
+        """What a hostile worker sends becomes what its attack makes of it."""
+        if self.context.corrupt is not None:
+            self.context.corrupt(self._buckets.views, self._steps)
 
     def _changed_groups(self) -> tuple[Mapping[str, object], ...] | None:
         """The groups' hyperparameters, if they are others than at the last push."""

@@ -47,7 +47,9 @@ class _SingleSynchronizer(Synchronizer):
         return checked(closure, self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1)
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
-        applies = may_step(self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1)
+        applies = self.gradients_are_spent or may_step(
+            self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1
+        )
         if applies:
             update()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)

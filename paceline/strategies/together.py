@@ -1,6 +1,7 @@
 """The synchronizers of several optimizers as one: an iteration is a step of the first."""
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import final
 
@@ -30,7 +31,8 @@ class Together(Synchronizer):
         super().__init__(context, whole)
         self._parts = dict(parts)
         self._first = next(iter(self._parts.values()))
-        self.facts = {f"{name}.{fact}": value for name, part in parts.items() for fact, value in part.facts.items()}
+        self._told: list[Mapping[str, float | str]] = []  # each part's facts
+        self._follow_facts()
 
     def start(self) -> None:
         for part in self._parts.values():
@@ -39,6 +41,7 @@ class Together(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         outcome = self._first.step(update, pause_at=pause_at)
         self.iteration = outcome.iteration
+        self._follow_facts()
         return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
@@ -58,6 +61,13 @@ class Together(Synchronizer):
     def set_synchronizing(self, on: bool) -> bool:
         before, *_ = [part.set_synchronizing(on) for part in self._parts.values()]
         return before
+
+    def meet(self, iteration: int, *, active: Sequence[int]) -> int:
+        for part in self._parts.values():
+            if part is not self._first:
+                part.meet(part.iteration, active=active)
+        self.iteration = self._first.meet(iteration, active=active)
+        return self.iteration
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
@@ -93,6 +103,14 @@ class Together(Synchronizer):
     def close(self) -> None:
         for part in self._parts.values():
             part.close()
+
+    def _follow_facts(self) -> None:
+        """A part may have measured or chosen something."""
+        told = [part.facts for part in self._parts.values()]
+        if len(self._told) != len(told) or not all(map(operator.is_, told, self._told)):
+            self._told = told
+            each = zip(self._parts, told, strict=True)
+            self.facts = {f"{name}.{fact}": value for name, facts in each for fact, value in facts.items()}
 
 
 def _without(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -66,6 +66,8 @@ class Neighbouring:
     """Steps from one exchange to the next."""
     behind_computing: bool = False
     """It leaves before the gradient of its step is computed, and is waited for after that."""
+    in_pairs: bool = False
+    """Half of the workers ask a neighbour each, who answers whatever it is at, so that nobody waits for computing."""
 
 
 Traffic = AllReduced | Served | Neighbouring

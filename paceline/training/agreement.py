@@ -7,8 +7,9 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from paceline.errors import TensorMismatch, UsageError
+from paceline.errors import TensorMismatch
 from paceline.strategies.digests import digest
+from paceline.strategies.progress import Progress, require_same
 from paceline.strategies.settings import first_difference, settings_of
 from paceline.training.cadence import NEVER, Rhythm
 from paceline.training.worker_run import WorkerRun
@@ -48,14 +49,13 @@ class Agreement:
             return {}
         run = self._run
         looks = is_last or run.config.strict or run.iteration >= self._due_at
-        handouts, replica = run.prepared.handouts, run.prepared.replica
+        replica = run.prepared.replica
         settings = [settings_of(optimizer) for optimizer in run.prepared.optimizers.values()]
         before_s = run.context.pacing.now_s()
         parameters = digest(replica.model.parameters()) if looks else None
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
         return {
-            "num_steps": handouts.num_steps,
-            "num_batches": handouts.num_batches,
+            "progress": list(run.prepared.handouts.progress()),
             "settings": hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest(),
             "parameters": parameters,
             "check_s": self._took_s + self._comparing_s,
@@ -71,7 +71,7 @@ class Agreement:
         """
         if not self.is_needed:
             return
-        self._require_same_steps(reports)
+        require_same([Progress(*report["progress"]) for report in reports])
         if len({report["settings"] for report in reports}) > 1:
             self._compare_settings()
         before_s = self._run.context.pacing.now_s()
@@ -89,18 +89,6 @@ class Agreement:
             interval_s = (first["check_s"] + _MEETING_S) / SHARE
             self._due_at = self._rhythm.next(iteration, wanted=max(_LEAST_STEPS, interval_s * iterations_per_s))
         return self._due_at
-
-    def _require_same_steps(self, reports: Sequence[Report]) -> None:
-        first = reports[0]
-        for rank, report in enumerate(reports):
-            if (report["num_steps"], report["num_batches"]) == (first["num_steps"], first["num_batches"]):
-                continue
-            raise UsageError(
-                f"rank {rank} has taken {report['num_steps']} steps on {report['num_batches']} batches, rank 0 "
-                f"{first['num_steps']} on {first['num_batches']}, so that gradients of different batches met: every "
-                "rank must step alike. Decide together whether to leave a batch out, as by "
-                "worker.all_reduce(loss.detach().clone(), op='max'), or let --option nonfinite=skip do so"
-            )
 
     def _compare_settings(self) -> None:
         for optimizer in self._run.prepared.optimizers.values():

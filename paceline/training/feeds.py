@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, final
 
 from paceline.checkpoint import WorkerState
 from paceline.errors import UsageError
+from paceline.strategies.progress import Progress
 from paceline.training.handouts import Handouts
 from paceline.training.sharding import Place, ShardedLoader
 
@@ -28,20 +29,20 @@ class EachHandouts:
     def __init__(self, each: Sequence[Handouts]) -> None:
         self._each = tuple(each)
 
-    @property
-    def num_batches(self) -> int:
-        """Of all loaders, as `Handouts.num_batches`."""
-        return sum(handouts.num_batches for handouts in self._each)
-
-    @property
-    def num_steps(self) -> int:
-        """As `Handouts.num_steps`."""
-        return self._each[0].num_steps
+    def progress(self) -> Progress:
+        """As `Handouts.progress`, with the batches of all loaders."""
+        each = [handouts.progress() for handouts in self._each]
+        return Progress(each[0].num_steps, sum(progress.num_batches for progress in each))
 
     @property
     def has_trained(self) -> bool:
         """Whether a batch of any loader was trained on."""
         return any(handouts.has_trained for handouts in self._each)
+
+    @property
+    def are_gradients_spent(self) -> bool:
+        """As `Handouts.are_gradients_spent`."""
+        return all(handouts.are_gradients_spent for handouts in self._each)
 
     def take_what_was_set(self) -> None:
         """As `Handouts.take_what_was_set`."""

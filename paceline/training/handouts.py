@@ -1,19 +1,20 @@
 """Which batch a script trains on: the one that it was handed last, unless it reads ahead or leaves batches out."""
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
 from paceline.hooks import OwnHook
+from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.several import models_of
 from paceline.training.sharding.contents import tensors_in
@@ -25,13 +26,20 @@ class _Handed:
     place: Place
     num_samples: int
     weight: float
-    tensors: tuple[weakref.ref[Tensor], ...]
+    tensors: tuple[TensorWeakRef, ...]
 
     @property
     def memory(self) -> list[range]:
         """Where those of its tensors lie that the script still holds."""
         alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
         return [range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in alive]
+
+
+class _Seen(NamedTuple):
+    """A gradient, and how often it had been changed."""
+
+    tensor: TensorWeakRef
+    version: int
 
 
 @final
@@ -53,8 +61,7 @@ class Handouts:
     def __init__(
         self, replica: Replica, *, rank: int, set_weight: Callable[[float], None], is_averaged: bool = False
     ) -> None:
-        self.num_batches = self.num_steps = 0
-        """Handed out in the script's own thread, and taken, so far."""
+        self._num_steps = self._num_batches = 0  # taken, and handed out in the script's own thread, so far
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
         self._models = models_of(replica.model)
         self._is_averaged = is_averaged
@@ -66,7 +73,7 @@ class Handouts:
         self._num_samples = 0
         self._has_gradient = False
         self._is_computed = False  # by a backward pass, since the last step
-        self._left: tuple[int, int] | None = None  # what that step was made with
+        self._left: _Seen | None = None  # what that step was made with
         self._looks: list[RemovableHandle] = []
         self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in replica.parameters]
 
@@ -76,14 +83,14 @@ class Handouts:
         Args:
             is_elsewhere: in a thread of its own, so that nothing is known of what the script does meanwhile.
         """
-        tensors = tuple(weakref.ref(tensor) for tensor in tensors_in(part.data))
+        tensors = tuple(TensorWeakRef(tensor) for tensor in tensors_in(part.data))
         handed = _Handed(place, part.num_samples, part.weight, tensors)
         if is_elsewhere:
             self._num_ahead = math.inf
             self._out.append(handed)
             self._look_at_inputs()
             return
-        self.num_batches += 1
+        self._num_batches += 1
         self.look_back()
         self._known = None
         if place.num_batches_done == 0:
@@ -101,6 +108,15 @@ class Handouts:
             self._has_gradient = False
             self._train()
 
+    def progress(self) -> Progress:
+        """Steps taken, and batches handed out in the script's own thread."""
+        return Progress(self._num_steps, self._num_batches)
+
+    @property
+    def are_gradients_spent(self) -> bool:
+        """Whether no gradient has come since the step before, computed by a backward pass or set by the script."""
+        return not self._is_computed and (self._replica.parameters[0].grad is None or self._are_as_left())
+
     @property
     def has_trained(self) -> bool:
         """Whether a batch was trained on."""
@@ -112,9 +128,9 @@ class Handouts:
         Raises:
             UsageError: nobody can tell how much each batch counts, or what was set is not what workers can average.
         """
-        if self._is_computed or not self._out or self._first_gradient() == self._left:
+        if self._is_computed or not self._out or self._are_as_left():
             return
-        is_new = self._left is None or id(self._replica.parameters[0].grad) != self._left[0]
+        is_new = self._left is None or self._left.tensor() is not self._replica.parameters[0].grad
         if self._is_averaged and is_new:
             self._refuse_changed_in_place()
         out = list(self._out)  # another thread may read on meanwhile
@@ -135,8 +151,10 @@ class Handouts:
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._out.popleft()
         self._weigh()
-        self.num_steps += 1
-        self._is_computed, self._left = False, self._first_gradient()
+        self._num_steps += 1
+        gradient = self._replica.parameters[0].grad
+        self._is_computed = False
+        self._left = None if gradient is None else _Seen(TensorWeakRef(gradient), gradient._version)
         num_samples, self._num_samples = self._num_samples, 0
         return num_samples
 
@@ -152,10 +170,12 @@ class Handouts:
         for hook in [*self._hooks, *self._looks]:
             hook.remove()
 
-    def _first_gradient(self) -> tuple[int, int] | None:
-        """Which gradient the first parameter has, and how often it was changed."""
+    def _are_as_left(self) -> bool:
+        """Whether the gradients are those that the last step was made with, to judge by the first one."""
         gradient = self._replica.parameters[0].grad
-        return None if gradient is None else (id(gradient), gradient._version)
+        if gradient is None or self._left is None:
+            return gradient is None and self._left is None
+        return self._left.tensor() is gradient and self._left.version == gradient._version
 
     def _refuse_changed_in_place(self) -> None:
         for parameter, spec in zip(self._replica.parameters, self._replica.specs, strict=True):

@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
 from paceline.hooks import OwnHook
@@ -14,18 +15,30 @@ from paceline.training.sharding import Place
 
 @final
 class LoneSamples:
-    """Watches a model's batch norm from the first batch of one sample on, such as the last of an epoch."""
+    """Watches a model's batch norm while a batch of one sample is out, such as the last of an epoch."""
 
     def __init__(self, model: nn.Module, *, rank: int) -> None:
         self._model, self._rank = model, rank
-        self._place: Place | None = None
+        self._places: dict[str, Place] = {}
+        self._hooks: list[RemovableHandle] = []
 
-    def expect(self, place: Place) -> None:
-        """The batch at this place holds one sample."""
-        is_first, self._place = self._place is None, place
-        for name, module in self._model.named_modules() if is_first else ():
+    def expect(self, loader: str, place: Place, *, num_samples: int) -> None:
+        """The script gets this batch, and is done with the loader's last one."""
+        if num_samples == 1:
+            self._places[loader] = place
+            self._watch()
+        elif self._places.pop(loader, None) and not self._places:
+            self.close()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _watch(self) -> None:
+        for name, module in self._model.named_modules() if not self._hooks else ():
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-                module.register_forward_pre_hook(OwnHook(partial(self._check, name)))
+                self._hooks.append(module.register_forward_pre_hook(OwnHook(partial(self._check, name))))
 
     def _check(self, name: str, module: nn.Module, inputs: Any) -> None:
         """
@@ -33,11 +46,12 @@ class LoneSamples:
             UsageError: there is nothing to take a variance of.
         """
         values = inputs[0]
-        if torch.compiler.is_compiling() or not module.training or self._place is None:
+        if torch.compiler.is_compiling() or not module.training:
             return
         if isinstance(values, Tensor) and values.dim() > 1 and values.numel() == values.shape[1]:
+            place = next(iter(self._places.values()))
             raise UsageError(
-                f"rank {self._rank}: batch {self._place.num_batches_done + 1} of epoch {self._place.epoch} leaves "
+                f"rank {self._rank}: batch {place.num_batches_done + 1} of epoch {place.epoch} leaves "
                 f"{name!r} one value a channel, of which batch norm has no variance; give the DataLoader "
                 "drop_last=True or another batch size"
             )

@@ -7,6 +7,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.records import EvaluationRecord
+from paceline.strategies.meeting import gathered
 from paceline.training import snapshot
 from paceline.training.agreement import Agreement
 from paceline.training.cadence import Cadence
@@ -63,12 +64,14 @@ class Pauses:
         if is_done and not run.traits.lock_step:
             collective.set_deadline(None)  # the others may have many steps to go; engines look whether they take them
         run.awaits_others = True
-        reports = collective.all_gather_object(self._report(is_done=is_done))
+        reports = gathered(collective, "a pause", self._report(is_done=is_done))
         run.awaits_others = False
         self._agreement.require(reports)
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
-        run.iteration = max(report["iteration"] for report in reports)
+        active = [rank for rank, report in enumerate(reports) if not report["done"]]
+        furthest = max(report["iteration"] for report in reports)
+        run.iteration = run.prepared.synchronizer.meet(furthest, active=active)
         all_done = all(report["done"] for report in reports)
         cadence.evaluates = first["evaluates"]
         evaluates = cadence.is_evaluation_due(run.iteration, at_end=all_done) and not first["interrupted"]

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from paceline.attacks import DataAttack, parse
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.hostility import under_attack
 from paceline.strategies.replica import (
     Replica,
     copy_from_first,
@@ -70,7 +72,16 @@ class Session:
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run = WorkerRun(replace(context, seed=config.seed), strategy, config, reporter)
+        self._attacks = parse(config.attacks)
+        self._poisons = [
+            attack
+            for attack in self._attacks
+            if isinstance(attack, DataAttack) and attack.is_hostile(context.rank, size=context.size)
+        ]
+        context = replace(context, seed=config.seed, max_steps=config.max_steps)
+        if self._attacks:
+            context = under_attack(self._attacks, context, strategy.traits)
+        self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
         self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
@@ -93,6 +104,9 @@ class Session:
         if self.run.is_prepared:
             raise UsageError("prepare was called twice; give it everything at once, several of a kind by name")
         context, config = self.run.context, self.run.config
+        if self._attacks:
+            knows = "all" if self.run.strategy.traits.takes_equal_steps else "own"
+            self.run.tell("attack", {"attacks": list(config.attacks), "hostile workers know": knows})
         model = as_one(given.models)
         replicas = describe_each(model, given.optimizers)
         whole = whole_of(replicas)
@@ -125,6 +139,8 @@ class Session:
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
+        for number, (name, part) in enumerate(parts.items()):
+            part.number, part.title, part.progress = number, name if others else "", handouts.progress
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
@@ -197,6 +213,7 @@ class Session:
             pass
         synchronizer.close()
         self.run.prepared.handouts.close()
+        self._lone_samples.close()
         self._unprepared.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -207,6 +224,8 @@ class Session:
         if number and context.store_beside is not None:
             self.run.strategy.admission_rule_beside(context.membership)  # refuses here, on every worker
             context = replace(context, store=context.store_beside(number))
+        if number:
+            context = replace(context, max_steps=None)  # iterations are the first one's
         return self.run.strategy.bind(context, replica)
 
     def _take_over(
@@ -224,7 +243,9 @@ class Session:
             loss: list[Any] = [None]
             if evaluates and closure is not None:
                 evaluate = synchronizer.evaluating(closure)
+                synchronizer.gradients_are_spent = self.run.prepared.handouts.are_gradients_spent
                 take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
+                synchronizer.gradients_are_spent = False
                 return loss[-1]
             if closure is not None:
                 begin_step()
@@ -339,7 +360,7 @@ class Session:
         """Between two steps: pause where that is due, and wait for admission where a pause was entered without it."""
         outcome, self._unsettled = self._unsettled, None
         while outcome is not None and not self.run.has_ended:
-            if outcome.iteration >= self._cadence.next_pause:
+            if outcome.meets or outcome.iteration >= self._cadence.next_pause:
                 with self.run.prepared.account.pause():
                     self.pauses.meet(is_done=False)
             if self.run.has_ended or outcome.admitted:
@@ -376,6 +397,7 @@ class Session:
             on_return=partial(self._on_return, name),
             on_part=partial(self._on_part, name),
             on_position=self._on_position,
+            poison=self._poison if self._poisons else None,
             on_pass=self._on_pass,
             on_pass_end=self._on_pass_end,
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
@@ -405,6 +427,10 @@ class Session:
                 "DataLoader num_workers to read ahead"
             )
 
+    def _poison(self, batch: Any) -> Any:
+        for attack in self._poisons:
+            batch = attack.of_batch(batch)
+        return batch
     def _on_pass(self) -> None:
         """Where a pass over the data is a client's turn: another one begins, and the one before is over, also if the
         script has left it early."""
@@ -445,8 +471,7 @@ class Session:
         feeds = self.run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
-        if part.num_samples == 1:
-            self._lone_samples.expect(place)
+        self._lone_samples.expect(name, place, num_samples=part.num_samples)
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     @property

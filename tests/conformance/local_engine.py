@@ -25,6 +25,7 @@ from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
+from paceline.comm.socket_mailbox import SocketMailbox
 from paceline.comm.wire import Keys
 from paceline.config import RunConfig
 from paceline.engines.scripting import run_program
@@ -250,6 +251,13 @@ def _work(
             ends.append(store)
             return store
 
+        def connect_mailbox() -> SocketMailbox:
+            mailbox = SocketMailbox(
+                keys, host="127.0.0.1", collective=collective, epoch=EPOCH, deadline_s=config.deadline_s
+            )
+            ends.append(mailbox)
+            return mailbox
+
         context = Context(
             rank,
             Membership.first(size),
@@ -259,6 +267,7 @@ def _work(
             collective,
             store=store_of(0) if servers else None,
             store_beside=store_of if servers else None,
+            connect_mailbox=connect_mailbox if size > 1 else None,
         )
         restored = Checkpoint.decode(checkpoint, where="the checkpoint") if checkpoint is not None else None
         world = World(context, plan, config, _ListReporter(records, out), restored)

@@ -45,6 +45,8 @@ class Row:
     """Local steps of a round, where an iteration is one."""
     is_exact: bool = True
     """Small whole numbers arrive as they are."""
+    moves_every_step: bool = True
+    """Each worker sends something in each of its steps, or rounds."""
     is_plain: bool = True
     """An iteration takes what workers found as it is, and leaves all of them with it."""
     turns: int = 1
@@ -56,6 +58,11 @@ class Row:
     def is_local(self) -> bool:
         """Workers take steps alone."""
         return self.steps_an_iteration > 1
+
+    @property
+    def nobody_counts(self) -> bool:
+        """While workers train, each knows of what the others have told it alone."""
+        return self.workers_differ and not self.updates_are_joint
 
     @property
     def num_servers(self) -> int:
@@ -125,6 +132,17 @@ ROWS = (
     Row("gossip-awc", "gossip", 3, {**GOSSIP, "topology": "one-peer", "order": "awc"}, workers_differ=True),
     Row("sgp", "sgp", 3, GOSSIP, workers_differ=True),
     Row("relay", "relay", 2, GOSSIP, workers_differ=True),
+    Row(
+        "ad-psgd",
+        "ad-psgd",
+        2,
+        GOSSIP,
+        is_deterministic=False,
+        updates_are_joint=False,
+        workers_differ=True,
+        is_exact=False,
+        moves_every_step=False,
+    ),
     *(coded("all-reduce", codec, is_slow=not codec.startswith("powersgd")) for codec in (*CODECS, *JOINT_CODECS)),
     *(
         coded("ps-bsp", codec, is_slow=codec != "int8", options_to_change_gradients={"combine": "always"})

@@ -16,6 +16,7 @@ def config_of(
     deadline_s: float = 60.0,
     device: DeviceChoice = "cpu",
     strict: bool = False,
+    attacks: tuple[str, ...] = (),
 ) -> RunConfig:
     """On cores, wherever the tests run: their scripts leave batches where these are."""
     return RunConfig(
@@ -28,4 +29,5 @@ def config_of(
         deadline_s=deadline_s,
         device=device,
         strict=strict,
+        attacks=attacks,
     )

@@ -130,6 +130,39 @@ def test_a_step_that_is_left_out_leaves_no_trace(strategy: str, codec: str, tmp_
     assert torch.equal(parameters(bad), parameters(good))
 
 
+def scaled(worker: Worker, out: Path, *, bad_step: int | None) -> None:
+    """As `steady`, with a GradScaler that finds the bad step and leaves it out itself."""
+    model = nn.Linear(40, 8, bias=False)
+    factors = torch.randn(8, 40, generator=torch.Generator().manual_seed(5 + worker.rank))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for number, _ in enumerate(loader):
+        optimizer.zero_grad()
+        scale = torch.inf if number == bad_step and worker.rank == 1 else 1.0
+        scaler.scale((model(torch.eye(40)) * factors.T * scale).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("codec", ["top-k:ratio=0.1", "int8"])
+@pytest.mark.parametrize("nonfinite", ["skip", "allow"])
+def test_a_step_that_a_scaler_leaves_out_leaves_no_trace(nonfinite: str, codec: str, tmp_path: Path) -> None:
+    """The scale is another power of two afterwards, by which no codec sees a difference."""
+    bad, good = (
+        run(
+            tmp_path / str(step),
+            "all-reduce",
+            codec,
+            script=partial(scaled, bad_step=step),
+            options={"nonfinite": nonfinite},
+            max_steps=4,
+        )
+        for step in (0, None)
+    )
+    assert parameters(bad).isfinite().all()
+    assert torch.equal(parameters(bad), parameters(good))
+
+
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 

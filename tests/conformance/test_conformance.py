@@ -279,7 +279,7 @@ def test_records_are_complete_and_add_up(row: Row, tmp_path: Path) -> None:
         assert sum(record.compute_s for record in steps) > 0.004 * (len(steps) - 1)
         iterations = [record.iteration for record in steps]
         assert iterations == sorted(iterations)
-        if row.workers > 1:
+        if row.workers > 1 and row.moves_every_step:
             assert sum(record.moved_bytes > 0 for record in steps) >= len(steps) // row.steps_an_iteration
     assert sum(result.shares.values()) == pytest.approx(1)
     require_through(row, [len(steps_of(result, worker)) for worker in range(row.workers)], num_steps)

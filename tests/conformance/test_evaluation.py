@@ -67,8 +67,9 @@ def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, register
     assert result.metrics["mean"] == pytest.approx(float(state["1.running_mean"].sum()), abs=1e-7)
     means = [kept(tmp_path / "with", f"mean-{rank}") for rank in range(row.workers)]
     torch.testing.assert_close(state["1.running_mean"], torch.stack(means).mean(dim=0))
-    for rank in range(row.workers):
-        assert kept(tmp_path / "with", f"metrics-{rank}") == result.evaluations[-2].metrics  # the last one comes later
+    known = [evaluation.metrics for evaluation in result.evaluations]
+    for rank in range(row.workers):  # where workers count, the last evaluation comes after the script
+        assert kept(tmp_path / "with", f"metrics-{rank}") in (known[-2:] if row.nobody_counts else known[-2:-1])
     assert all(evaluation.duration_s >= 0.999 * takes_s for evaluation in result.evaluations)
     if takes_s:
         between_s = [later.time_s - earlier.time_s for earlier, later in pairwise(result.evaluations)]

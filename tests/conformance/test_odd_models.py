@@ -20,6 +20,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon
 
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, virtual_engine
+from tests.conformance import odd_loops as loops
 from tests.conformance import odd_models as odd
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
@@ -201,10 +202,10 @@ ODD = (
         tolerance=HALF_PRECISION,
     ),
     odd_row("distilled", model=odd.Distilled, step=odd.distilling_step, optimizer=trained_only),
-    Odd("hooks on gradients, before", partial(odd.with_hooks, when="before", kind="gradient")),
-    Odd("hooks on gradients, after", partial(odd.with_hooks, when="after", kind="gradient")),
-    Odd("hooks on accumulated gradients, before", partial(odd.with_hooks, when="before", kind="accumulated")),
-    Odd("hooks on accumulated gradients, after", partial(odd.with_hooks, when="after", kind="accumulated")),
+    Odd("hooks on gradients, before", partial(loops.with_hooks, when="before", kind="gradient")),
+    Odd("hooks on gradients, after", partial(loops.with_hooks, when="after", kind="gradient")),
+    Odd("hooks on accumulated gradients, before", partial(loops.with_hooks, when="before", kind="accumulated")),
+    Odd("hooks on accumulated gradients, after", partial(loops.with_hooks, when="after", kind="accumulated")),
     # Gradients that the script sets.
     odd_row("gradients set", step=odd.set_gradients),
     odd_row("gradients of a function", step=odd.functional_step),
@@ -216,10 +217,10 @@ ODD = (
         says=r"rank \d: the script set the gradient of '1\.weight' itself and changed it in place.*call loss\.backward",
     ),
     odd_row("each gradient clipped anew", step=odd.adaptive_clip_step, tolerance=EXACT),
-    Odd("accumulated by hand", partial(odd.accumulating_by_hand, count=48)),
+    Odd("accumulated by hand", partial(loops.accumulating_by_hand, count=48)),
     Odd(
         "accumulated by hand, uneven tail",
-        partial(odd.accumulating_by_hand, count=43),
+        partial(loops.accumulating_by_hand, count=43),
         refused=JOINT,
         says=r"rank \d, epoch 0: .*which of the batches 5, 6 .*drop_last=True",
     ),
@@ -254,14 +255,14 @@ ODD = (
     odd_row("a rate in a tensor", optimizer=partial(SGD, lr=torch.tensor(0.05, dtype=torch.float64))),
     odd_row("an empty group", optimizer=with_empty_group),
     odd_row("parameters backwards", optimizer=backwards),
-    Odd("a schedule for each group", odd.group_schedules),
-    Odd("never stepped", odd.by_hand, refused=EVERY, says=NEVER_STEPS),
+    Odd("a schedule for each group", loops.group_schedules),
+    Odd("never stepped", loops.by_hand, refused=EVERY, says=NEVER_STEPS),
     # What scripts do with their model.
     odd_row("averages of the weights", model=odd.Averaging, step=odd.averaging_step, optimizer=trained_only),
-    Odd("copied after every step", odd.with_copies),
-    Odd("weights swapped and put back", odd.swapping),
+    Odd("copied after every step", loops.with_copies),
+    Odd("weights swapped and put back", loops.swapping),
     odd_row("compiled", model=lambda: torch.compile(perceptron(), backend="eager"), only_on="virtual"),  # type: ignore[return-value,arg-type]
-    Odd("compiled after prepare", odd.compiled_after),
+    Odd("compiled after prepare", loops.compiled_after),
 )
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 QUICK_IN_PROCESSES = (
@@ -328,29 +329,62 @@ def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_p
     assert all(state[name].isfinite().all() for name in state if "infinite" not in name)
 
 
-# --- a backward pass that only one rank makes -----------------------------------------------------------------------
+# --- backward passes that not every rank makes ----------------------------------------------------------------------
+
+OUT_OF_TURN = r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2{}; every rank"
 
 
 @pytest.mark.parametrize(
-    ("engine", "at", "says"),
+    ("engine", "workers", "at", "says"),
     [
-        ("virtual", 1, r"rank 0 for all_gather .*rank 1 for all_reduce"),  # a pause comes after the first step
-        ("virtual", 5, r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
-        ("processes", 5, r"step 6: backward passes since the last optimizer\.step\(\): rank 0 1, rank 1 2; every rank"),
-        ("virtual", 0, r"rank 0 for all_gather .*rank 1 for all_reduce|rank 1 for all_reduce.* rank 0 for all_gather"),
+        ("virtual", 2, 1, r"rank 0 for all_gather .*rank 1 for all_reduce"),  # a pause comes after the first step
+        ("virtual", 2, 5, OUT_OF_TURN.format("")),
+        ("virtual", 3, 5, OUT_OF_TURN.format(", rank 2 2")),  # in the exchange in which rank 0 has gone on
+        ("processes", 2, 5, OUT_OF_TURN.format("")),
+        (
+            "virtual",
+            2,
+            0,
+            r"rank 0 for all_gather .*rank 1 for all_reduce|rank 1 for all_reduce.* rank 0 for all_gather",
+        ),
         (
             "processes",
+            2,
             0,
             r"ranks disagree on an operation: rank 0 asks for all_gather .*; every rank must make the same",
         ),
     ],
 )
-def test_one_backward_pass_too_many_is_refused(engine: str, at: int, says: str, tmp_path: Path) -> None:
-    script = partial(launched, partial(odd.one_too_many, at=at))
+def test_backward_passes_too_many_are_refused(engine: str, workers: int, at: int, says: str, tmp_path: Path) -> None:
+    script = partial(launched, partial(loops.too_many, at=at))
     began_s = time.monotonic()
     with pytest.raises(RunFailed, match=says):
-        ENGINES[engine].run(script, strategy="all-reduce", workers=2, out=tmp_path, deadline_s=DEADLINE_S)
+        ENGINES[engine].run(script, strategy="all-reduce", workers=workers, out=tmp_path, deadline_s=DEADLINE_S)
     assert time.monotonic() - began_s < DEADLINE_S / 2
+
+
+def test_a_backward_pass_too_many_in_half_precision_is_refused(tmp_path: Path) -> None:
+    script = partial(launched, partial(loops.too_many, at=5, dtype=torch.bfloat16))
+    with pytest.raises(RunFailed, match=OUT_OF_TURN.format("")):
+        virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+
+
+# --- optimizers that call their closure themselves ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "gossip", "local-sgd"])
+def test_an_own_closure_gives_what_gradients_would(strategy: str, tmp_path: Path) -> None:
+    """Also where a batch counts less, and without an exchange of the gradients of the step before."""
+    runs = []
+    for number, step in enumerate((plain_step, closure_step)):
+        script = partial(train, optimizer=partial(odd.Signed, lr=1e-3), step=step, data=partial(samples, 43))
+        runs.append(
+            virtual_engine.run(partial(launched, script), strategy=strategy, workers=2, out=tmp_path / str(number))
+        )
+    plain, own = (result.model_state() for result in runs)
+    assert all(torch.equal(plain[name], own[name]) for name in plain)
+    moved = [sum(record.moved_bytes for record in result.steps) for result in runs]
+    assert moved[1] < 1.5 * moved[0] + 1  # the loss alone is exchanged besides
 
 
 # --- buffers --------------------------------------------------------------------------------------------------------

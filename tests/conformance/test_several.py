@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -215,6 +216,86 @@ def test_two_loaders(strategy: str, tmp_path: Path) -> None:
 def test_loaders_whose_batches_count_differently(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"last batches of 'second' differ in size .* drop_last=True"):
         run("virtual", partial(train_on_two_loaders, count=23), tmp_path, "all-reduce")
+
+
+# --- batches that use only one of two optimizers --------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Two, of which a batch uses one."""
+
+    def __init__(self, *, wide: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 1)
+        self.b = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1)) if wide else nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, name: str) -> Any:
+        return getattr(self, name)(x)
+
+
+def train_heads(worker: Any, *, wide: bool, steps_both: bool, apart: bool = True) -> nn.Module:
+    """Ranks take other heads in the same iteration if they go apart."""
+    torch.set_default_dtype(torch.float64)
+    heads = Heads(wide=wide)
+    heads, first, second, data = worker.prepare(
+        heads=heads,
+        first=SGD(heads.a.parameters(), lr=0.1),
+        second=SGD(heads.b.parameters(), lr=0.1),
+        data=DataLoader(points(), batch_size=4),
+    )
+    for number, (x, y) in enumerate(data):
+        first.zero_grad()
+        second.zero_grad()
+        is_second = (number + worker.rank * apart) % 2
+        F.mse_loss(heads(x, "b" if is_second else "a"), y).backward()
+        for optimizer in (first, second) if steps_both else (second if is_second else first,):
+            optimizer.step()
+    return heads
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("steps_both", [False, True])
+def test_batches_that_use_one_of_two_optimizers_alike(engine: str, steps_both: bool, tmp_path: Path) -> None:
+    script = partial(train_heads, wide=True, steps_both=steps_both, apart=False)
+    result = run(engine, script, tmp_path, "all-reduce")
+    assert_close(result.model_state(), train_alone(script, 2), EXACT)
+
+
+ELSEWHERE = "rank 0 is at a {0} of 'first' and rank 1 at a {0} of 'second': every rank must use and step the same"
+OTHER_SIZES = "rank 0 (asks )?for all_reduce.* of .*rank 1 for all_reduce.* every rank must make the same calls"
+NO_GRADIENT = "parameter '[ab].*weight' has no gradient on rank .*freeze it .* or use all-reduce"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("strategy", "options", "wide", "steps_both", "says"),
+    [
+        ("all-reduce", {}, False, True, ELSEWHERE.format("backward pass")),
+        ("all-reduce", {}, False, False, ELSEWHERE.format("backward pass")),
+        ("all-reduce", {}, True, True, OTHER_SIZES),
+        ("ps-bsp", {}, False, False, ELSEWHERE.format("step")),
+        ("ps-bsp", {"combine": "never"}, False, False, ELSEWHERE.format("step")),
+        ("ps-bsp", {}, False, True, NO_GRADIENT),
+        ("ps-bsp", {}, True, True, OTHER_SIZES),
+        ("ps-asp", {}, False, True, NO_GRADIENT),
+        ("gossip", {}, False, False, ELSEWHERE.format("step")),
+        ("gossip", {}, True, False, ELSEWHERE.format("step")),
+        ("local-sgd", {"every": 1}, False, False, ELSEWHERE.format("step")),
+    ],
+)
+def test_ranks_that_use_other_optimizers_are_told_apart(
+    engine: str, strategy: str, options: Any, wide: bool, steps_both: bool, says: str, tmp_path: Path
+) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(RunFailed, match=says):
+        run(engine, partial(train_heads, wide=wide, steps_both=steps_both), tmp_path, strategy, options=options)
+    assert time.monotonic() - began_s < 30  # half of the deadline
+
+
+def test_what_each_optimizer_chooses_is_told(tmp_path: Path) -> None:
+    result = run("virtual", train_gan, tmp_path, "all-reduce", options={"codec": "auto"})
+    told = [event.details for event in result.events if event.name == "tuned"][-1]
+    assert {"optimizer_g.codec", "optimizer_d.codec"} <= told.keys()
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind, Krum, Median, gram
+from paceline import pieces
+from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind, Krum, Median, MultiKrum, gram_of
 from paceline.division import divide
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
@@ -95,7 +98,7 @@ def test_krum_chooses_whom_the_naive_version_does(n: int, seed: int, data: st.Da
     best = sorted(range(n), key=scores.__getitem__)
     # The nearest two are as near to each other.
     assume(num_chosen == n or scores[best[num_chosen]] > scores[best[num_chosen - 1]] * (1 + 1e-9))
-    chosen = flat(joined(Krum(num_hostile, num_chosen), given))
+    chosen = flat(joined(MultiKrum(num_hostile, num_chosen), given))
     expected = torch.stack([flat(given[sender].tensors) for sender in best[:num_chosen]]).mean(0)
     torch.testing.assert_close(chosen, expected, rtol=1e-5, atol=1e-5)
 
@@ -104,20 +107,154 @@ def test_krum_leaves_out_what_is_far_away_or_infinite() -> None:
     near = contributions(4)
     far = [each._replace(tensors=[tensor * 1e3 for tensor in each.tensors]) for each in contributions(1, 1)]
     infinite = [Contribution(5, 1.0, "gradient", [torch.full(s, torch.inf) for s in SHAPES])]
-    chosen = flat(joined(Krum(2, then=Median()), [*far, *infinite, *near]))
+    chosen = flat(joined(MultiKrum(2, 1, then=Median()), [*far, *infinite, *near]))
     assert any(torch.equal(chosen, flat(each.tensors)) for each in near)
 
 
 def test_krum_needs_neighbours() -> None:
-    with pytest.raises(ValueError, match="cannot choose 1 of 4 with 2 hostile ones"):
+    with pytest.raises(ValueError, match="byzantine=2 needs 5 contributions, and there are 4"):
         joined(Krum(2), contributions(4))
 
 
 def test_grams_of_ranges_add_up_to_the_whole() -> None:
     given = contributions(5)
     parts = [[each._replace(tensors=each.tensors[i : i + 1]) for each in given] for i in range(len(SHAPES))]
-    torch.testing.assert_close(sum(gram(part) for part in parts), gram(given))
+    torch.testing.assert_close(sum(gram_of(part) for part in parts), gram_of(given))
 
+
+# --- robust aggregators -----------------------------------------------------------------------------------------------
+
+FIGURES = json.loads((Path(__file__).parent / "figures" / "robustness.json").read_text())
+"""Of ByzFL 0.0.11, and of Flower 1.42.0 for those by Krum's scores, over eleven vectors."""
+ROBUST = (
+    "median",
+    "trimmed-mean:byzantine=2",
+    "krum:byzantine=2",
+    "multi-krum:byzantine=2",
+    "bulyan:byzantine=2",
+    "geometric-median",
+    "nearest:byzantine=2:then=trimmed-mean:byzantine=2",
+    "nearest:byzantine=2:then=multi-krum:byzantine=2",
+)
+"""Those that two hostile ones of eleven cannot lead away."""
+MOVING = (*ROBUST, "mean", "nearest:byzantine=1")
+"""Those that go where all go; others are drawn to 0 or to a direction."""
+ALL = (*MOVING, "centered-clipping:radius=2:iterations=3", "clip:norm=1:then=median", "fl-trust", "fools-gold")
+
+
+def read(text: str) -> Aggregator:
+    return pieces.read(Aggregator, text)  # type: ignore[type-abstract]
+
+
+def of_rows(rows: Tensor, senders: list[int] | None = None) -> list[Contribution]:
+    return [Contribution(s, 1.0, "gradient", [row]) for s, row in zip(senders or range(len(rows)), rows, strict=True)]
+
+
+def of_vectors(aggregator: Aggregator, rows: Tensor, senders: list[int] | None = None) -> Tensor:
+    (result,) = aggregator.aggregate(of_rows(rows.clone(), senders), [torch.full_like(rows[0], torch.nan)])
+    return result.clone()
+
+
+def drawn(n: int = 11, d: int = 6, seed: int = 0) -> Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("text", "figure"), [*FIGURES["aggregators"].items(), *FIGURES["flower"].items()])
+def test_the_figures_of_others_come_out(text: str, figure: list[float]) -> None:
+    result = of_vectors(read(text), torch.tensor(FIGURES["vectors"], dtype=torch.float64))
+    torch.testing.assert_close(result.tolist(), figure, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_contributions_stay_as_they_are_and_ranges_join_as_the_whole(text: str) -> None:
+    """Each range is joined with the sum of all ranges' Gram matrices, as servers or workers do who hold parts."""
+    aggregator, given = read(text), contributions(11, seed=3)
+    whole = joined(aggregator, given)  # looks that nothing changes
+    parts = [[each._replace(tensors=each.tensors[i : i + 1]) for each in given] for i in range(len(SHAPES))]
+    gram = sum(gram_of(part) for part in parts)
+    assert isinstance(gram, Tensor)
+    for tensor, part, shape in zip(whole, parts, SHAPES, strict=True):
+        (own,) = aggregator.aggregate(part, [torch.zeros(shape)], gram=gram)
+        torch.testing.assert_close(own, tensor)
+
+
+# Bulyan's last choice is between two that are each other's nearest, and falls on the first.
+@pytest.mark.parametrize("text", [text for text in ALL if not text.startswith("bulyan")])
+@given(order=st.permutations(range(11)), seed=st.integers(0, 99))
+def test_the_order_of_contributions_changes_nothing(text: str, order: list[int], seed: int) -> None:
+    rows = drawn(seed=seed)
+    torch.testing.assert_close(of_vectors(read(text), rows[order], order), of_vectors(read(text), rows))
+
+
+@pytest.mark.parametrize("text", MOVING)
+@given(seed=st.integers(0, 99))
+def test_what_moves_all_contributions_moves_their_joint(text: str, seed: int) -> None:
+    rows, shift = drawn(seed=seed), drawn(1, seed=seed + 100)[0]
+    moved = of_vectors(read(text), rows + shift)
+    torch.testing.assert_close(moved, of_vectors(read(text), rows) + shift, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [1e6, -1e12, torch.inf, torch.nan])
+@pytest.mark.parametrize("text", ROBUST)
+def test_two_hostile_contributions_of_eleven_lead_nobody_away(text: str, poison: float) -> None:
+    rows = drawn()
+    rows[4:6] = poison
+    honest = torch.cat([rows[:4], rows[6:]])
+    distance = (of_vectors(read(text), rows) - honest.mean(0)).norm()
+    assert distance <= (honest - honest.mean(0)).norm(dim=1).max()
+    assert not (of_vectors(MEAN, rows) - honest.mean(0)).norm() <= 1e3
+
+
+@pytest.mark.parametrize(
+    ("text", "num", "why"),
+    [
+        ("trimmed-mean:byzantine=2", 4, "byzantine=2 needs 5 contributions, and there are 4"),
+        ("bulyan:byzantine=2", 10, "byzantine=2 needs 11 contributions, and there are 10"),
+        ("nearest:byzantine=1:then=krum:byzantine=1", 3, "byzantine=1 needs 4 contributions, and there are 3"),
+        ("multi-krum:byzantine=1:chosen=9", 5, "chosen must be 1 to 5, not 9"),
+        ("krum:byzantine=-1", 5, "byzantine must be at least 0, not -1"),
+        ("fl-trust:trusted=7", 4, r"trusted=7 has sent nothing; those who have are \[0, 1, 2, 3\]"),
+    ],
+)
+def test_too_few_contributions_are_refused(text: str, num: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        of_vectors(read(text), drawn(num))
+
+
+def test_fl_trust_is_its_written_recursion() -> None:
+    rows = drawn(seed=5)
+    root, *others = rows
+    trust = [max(0.0, float(root @ row / (root.norm() * row.norm()))) for row in others]
+    expected = sum(t * row * root.norm() / row.norm() for t, row in zip(trust, others, strict=True)) / sum(trust)
+    torch.testing.assert_close(of_vectors(read("fl-trust"), rows), expected)
+    assert 0 < sum(t > 0 for t in trust) < len(others)
+
+
+def test_fools_gold_is_its_written_recursion() -> None:
+    rows = drawn(seed=2)
+    rows[8:] = rows[8] + 0.05 * drawn(3, seed=9)  # three who want the same
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    alike = (unit @ unit.T - torch.eye(11, dtype=torch.float64)).tolist()
+    most = [max(row) for row in alike]
+    pardoned = [
+        [a * most[i] / most[j] if most[i] < most[j] else a for j, a in enumerate(row)] for i, row in enumerate(alike)
+    ]
+    trust = [min(1.0, max(0.0, 1 - max(row))) for row in pardoned]
+    trust = [min(t / max(trust), 0.99) for t in trust]
+    weights = [min(1.0, max(0.0, float(torch.tensor(t, dtype=torch.float64).logit()) + 0.5)) for t in trust]
+    assert max(weights[8:]) == 0
+    assert min(weights[:8]) > 0
+    expected = sum(w * row for w, row in zip(weights, rows, strict=True)) / sum(weights)
+    torch.testing.assert_close(of_vectors(read("fools-gold"), rows), expected)
+
+
+def test_nobody_who_is_trusted_means_no_step() -> None:
+    rows = torch.ones(3, 2)
+    rows[1:] = -1
+    assert of_vectors(read("fl-trust"), rows).tolist() == [0, 0]
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
 
 LAYOUT = by_group([TensorSpec("weight", (64,), torch.float32), TensorSpec("bias", (8,), torch.float32)])
 

@@ -7,6 +7,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.buckets import GradientBuckets
+from paceline.buckets import GradientBuckets, OutOfTurn
 from paceline.errors import UsageError
 from paceline.layout import NUM_FLAGS, TensorSpec, by_group, in_buckets
 
@@ -221,6 +222,28 @@ def test_tails_round_trip_in_every_dtype(dtype: torch.dtype, stop: bool, nonfini
     script.buckets.fill_flags(0, stop=stop, nonfinite=nonfinite)
     assert script.buckets.read_flags(0) == (nonfinite, stop)
     assert [view.unique().tolist() for view in script.buckets.views] == [[1.0], [2.0]], "flags lie apart"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("turns", "differ"), [((2, 2, 2), False), ((1, 2, 3), True), ((1, 1, 2), True), ((-1, -1), False)]
+)
+def test_every_rank_finds_that_turns_differ(dtype: torch.dtype, turns: tuple[int, ...], differ: bool) -> None:
+    """Also one whose own turn is the mean of all."""
+    scripts = [Script(nn.Linear(3, 3).to(dtype), bucket_bytes=10**6) for _ in turns]
+    for script in scripts:
+        for parameter in script.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        script.buckets.adopt(0)
+    flags = [script.buckets.buckets[0].flags for script in scripts]
+    for script, turn in zip(scripts, turns, strict=True):
+        script.buckets.fill_flags(0, stop=False, nonfinite=False, turn=turn)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    mean = torch.stack([each.to(wide) for each in flags]).mean(0)
+    for script, each in zip(scripts, flags, strict=True):
+        each.copy_(mean)
+        with pytest.raises(OutOfTurn) if differ else nullcontext():
+            script.buckets.read_flags(0)
 
 
 def test_shared_parameters_are_one_gradient() -> None:

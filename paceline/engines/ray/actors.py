@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore
 from paceline.checkpoint import Checkpoint
 from paceline.comm.base import Store
 from paceline.comm.connecting import Member, connect_members, gpu_identity, needs_store
+from paceline.comm.mailbox import Mailbox
 from paceline.comm.meeting import exchange
 from paceline.comm.run_store import RunStore
 from paceline.comm.servers.line import BellAddress
@@ -23,6 +24,7 @@ from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
+from paceline.comm.socket_mailbox import SocketMailbox
 from paceline.config import RunConfig
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
@@ -242,6 +244,17 @@ class WorkerActor:
             ends.add(store)
             return store
 
+        def connect_mailbox() -> Mailbox:
+            mailbox = SocketMailbox(
+                launcher.keys,
+                host=me.address,
+                collective=collective,
+                epoch=spec.epoch,
+                deadline_s=spec.config.deadline_s,
+            )
+            ends.add(mailbox)
+            return mailbox
+
         context = Context(
             rank=rank,
             membership=spec.membership,
@@ -251,6 +264,7 @@ class WorkerActor:
             collective=collective,
             store=store_of(0) if spec.servers else None,
             store_beside=store_of if spec.servers else None,
+            connect_mailbox=connect_mailbox if spec.size > 1 else None,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
         world = World(context, spec.strategy, spec.config, line, restored, meeting_place)

@@ -1,7 +1,8 @@
 """A simulated cluster's hosts, links and servers, and the world that each worker's script finds there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import final
 
 import torch
@@ -10,6 +11,7 @@ from paceline.checkpoint import Checkpoint
 from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, Store
+from paceline.comm.mailbox import Mailbox
 from paceline.comm.servers.group import ServerGroup
 from paceline.config import RunConfig
 from paceline.engines.virtual.carrier import VirtualCarrier
@@ -19,6 +21,7 @@ from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.network.collective import VirtualCollective
 from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.network.mailbox import PostOffice, VirtualMailbox
 from paceline.engines.virtual.network.meeting import Meeting
 from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process
@@ -47,13 +50,15 @@ class Worlds:
         self._hosts = cluster.each_host()
         links = Wiring(cluster)
         network = partial(Network, timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed)
+        self._messages = network(links.between_workers)
         self._meeting = Meeting(
             timeline,
             network(links),
             host_of=self.places.workers,
             ranks_by_host=self.places.ranks_by_host,
-            messages=network(links.between_workers),
+            messages=self._messages,
         )
+        self._offices: list[PostOffice] = []
         hosts, leaders = self.places.ranks_by_host, [ranks[0] for ranks in self.places.ranks_by_host]
         self._groups: list[tuple[Sequence[int], Meeting]] = []
         """For what the ranks of a host do before hosts meet, those of each host, and last the first ones of all."""
@@ -94,6 +99,7 @@ class Worlds:
             collective=collective,
             store=store_of(0) if self.servers else None,
             store_beside=store_of if self.servers else None,
+            connect_mailbox=partial(self._mailbox, rank, process, count()) if job.num_workers > 1 else None,
             pacing=self._pace(rank, process, num_sharing=len(local_ranks), before_step=before_step),
         )
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
@@ -124,6 +130,14 @@ class Worlds:
         if own:
             collective.divide(own[0], own[1] if len(own) > 1 else None)
         return collective
+
+    def _mailbox(self, rank: int, process: Process, numbers: Iterator[int]) -> Mailbox:
+        """The worker's next one, which exchanges messages with the others' of the same number."""
+        number = next(numbers)
+        if number == len(self._offices):
+            message_s = self._job.cluster.communication.message_us * _US
+            self._offices.append(PostOffice(self._messages, self.places.workers, message_s=message_s))
+        return VirtualMailbox(self._offices[number], process, rank=rank)
 
     def _store(self, rank: int, process: Process, collective: Collective, number: int) -> Store:
         carrier = VirtualCarrier(

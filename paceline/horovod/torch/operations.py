@@ -1,7 +1,9 @@
 """Operations by name: asked for here, done once all ranks have asked."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +39,19 @@ _DTYPES = (
 )
 
 Handle = int
-_under_way: dict[Handle, list[Operation]] = {}
-_grouped: set[Handle] = set()
-_sets: dict[Handle, int | None] = {}
-_num_handles = 0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a handle stands for."""
+
+    operations: list[Operation]
+    process_set_id: int | None
+    is_group: bool
+
+
+_under_way: dict[Handle, _Asked] = {}
+_handles = itertools.count(1)
 
 
 def op_of(op: int | None, average: bool | None) -> int:
@@ -120,9 +131,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called."""
     runtime = basics.runtime()
     channel = runtime.channel(process_set.process_set_id)
-    count = runtime.count(
-        process_set.process_set_id, BARRIER
-    )  # a barrier may lie between other operations on some ranks
+    count = runtime.count(process_set.process_set_id, BARRIER)
     operation = Operation(Request(BARRIER, f"{BARRIER}.noname.{count}", is_lasting=False))
     channel.submit([operation])
     channel.wait(operation)
@@ -142,24 +151,21 @@ def join(device: int = -1) -> int:
 
 def poll(handle: Handle) -> bool:
     """Whether the operation is over, so that `synchronize` will not block."""
-    return all(operation.over.is_set() for operation in _find(handle))
+    if handle not in _under_way:
+        raise ValueError(f"there is no operation with the handle {handle}; it may have been waited for")
+    return all(operation.over.is_set() for operation in _under_way[handle].operations)
 
 
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation, and return its result. Raises HorovodInternalError if it could not be done."""
-    if handle not in _under_way:
+    asked = _under_way.pop(handle, None)
+    if asked is None:
         return None
-    operations = _find(handle)
-    _under_way.pop(handle)
-    process_set_id = _sets.pop(handle)
-    channel = basics.runtime().channel(process_set_id)
-    for operation in operations:
+    channel = basics.runtime().channel(asked.process_set_id)
+    for operation in asked.operations:
         channel.wait(operation)
-    results = [_on_device(operation) for operation in operations]
-    if handle in _grouped:
-        _grouped.discard(handle)
-        return results
-    return results[0]
+    results = [_on_device(operation) for operation in asked.operations]
+    return results if asked.is_group else results[0]
 
 
 def _requests(
@@ -180,8 +186,8 @@ def _requests(
         if not tensor.is_contiguous():
             raise ValueError("Tensor is required to be contiguous.")
     runtime = basics.runtime()
-    count = runtime.count(process_set.process_set_id, kind)
-    base = f"{kind}.noname.{count}" if name is None else f"{kind}.{name}"
+    called = f"noname.{runtime.count(process_set.process_set_id, kind)}" if name is None else name
+    base = f"{kind}.{called}"
     if is_group:
         about |= {"group": base, "group_size": len(tensors)}
     return [
@@ -199,20 +205,10 @@ def _requests(
 
 
 def _submit(operations: list[Operation], process_set: ProcessSet, *, is_group: bool = False) -> Handle:
-    global _num_handles
     basics.runtime().channel(process_set.process_set_id).submit(operations)
-    _num_handles += 1
-    _under_way[_num_handles] = operations
-    _sets[_num_handles] = process_set.process_set_id
-    if is_group:
-        _grouped.add(_num_handles)
-    return _num_handles
-
-
-def _find(handle: Handle) -> list[Operation]:
-    if handle not in _under_way:
-        raise ValueError(f"there is no operation with the handle {handle}; it may have been waited for")
-    return _under_way[handle]
+    handle = next(_handles)
+    _under_way[handle] = _Asked(operations, process_set.process_set_id, is_group)
+    return handle
 
 
 def _splits(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
@@ -236,6 +232,7 @@ def _splits(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
 def _require_adasum(kind: str, process_set: ProcessSet) -> None:
     if kind == REDUCESCATTER:
         raise HorovodInternalError("reducescatter has no Adasum; use allreduce")
+    # What Horovod itself raises here, so that scripts that catch it go on.
     if process_set.process_set_id != basics.GLOBAL:
         raise NotImplementedError("Adasum takes all ranks; it is not for process sets")
     size = basics.runtime().size

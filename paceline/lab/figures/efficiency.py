@@ -1,17 +1,15 @@
 """Hardware against statistical efficiency: samples a second, and samples that the target takes."""
 
 import math
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from paceline.lab.figures import logarithmic
 from paceline.lab.figures.chart import Chart, Subject, canvas, curve, whiskers
 from paceline.lab.figures.style import FAINT
 
 _HEIGHT_PX = 420
-_MIN_TICKS = 4
-_ROOM = 0.08  # decades around the points
 
 
 def efficiency(subject: Subject) -> list[Chart]:
@@ -34,8 +32,8 @@ def efficiency(subject: Subject) -> list[Chart]:
         rows = reached[reached["strategy"] == strategy].sort_values("workers")
         if len(rows):
             _points(plot, subject, strategy, rows)
-    plot.update_xaxes(type="log", range=x_span, **_ticks(x_span))
-    plot.update_yaxes(type="log", range=y_span, **_ticks(y_span))
+    plot.update_xaxes(logarithmic.axis(x_span))
+    plot.update_yaxes(logarithmic.axis(y_span))
     words = "; ".join(
         f"{row.strategy} at {row.workers} workers: {row.samples_per_s:,.0f} samples {per_second}, "
         f"{row.samples_to_target:,.0f} samples to the target"
@@ -64,26 +62,7 @@ def _points(plot: go.Figure, subject: Subject, strategy: str, rows: pd.DataFrame
 
 
 def _span(rows: pd.DataFrame, column: str) -> list[float]:
-    """The exponents of ten between which the points lie."""
-    return [
-        math.log10(float(rows[f"{column}_low"].min())) - _ROOM,
-        math.log10(float(rows[f"{column}_high"].max())) + _ROOM * 1.5,
-    ]
-
-
-def _ticks(span: list[float]) -> dict[str, Any]:
-    """Round numbers on a logarithmic axis: 1, 2, 5 in each decade, or more of them where the span is short."""
-    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        decades = range(math.floor(span[0]), math.ceil(span[1]) + 1)
-        values = [step * 10.0**decade for decade in decades for step in steps]
-        values = [value for value in values if span[0] <= math.log10(value) <= span[1]]
-        if len(values) >= _MIN_TICKS:
-            break
-    return {
-        "tickmode": "array",
-        "tickvals": values,
-        "ticktext": [f"{value:,.4g}" if value < 1e4 else f"{value / 1e3:,g}k" for value in values],
-    }
+    return logarithmic.span_of([*rows[f"{column}_low"], *rows[f"{column}_high"]])
 
 
 def _equal_times(plot: go.Figure, x_span: list[float], y_span: list[float], unit: str) -> None:

@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 
 from paceline.lab.analysis import num_tried
 from paceline.lab.comparing import COST, TIME
+from paceline.lab.figures import logarithmic
 from paceline.lab.figures.chart import Chart, Subject, canvas, reached_in_part
 from paceline.lab.figures.style import FAINT, INK, plain
 
@@ -47,7 +48,8 @@ def _ranking(subject: Subject, quantity: str, x_title: str) -> list[Chart]:
         plot.add_vline(x=float(reached["typical"].iloc[0]), line={"color": FAINT, "width": 1})
         shown = runs.loc[runs["strategy"].notna() & (runs["value"] > 0), "value"]
         if len(shown) and shown.max() > _LOGARITHMIC * shown.min():
-            plot.update_xaxes(type="log", dtick="D2" if shown.max() < 100 * shown.min() else None)
+            bars = reached[["low", "high"]].stack()
+            plot.update_xaxes(logarithmic.axis(logarithmic.span_of([*shown, *bars[bars > 0]])))
     plot.update_layout(showlegend=False)
     words = [
         f"{'≈ ' if row.is_tied else ''}{row.strategy} at {row.workers} workers: {row.typical:.4g}"

@@ -36,7 +36,7 @@
   };
 
   // What lies folded away has no width to be drawn in; it is drawn once it is unfolded.
-  const isShown = (id) => document.getElementById(id).offsetParent !== null;
+  const isShown = (id) => document.getElementById(id).checkVisibility();
   const draw = () => Promise.all(Object.keys(charts).filter(isShown).map((id) => {
     const { data, layout } = figureOf(id);
     return Plotly.react(id, data, layout, config);

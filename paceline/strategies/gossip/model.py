@@ -19,6 +19,7 @@ class FlatModel:
         self.replica = replica
         self.parcel = Parcel(by_group(replica.specs), replica.parameters[0].device)
         self._places = [view.data_ptr() for view in lay_parameters(replica, self.parcel.layout, self.parcel.buffer)]
+        self.accept()
 
     def require_in_place(self, *, rank: int, step: int) -> None:
         """Raises UsageError if the script moved a parameter, whose old place would be mixed."""
@@ -28,6 +29,19 @@ class FlatModel:
                     f"step {step}: parameter {spec.name!r} was moved or replaced after prepare on rank {rank}, where "
                     "neighbours mix its old place: bring the model to its device and dtype before prepare"
                 )
+
+    def require_untouched(self, *, rank: int, step: int) -> None:
+        """Raises UsageError if the script changed parameters since `accept`, which mixing beside would undo."""
+        for parameter, version, spec in zip(self.replica.parameters, self._versions, self.replica.specs, strict=True):
+            if parameter._version != version:
+                raise UsageError(
+                    f"step {step}: the script changed parameter {spec.name!r} in place on rank {rank}, while neighbours "
+                    "mix a copy of it, which would undo that; do so before prepare, or use --strategy gossip"
+                )
+
+    def accept(self) -> None:
+        """Parameters are as they should be."""
+        self._versions = [parameter._version for parameter in self.replica.parameters]
 
     def scale_gradients(self, factor: float) -> None:
         if factor != 1.0:

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final, get_args
 
+import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import Timing
@@ -121,16 +123,31 @@ class _GossipSynchronizer(Synchronizer):
         self._weight = weight
 
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if self._momentum is not None:
+            raise UsageError("quasi_global changes the gradients that are there; give step() no closure")
         policy, step = self._strategy.nonfinite, self.iteration + 1
-        return checked(closure, self.replica, policy, rank=self.context.rank, step=step)
+        return checked(partial(self._weighed, closure), self.replica, policy, rank=self.context.rank, step=step)
+
+    def _weighed(self, closure: Callable[[], Any]) -> Any:
+        """What the closure adds counts with the batch's weight, as what there is does."""
+        self._model.scale_gradients(1 / self._weight)
+        loss = closure()
+        self._model.scale_gradients(self._weight)
+        return loss
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
         self._model.require_in_place(rank=self.context.rank, step=self.iteration + 1)
-        applies = may_step(self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self.iteration + 1)
+        applies = self.gradients_are_spent or may_step(
+            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self.iteration + 1
+        )
+        if self.context.corrupt is not None:  # what moves the model that neighbours get
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.replica.parameters]
+            self.context.corrupt(gradients, self.iteration)
         is_due = bool(self._schedule.due(self.iteration + 1))
-        if applies:
-            self._model.scale_gradients(self._weight)
+        if is_due:
+            self.require_joint_step()
+        self._model.scale_gradients(self._weight)
         if self._momentum is not None:
             self._momentum.begin()
         if is_due and self._strategy.order == "awc":
@@ -141,6 +158,7 @@ class _GossipSynchronizer(Synchronizer):
             self._exchange()
         if self._momentum is not None:
             self._momentum.end()
+        self._model.scale_gradients(1 / self._weight)  # for a script that adds to them
         self.iteration += 1
         if self._strategy.order == "awc" and self._schedule.due(self.iteration + 1):
             self._start()

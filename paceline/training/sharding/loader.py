@@ -28,6 +28,7 @@ class ShardedLoader:
         on_return: called when the script comes back: for its next batch, or for a new epoch.
         on_part: called with each batch and its place before it is handed out.
         on_position: called once when the position to resume from is reached.
+        poison: what an attack makes of each batch.
         on_pass: called when a pass begins that may hand out batches.
         on_pass_end: called when it has handed out all of them, and the script asks for one more.
         gather: every rank's value, in rank order; a collective call.
@@ -50,6 +51,7 @@ class ShardedLoader:
         on_return: Callable[[], None] = lambda: None,
         on_part: Callable[[Part, Place], None] = lambda part, place: None,
         on_position: Callable[[], None] = lambda: None,
+        poison: Callable[[Any], Any] | None = None,
         on_pass: Callable[[], None] = lambda: None,
         on_pass_end: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -63,7 +65,7 @@ class ShardedLoader:
             raise UsageError(f"{type(loader).__name__} iterates in a way of its own; use a plain DataLoader")
         self._loader = loader
         self._on_return, self._should_stop = on_return, should_stop
-        self._on_part, self._on_position = on_part, on_position
+        self._on_part, self._on_position, self._poison = on_part, on_position, poison
         self._on_pass, self._on_pass_end = on_pass, on_pass_end
         self._source: Source
         self.roster: Roster | None = None
@@ -135,6 +137,8 @@ class ShardedLoader:
         if self._should_stop():
             return
         for part in self._source.parts(self.place):
+            if self._poison is not None:
+                part = part._replace(data=self._poison(part.data))
             self._on_part(part, self.place)
             self.place = Place(epoch, self.place.num_batches_done + 1, part.state)
             try:

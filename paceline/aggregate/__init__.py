@@ -1,0 +1,29 @@
+"""How the contributions to one update are joined: coordinate by coordinate, or by how they lie to each other."""
+
+from paceline.aggregate.base import Aggregator, ByGram, Contribution, ContributionKind, gram_of
+from paceline.aggregate.coordinates import MEAN, AroundMedian, Median, TrimmedMean, WeightedMean
+from paceline.aggregate.distances import Bulyan, CenteredClipping, GeometricMedian, Krum, MultiKrum
+from paceline.aggregate.mixing import NearestNeighbours, NormClipping
+from paceline.aggregate.trusting import FLTrust, FoolsGold
+
+__all__ = [
+    "MEAN",
+    "Aggregator",
+    "AroundMedian",
+    "Bulyan",
+    "ByGram",
+    "CenteredClipping",
+    "Contribution",
+    "ContributionKind",
+    "FLTrust",
+    "FoolsGold",
+    "GeometricMedian",
+    "Krum",
+    "Median",
+    "MultiKrum",
+    "NearestNeighbours",
+    "NormClipping",
+    "TrimmedMean",
+    "WeightedMean",
+    "gram_of",
+]

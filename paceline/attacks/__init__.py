@@ -1,0 +1,30 @@
+"""What hostile workers do to what they send, or to the data that they train on; for studies of defences."""
+
+from paceline.attacks.base import Attack, DataAttack, SentAttack, parse, require_possible
+from paceline.attacks.poisoned_data import Backdoor, LabelFlip
+from paceline.attacks.sent import (
+    Alie,
+    Gauss,
+    InnerProduct,
+    MinMax,
+    MinSum,
+    ModelReplacement,
+    SignFlip,
+)
+
+__all__ = [
+    "Alie",
+    "Attack",
+    "Backdoor",
+    "DataAttack",
+    "Gauss",
+    "InnerProduct",
+    "LabelFlip",
+    "MinMax",
+    "MinSum",
+    "ModelReplacement",
+    "SentAttack",
+    "SignFlip",
+    "parse",
+    "require_possible",
+]

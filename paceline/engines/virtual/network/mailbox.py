@@ -1,0 +1,108 @@
+"""The mailboxes of a virtual world: handlers take messages on the timeline, when they have arrived."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+from torch import Tensor
+
+from paceline.comm.base import Timing
+from paceline.comm.mailbox import Handler, Mailbox
+from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.process import Process, Signal
+from paceline.errors import Aborted
+
+
+@final
+class PostOffice:
+    """Knows all workers' mailboxes of one number, and what lies between them.
+
+    Args:
+        network: for messages.
+        host_of: each worker's host, by rank.
+        message_s: what a message takes its sender, besides what passes the links.
+    """
+
+    def __init__(self, network: Network, host_of: Sequence[int], *, message_s: float) -> None:
+        self._network, self._host_of, self.message_s = network, host_of, message_s
+        self._boxes: dict[int, VirtualMailbox] = {}
+        self._kept: dict[int, list[tuple[int, Tensor]]] = {}
+        """What has come for workers that have no mailbox yet, or have not opened it."""
+
+    def open(self, rank: int, mailbox: "VirtualMailbox") -> None:
+        self._boxes[rank] = mailbox
+        for sender, message in self._kept.pop(rank, ()):
+            mailbox.take(sender, message)
+
+    def send(self, sender: int, receiver: int, message: Tensor) -> None:
+        source, destination = self._host_of[sender], self._host_of[receiver]
+        self._network.send(source, destination, float(message.nbytes), self._deliver, sender, receiver, message)
+
+    def _deliver(self, sender: int, receiver: int, message: Tensor) -> None:
+        if receiver in self._boxes:
+            self._boxes[receiver].take(sender, message)
+        else:
+            self._kept.setdefault(receiver, []).append((sender, message))
+
+
+@final
+class VirtualMailbox(Mailbox):
+    """A turn begins once the timeline has come to the worker's time, so that all that came before has been taken."""
+
+    def __init__(self, office: PostOffice, process: Process, *, rank: int) -> None:
+        self.timing = Timing()
+        self._office, self._process, self._rank = office, process, rank
+        self._handler: Handler | None = None
+        self._came = Signal()
+        self._failure: Exception | None = None
+
+    def open(self, handler: Handler) -> None:
+        self._handler = handler
+        self._process.post(self._office.open, self._rank, self)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        has_come = Signal()
+        self._process.post(has_come.fire, self._process.timeline)
+        self._process.wait(has_come, lambda: "its own time")
+        self._require_going()
+        yield
+
+    def send(self, message: Tensor, *, destination: int) -> None:
+        self.timing.communication_s += self._office.message_s
+        self._process.advance(self._office.message_s)
+        self.timing.moved_bytes += message.nbytes
+        self._process.post(self._office.send, self._rank, destination, message)
+
+    def wait(self, is_over: Callable[[], bool], what: str) -> None:
+        began_s = self._process.now_s
+        while not is_over():
+            self._came = Signal()
+            self._process.wait(self._came, lambda: what)
+            self._require_going()
+        self.timing.communication_s += self._process.now_s - began_s
+
+    def take(self, sender: int, message: Tensor) -> None:
+        """A message has arrived."""
+        if self._handler is None or self._failure is not None:
+            return
+        timeline = self._process.timeline
+        try:
+            for receiver, answer in self._handler(sender, message):
+                self.timing.moved_bytes += answer.nbytes
+                leaves_s = timeline.now_s + self._office.message_s
+                timeline.at(leaves_s, self._office.send, self._rank, receiver, answer)
+        except Exception as error:
+            self._failure = error
+        if self._came.fired_s is None:
+            self._came.fire(timeline)
+
+    def abort(self, reason: str) -> None:
+        self._failure = self._failure or Aborted(reason)
+
+    def close(self) -> None:
+        self._handler = None
+
+    def _require_going(self) -> None:
+        if self._failure is not None:
+            raise self._failure

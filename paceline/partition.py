@@ -181,13 +181,13 @@ def _shuffled(count: int, seed: int) -> Tensor:
 
 def _cut(order: Tensor, shares: Sequence[float], *, least: int = 1) -> list[Tensor]:
     """Parts in proportion to the shares, of at least so many samples each. Raises UsageError for too few samples."""
-    free = len(order) - least * len(shares)
-    if free < 0:
+    if len(order) < least * len(shares):
         raise UsageError(f"{len(order)} samples cannot be divided into {len(shares)} parts; use fewer clients")
     total, reached, bounds = math.fsum(shares), 0.0, [0]
     for number, share in enumerate(shares, 1):
         reached += share
-        bounds.append(least * number + round(free * min(1.0, reached / total)))
+        last = len(order) - least * (len(shares) - number)
+        bounds.append(min(last, max(bounds[-1] + least, round(len(order) * reached / total))))
     bounds[-1] = len(order)
     return [order[start:stop] for start, stop in itertools.pairwise(bounds)]
 

@@ -208,6 +208,7 @@ class Session:
         if self.run.context.roster is None or not has_ended:
             synchronizer.leave()
         self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
+        self._record_late(iteration=self.run.iteration)
         while not self.pauses.meet(is_done=True):
             pass
         synchronizer.close()
@@ -446,7 +447,7 @@ class Session:
             self._start()
         for feed in run.prepared.feeds.values():
             feed.handouts.end_pass()
-        self._end_turn()
+        self._record_late(iteration=self._end_turn())
         self._settle()
         if not run.has_ended:
             run.prepared.synchronizer.begin_turn()
@@ -455,11 +456,11 @@ class Session:
         if self.run.context.roster is not None and not self._is_elsewhere:
             self._end_turn()
 
-    def _end_turn(self) -> None:
-        """The client whose turn it is, if there is one, gives what it has."""
+    def _end_turn(self) -> int:
+        """The client whose turn it is, if there is one, gives what it has; returns the iteration after that."""
         self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
-        self._record_late(iteration=outcome.iteration)
         self._take(outcome)
+        return outcome.iteration
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:
         if not self._is_elsewhere and not self._has_started:

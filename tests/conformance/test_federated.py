@@ -1,0 +1,239 @@
+"""Federated runs through the script's own loop: what they are beside gradient descent, and what clients keep."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad
+from torch.utils.data import DataLoader
+
+from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.errors import RunFailed
+from paceline.running.result import Result
+from paceline.training.worker import Worker
+from tests.conformance import local_engine, virtual_engine
+from tests.conformance.rows import flat, keep, kept, launched, loader_of, network, problem, step, steps_of
+from tests.conformance.test_resume import assert_same
+
+both_engines = pytest.mark.parametrize("engine", [local_engine, virtual_engine], ids=["local", "virtual"])
+
+
+def run(
+    engine: ModuleType, script: Any, out: Path, *, strategy: str = "fed-avg", workers: int = 2, **settings: Any
+) -> Result:
+    result: Result = engine.run(partial(launched, script, out), strategy=strategy, workers=workers, out=out, **settings)
+    return result
+
+
+def in_whole_batches(worker: Worker, out: Path, *, num_passes: int) -> None:
+    """Every client's step is of all its samples."""
+    data = problem()
+    model = network().double()
+    loader = DataLoader(data, batch_size=len(data))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader)
+    for _ in range(num_passes):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x.double(), y)
+
+
+@both_engines
+@pytest.mark.parametrize("partition", ["linear", "shards", "dirichlet"])
+def test_whole_batches_of_all_clients_are_gradient_descent(engine: ModuleType, partition: str, tmp_path: Path) -> None:
+    """One epoch, weights by samples, the mean loss: whoever has which samples."""
+    options = {"clients": 6, "fraction": 1.0, "partition": partition}
+    result = run(engine, partial(in_whole_batches, num_passes=12), tmp_path, options=options)
+    assert result.iteration == 4
+    torch.manual_seed(0)
+    model = network().double()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    x, y, _ = problem().tensors
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
+    state = result.model_state()
+    torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-6, atol=1e-6)
+
+
+class Observed(nn.Module):
+    """A shared layer, batch norm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(F.relu(self.norm(self.body(x))))
+        return found
+
+
+def train(worker: Worker, out: Path, *, num_passes: int = 24, fails_at: int | None = None, lr: float = 0.1) -> None:
+    model = Observed()
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=lr, momentum=0.5), loader_of(problem()))
+    worker.evaluation(lambda model: {"sum": float(flat(model).double().sum())})
+    num_steps = 0
+    for _ in range(num_passes):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x + 0.1 * torch.randn_like(x), y)
+            num_steps += 1
+            if num_steps == fails_at:
+                raise RuntimeError("scripted failure")
+
+
+CLIENTS = {"clients": 6, "fraction": 0.5, "partition": "shards"}
+METHODS: dict[str, dict[str, Any]] = {
+    "fed-avg": {"optimizer": "kept"},
+    "fed-prox": {"correction.mu": "1"},
+    "fed-yogi": {},
+    "scaffold": {},
+    "fed-nova": {},
+    "fed-bn": {},
+    "fed-rep": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [
+        *((local_engine, name) for name in ("scaffold", "fed-rep")),
+        *((virtual_engine, name) for name in METHODS),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit_with_what_clients_keep(engine: ModuleType, strategy: str, tmp_path: Path) -> None:
+    options = {**CLIENTS, **METHODS[strategy]}
+    settings = {"strategy": strategy, "options": options, "max_steps": 8}
+    run(engine, train, tmp_path / "whole", **settings)
+    with pytest.raises(RunFailed, match="scripted failure"):
+        run(engine, partial(train, fails_at=80 if strategy == "fed-rep" else 40), tmp_path / "begun", checkpoint_every=3, **settings)
+    begun = Checkpoint.decode((tmp_path / "begun" / FILE_NAME).read_bytes(), where="")
+    assert begun.iteration in (3, 6)
+    run(engine, train, tmp_path / "resumed", resume=tmp_path / "begun", **settings)
+    found, wanted = (
+        Checkpoint.decode((tmp_path / name / FILE_NAME).read_bytes(), where="") for name in ("resumed", "whole")
+    )
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", METHODS)
+def test_the_number_of_workers_changes_nothing_but_rounding(strategy: str, tmp_path: Path) -> None:
+    """Nor who plays whom: random numbers, data and buffers are of the client and the round. Private layers of the
+    evaluated model are those that workers have in place, and so left out."""
+    settings = {"strategy": strategy, "options": {**CLIENTS, **METHODS[strategy]}, "max_steps": 5}
+    found = []
+    for workers in (1, 2, 4):
+        state = run(virtual_engine, train, tmp_path / str(workers), workers=workers, **settings).model_state()
+        left_out = {"fed-bn": "norm", "fed-rep": "head"}.get(strategy, "nothing")
+        found.append({name: tensor for name, tensor in state.items() if not name.startswith(left_out)})
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0], rtol=1e-4, atol=1e-6)
+    assert float(found[0]["body.weight"].abs().sum()) > 0
+
+
+def test_methods_differ(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 3, "workers": 1}
+    found = {
+        name: run(
+            virtual_engine, train, tmp_path / name, strategy=name, options={**CLIENTS, **options}, **settings
+        ).model_state()["body.weight"]
+        for name, options in {**METHODS, "plain": {}}.items()
+        if name != "plain"
+    }
+    assert len({tuple(weight.flatten().tolist()) for weight in found.values()}) == len(found)
+
+
+def look_at_layers(worker: Worker, out: Path) -> None:
+    """What each client's turn begins and ends with, and which layers a step changes."""
+    model = Observed()
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    begins, ends, moved = [], [], []
+    for _ in range(12):
+        for number, (x, y, _) in enumerate(loader):
+            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            if number == 0:
+                begins.append((before["body.weight"], before["head.weight"]))
+            step(worker, model, optimizer, x, y)
+            after = dict(model.named_parameters())
+            moved.append(
+                (number, {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])})
+            )
+            last = after["head.weight"].detach().clone()
+        ends.append(last)
+    keep(out, "layers", {"begins": begins, "ends": ends, "length": len(loader)})
+    keep(out, "moved", [(number, sorted(names)) for number, names in moved])
+
+
+def test_private_layers_stay_with_their_client_and_train_first(tmp_path: Path) -> None:
+    """Three clients in turn, all of them in every round: a client begins with the head that it ended with."""
+    options = {"clients": 3, "fraction": 1.0, "private": "head", "sampler": "cyclic"}
+    run(virtual_engine, look_at_layers, tmp_path, strategy="fed-rep", workers=1, options=options)
+    found, moved = kept(tmp_path, "layers"), kept(tmp_path, "moved")
+    heads = [head for _, head in found["begins"]]
+    assert torch.equal(heads[0], heads[1])
+    assert all(any(torch.equal(head, end) for end in found["ends"][:3]) for head in heads[3:6])
+    for first in (0, 3, 6, 9):
+        bodies = [body for body, _ in found["begins"][first : first + 3]]
+        assert all(torch.equal(body, bodies[0]) for body in bodies), "all begin with the server's"
+    half = found["length"] // 2
+    assert {tuple(names) for number, names in moved if number < half} == {("head",)}
+    assert {tuple(names) for number, names in moved if number >= half} == {("body", "norm")}
+
+
+def leave_early(worker: Worker, out: Path) -> None:
+    """Scripts of other lengths, and passes that are left: what was trained counts."""
+    model, optimizer, loader = worker.prepare(model := network(), SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    for _ in range(5 if worker.rank else 9):
+        for number, (x, y, _) in enumerate(loader):
+            step(worker, model, optimizer, x, y)
+            if number == 1:
+                break
+
+
+@both_engines
+def test_a_run_ends_for_all_with_the_round_in_which_a_script_does(engine: ModuleType, tmp_path: Path) -> None:
+    result = run(engine, leave_early, tmp_path, options={"clients": 8, "fraction": 0.5})
+    assert len(steps_of(result, 1)) == 10
+    assert len(steps_of(result, 0)) == 12, "the third round is the last"
+    assert result.iteration == 3
+
+
+def with_adagrad(worker: Worker, out: Path) -> None:
+    """An optimizer that has a state from the start."""
+    model = network()
+    optimizer = Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    model, optimizer, loader = worker.prepare(model, optimizer, loader_of(problem()))
+    first = model[0].weight
+    begins = []
+    for _ in range(4):
+        for number, (x, y, _) in enumerate(loader):
+            if number == 0:
+                begins.append(float(optimizer.state[first]["sum"].sum()))
+            step(worker, model, optimizer, x, y)
+    keep(out, "begins", begins)
+
+
+@pytest.mark.parametrize("state", ["fresh", "kept"])
+def test_a_turn_begins_with_the_optimizers_state_that_is_asked_for(state: str, tmp_path: Path) -> None:
+    options = {"clients": 2, "fraction": 1.0, "optimizer": state}
+    run(local_engine, with_adagrad, tmp_path, workers=1, options=options)
+    begins = kept(tmp_path, "begins")
+    assert begins[:2] == [80.0] * 2
+    assert (begins[2:] == [80.0] * 2) == (state == "fresh")
+    assert min(begins[2:]) >= 80.0
+
+
+def two_loaders(worker: Worker, out: Path) -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    worker.prepare(model=model, optimizer=optimizer, one=loader_of(problem()), two=loader_of(problem()))
+
+
+def test_one_loader_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="a client's turn is a pass over its data; prepare one loader"):
+        run(local_engine, two_loaders, tmp_path, workers=1, options={"clients": 4})

@@ -111,7 +111,13 @@ def test_a_run_goes_on_bit_for_bit_with_what_clients_keep(engine: ModuleType, st
     settings = {"strategy": strategy, "options": options, "max_steps": 8}
     run(engine, train, tmp_path / "whole", **settings)
     with pytest.raises(RunFailed, match="scripted failure"):
-        run(engine, partial(train, fails_at=80 if strategy == "fed-rep" else 40), tmp_path / "begun", checkpoint_every=3, **settings)
+        run(
+            engine,
+            partial(train, fails_at=80 if strategy == "fed-rep" else 40),
+            tmp_path / "begun",
+            checkpoint_every=3,
+            **settings,
+        )
     begun = Checkpoint.decode((tmp_path / "begun" / FILE_NAME).read_bytes(), where="")
     assert begun.iteration in (3, 6)
     run(engine, train, tmp_path / "resumed", resume=tmp_path / "begun", **settings)

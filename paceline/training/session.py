@@ -431,6 +431,7 @@ class Session:
         for attack in self._poisons:
             batch = attack.of_batch(batch)
         return batch
+
     def _on_pass(self) -> None:
         """Where a pass over the data is a client's turn: another one begins, and the one before is over, also if the
         script has left it early."""

@@ -111,7 +111,7 @@ def test_gan_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", HAVE_CLIENTS)
 def test_gan_is_refused_where_clients_take_turns(strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="a client's turn .* prepares one model and one optimizer"):
+    with pytest.raises(RunFailed, match=r"a client's turn .* prepares one model and one optimizer"):
         run("virtual", train_gan, tmp_path, strategy)
 
 

@@ -64,9 +64,7 @@ class SocketMailbox(Mailbox):
             endpoint = self._endpoints[destination]
             caller = self._callers[destination] = Caller(self._keys, endpoint=endpoint, identity=f"mail-{self._rank}")
         num_bytes = message.nbytes
-        caller.send(
-            Message(Kind.MAIL, self._epoch, self._rank, tensor_bytes=num_bytes, payload=to_frames([message]))
-        )
+        caller.send(Message(Kind.MAIL, self._epoch, self._rank, tensor_bytes=num_bytes, payload=to_frames([message])))
         self.timing.moved_bytes += num_bytes
 
     def wait(self, is_over: Callable[[], bool], what: str) -> None:

@@ -93,8 +93,12 @@ class Result:
 
     @property
     def iteration(self) -> int:
-        """Global iterations trained. Where nobody counts for all, a step knows of some alone, and the run's events of all."""
-        return max((record.iteration for record in (*self.steps, *self.events)), default=0)
+        """Global iterations trained.
+
+        Where nobody counts for all, a step knows of some alone, and the run's events of all.
+        """
+        counted = [step.iteration for step in self.steps] + [event.iteration for event in self.events]
+        return max(counted, default=0)
 
     @property
     def training_time_s(self) -> float:

@@ -18,7 +18,7 @@ from paceline.strategies import build
 from paceline.strategies.gossip import AsynchronousGossip
 from paceline.topology import Chain, Ring, Star, Topology
 from paceline.training.worker import Worker
-from tests.conformance.rows import keep, kept, launched, prepared, step, steps_of
+from tests.conformance.rows import keep, prepared, step, steps_of
 from tests.conformance.test_gossip import Point, every_engine, run
 
 STEP_S, SLOW = 0.01, 3

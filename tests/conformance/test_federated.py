@@ -110,8 +110,9 @@ def test_a_run_goes_on_bit_for_bit_with_what_clients_keep(engine: ModuleType, st
     options = {**CLIENTS, **METHODS[strategy]}
     settings = {"strategy": strategy, "options": options, "max_steps": 8}
     run(engine, train, tmp_path / "whole", **settings)
+    fails = partial(train, fails_at=80 if strategy == "fed-rep" else 40)
     with pytest.raises(RunFailed, match="scripted failure"):
-        run(engine, partial(train, fails_at=80 if strategy == "fed-rep" else 40), tmp_path / "begun", checkpoint_every=3, **settings)
+        run(engine, fails, tmp_path / "begun", checkpoint_every=3, **settings)
     begun = Checkpoint.decode((tmp_path / "begun" / FILE_NAME).read_bytes(), where="")
     assert begun.iteration in (3, 6)
     run(engine, train, tmp_path / "resumed", resume=tmp_path / "begun", **settings)

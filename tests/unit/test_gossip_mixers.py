@@ -222,7 +222,7 @@ def exchange_with_losses(mixers: list[Mixer], step: int, draws: random.Random, *
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("topology", [UNEVEN, OnePeerExponential(), Star()], ids=lambda topology: type(topology).__name__)
+@pytest.mark.parametrize("topology", [UNEVEN, OnePeerExponential(), Star()], ids=lambda drawn: type(drawn).__name__)
 def test_running_sums_find_the_mean_though_messages_are_lost(topology: Topology, loss: float) -> None:
     mixers, draws = world(RunningSums, topology, [float(rank) for rank in range(8)]), random.Random(1)
     for step in range(50 if loss == 0 else 120):

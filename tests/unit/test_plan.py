@@ -51,8 +51,10 @@ def test_every_combination_that_has_room() -> None:
     assert {p.prediction.workers for p in found.points if p.label == "all-reduce"} == {1, 2, 3, 4, 6}
     assert len(found.frame) == len(found.points)
     moving_alike = {"post-local", "slowmo", "diloco"}
+    federated = {name for name, entry in STRATEGIES.items() if entry.strategy is STRATEGIES["fed-avg"].strategy}
     names = {name for name, entry in STRATEGIES.items() if not entry.is_another_name}
-    assert set(found.frame["strategy"]) == names - moving_alike
+    assert set(found.frame["strategy"]) == names - moving_alike - federated
+    assert found.unpriced == ("fed-avg",), "whose clients' turns no plan knows"
 
 
 def test_the_best_needs_the_fewest_of_those_that_are_as_good() -> None:

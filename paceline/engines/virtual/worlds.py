@@ -33,9 +33,9 @@ from paceline.errors import UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Reporter
+from paceline.seeding import derive
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec
-from paceline.seeding import derive
 from paceline.strategies.base import Context
 from paceline.strategies.traits import Traits
 

@@ -29,9 +29,9 @@ from paceline.topology import Ring, Topology
 class AsynchronousGossip(Strategy):
     """AD-PSGD (Lian et al., ICML 2018): nobody waits for a slower worker.
 
-    Neighbours fall into those who ask and those who answer. With each gradient an asker and one of its neighbours, drawn
-    anew, take the mean of their models, which travels while the gradient is computed. Unlike there, any optimizer of the
-    script may make the steps.
+    Neighbours fall into those who ask and those who answer. With each gradient an asker and one of its neighbours,
+    drawn anew, take the mean of their models, which travels while the gradient is computed. Unlike there, any optimizer
+    of the script may make the steps.
 
     An iteration is one gradient that is applied. Its staleness is how many of others' have come into the worker's model
     since its parameters were read.

@@ -37,8 +37,8 @@ class FlatModel:
         for parameter, version, spec in zip(self.replica.parameters, self._versions, self.replica.specs, strict=True):
             if parameter._version != version:
                 raise UsageError(
-                    f"step {step}: the script changed parameter {spec.name!r} in place on rank {rank}, while neighbours "
-                    "mix a copy of it, which would undo that; do so before prepare, or use --strategy gossip"
+                    f"step {step}: the script changed parameter {spec.name!r} in place on rank {rank}, while "
+                    "neighbours mix a copy of it, which would undo that; do so before prepare, or use --strategy gossip"
                 )
 
     def accept(self) -> None:

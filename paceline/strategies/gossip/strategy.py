@@ -61,8 +61,8 @@ class Gossip(Strategy):
     )
     mode: Mode = option(
         "average",
-        "average: mean with the neighbours; push-sum: sums and weights, for links that go one way; running-sums: push-sum "
-        "that bears lost messages, each twice as large; relay: sums that travel along a tree",
+        "average: mean with the neighbours; push-sum: sums and weights, for links that go one way; running-sums: "
+        "push-sum that bears lost messages, each twice as large; relay: sums that travel along a tree",
     )
     order: Order = option(
         "atc",

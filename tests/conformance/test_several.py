@@ -21,7 +21,7 @@ import paceline
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.data import Dataset, Split, load
 from paceline.errors import RunFailed
-from paceline.strategies import STRATEGIES
+from paceline.strategies import STRATEGIES, build
 from tests.conformance import local_engine, virtual_engine
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import EXACT, assert_close
@@ -34,7 +34,8 @@ _SPEC.loader.exec_module(gan)
 
 ENGINES = {"local": local_engine, "virtual": virtual_engine}
 every_strategy = pytest.mark.parametrize(
-    "strategy", [name for name, entry in STRATEGIES.items() if not entry.is_another_name]
+    "strategy",
+    [name for name, entry in STRATEGIES.items() if not entry.is_another_name and not build(name).traits.by_script],
 )
 
 

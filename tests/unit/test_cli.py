@@ -91,6 +91,11 @@ def save_checkpoint(directory: Path, *, workers: int = 2, seed: int = 0) -> Path
             "--strategy ps-bsp --workers 2 --option backup_workers=2",
             "backup_workers=2 leaves no gradient to wait for with 2 worker(s)",
         ),
+        (
+            "--strategy horovod --max-time 9",
+            "--max-time has no effect under strategy horovod, whose script exchanges, evaluates and saves by itself; "
+            "--max-steps ends it",
+        ),
         ("--max-steps 0", "max-steps must be positive, not 0"),
         ("--deadline -1", "deadline must be positive, not -1.0"),
         ("--device gpu", "device must be auto, cpu or cuda, not 'gpu'"),

@@ -28,7 +28,7 @@ from paceline.strategies.replica import (
     require_same_tensors,
 )
 from paceline.strategies.settings import require_same_settings
-from paceline.strategies.several import as_one, describe_each, whole_of
+from paceline.strategies.several import as_one, describe_each, require_one_of_each, whole_of
 from paceline.strategies.together import Together
 from paceline.training import snapshot
 from paceline.training.accounting import Account
@@ -109,6 +109,10 @@ class Session:
             self.run.tell("attack", {"attacks": list(config.attacks), "hostile workers know": knows})
         model = as_one(given.models)
         replicas = describe_each(model, given.optimizers)
+        if self.run.strategy.participation() is not None:
+            require_one_of_each(
+                replicas[0], "a client's turn is a pass of one model over its data, so that this strategy"
+            )
         whole = whole_of(replicas)
         _move(model, given.optimizers.values(), context.device)
         if context.size > 1:

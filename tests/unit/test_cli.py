@@ -218,11 +218,12 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     assert paceline(monkeypatch, "strategies") == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    servers, local = (
-        ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"],
-        ["local-sgd", "post-local", "slowmo", "diloco"],
-    )
-    assert names == ["single", "all-reduce", "ring", *servers, "gossip", "d-psgd", "sgp", "relay", *local]
+    servers = ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
+    gossip = ["gossip", "d-psgd", "sgp", "relay", "ad-psgd"]
+    local = ["local-sgd", "post-local", "slowmo", "diloco"]
+    averaging = ["fed-avg", "fed-prox", "fed-avgm", "fed-adam", "fed-yogi", "fed-adagrad"]
+    federated = [*averaging, "scaffold", "fed-nova", "fed-bn", "fed-rep"]
+    assert names == ["single", "all-reduce", "ring", *servers, *gossip, *local, *federated, "horovod"]
     assert [line.split()[:1] for line in lines].count(["backup_workers"]) == 1, (
         "another name's options are not repeated"
     )

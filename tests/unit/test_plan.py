@@ -25,7 +25,7 @@ from paceline.planner import StepWork, wording
 from paceline.planner.noise import NoiseScale
 from paceline.planner.observing import NOISE_STEPS, observe
 from paceline.planner.search import Check, best_of, plan, worker_counts
-from paceline.strategies import STRATEGIES, build
+from paceline.strategies import STRATEGIES
 
 WORK = StepWork(tensor_bytes=(4_000_000,), samples=32)
 
@@ -51,9 +51,10 @@ def test_every_combination_that_has_room() -> None:
     assert {p.prediction.workers for p in found.points if p.label == "all-reduce"} == {1, 2, 3, 4, 6}
     assert len(found.frame) == len(found.points)
     moving_alike = {"post-local", "slowmo", "diloco"}
-    own = {name: entry for name, entry in STRATEGIES.items() if not build(name).traits.by_script}
-    names = {name for name, entry in own.items() if not entry.is_another_name}
-    assert set(found.frame["strategy"]) == names - moving_alike
+    federated = {name for name, entry in STRATEGIES.items() if entry.strategy is STRATEGIES["fed-avg"].strategy}
+    names = {name for name, entry in STRATEGIES.items() if not entry.is_another_name}
+    assert set(found.frame["strategy"]) == names - moving_alike - federated - {"horovod"}
+    assert found.unpriced == ("fed-avg",), "whose clients' turns no plan knows"
 
 
 def test_the_best_needs_the_fewest_of_those_that_are_as_good() -> None:

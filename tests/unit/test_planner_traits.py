@@ -248,4 +248,4 @@ def test_a_plan_has_a_user_s_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_says_which_strategy_it_leaves_out() -> None:
     found = plan(cluster_of(4), WORK, num_checks=0)
     assert NAME not in set(found.frame["strategy"])
-    assert f"Left out, since they do not say what they move: {NAME}." in wording.answer(found)
+    assert f"Left out, since they do not say what they move: fed-avg and {NAME}." in wording.answer(found)

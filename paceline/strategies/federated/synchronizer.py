@@ -21,7 +21,6 @@ from paceline.strategies.finite import checked, may_step
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler, require_same_parameters
-from paceline.strategies.several import require_one_of_each
 
 if TYPE_CHECKING:
     from paceline.strategies.federated.strategy import Federated
@@ -44,7 +43,6 @@ class FederatedSynchronizer(Synchronizer):
 
     def __init__(self, strategy: Federated, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
-        require_one_of_each(replica, "a strategy with clients")
         assert context.roster is not None, "strategies with clients are given a roster"
         self._strategy, self._roster = strategy, context.roster
         private = private_names(replica.model, strategy.private)

@@ -35,6 +35,17 @@ from paceline.strategies.hostility import require_attackable
 from paceline.training.evaluation import metrics_in
 
 EngineChoice = Literal["ray", "virtual"]
+_OF_STRATEGIES = {
+    "--max-time": "max_time_s",
+    "--eval-every": "eval_every",
+    "--checkpoint-every": "checkpoint_every",
+    "--target": "target",
+    "--hold": "hold",
+    "--after-target": "after_target",
+    "--strict": "strict",
+    "--attack": "attacks",
+}
+"""Settings that need a strategy of Paceline's own, which steps and pauses for the script."""
 
 
 class Quiet(Watcher):
@@ -125,6 +136,8 @@ def run(
         strict=strict,
         attacks=(attack,) if isinstance(attack, str) else tuple(attack),
     )
+    if plan.traits.by_script:
+        _require_effect(plan, config, {"--engine virtual": virtual is not None, "--resume": resume is not None})
     require_attackable(parse(config.attacks), plan.traits, num_workers=workers)
     if strict and workers == 1:
         raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
@@ -200,6 +213,19 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
     if cluster is None:
         known = ", ".join(cluster_file.shipped())
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
+
+
+def _require_effect(strategy: Strategy, config: RunConfig, others: Mapping[str, bool]) -> None:
+    """Raise UsageError for settings of which a script that does all by itself knows nothing; `others` are those beside
+    the config, and whether they are given."""
+    plain = RunConfig()
+    given = {option: getattr(config, name) != getattr(plain, name) for option, name in _OF_STRATEGIES.items()}
+    for option, is_given in {**given, **others}.items():
+        if is_given:
+            raise UsageError(
+                f"{option} has no effect under strategy {name_of(strategy)}, whose script exchanges, evaluates and "
+                "saves by itself; --max-steps ends it"
+            )
 
 
 def _strategy(strategy: str | Strategy, options: Mapping[str, Any] | None) -> Strategy:

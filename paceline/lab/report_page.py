@@ -16,10 +16,12 @@ from paceline.lab.figures import Chart, Figure, Subject, figures
 from paceline.lab.frames import FAILED, MISSING, Frames
 from paceline.lab.html_page import chart_view
 from paceline.lab.origin import origin
+from paceline.lab.runner import TRIALS
 from paceline.lab.spec import StudySpec
 from paceline.lab.study import Study
 from paceline.lab.summary_table import summary_table
 from paceline.lab.virtual_cluster import VirtualCluster
+from paceline.records import EventRecord, iterate_records
 from paceline.training import clock
 from paceline.training.holding import NUM_SAMPLES
 
@@ -187,6 +189,7 @@ def _facts(study: Study) -> dict[str, str]:
         "Engine": spec.engine,
         "Cluster": _cluster(spec.cluster) if spec.cluster is not None else "",
         "Evaluation": f"every {eval_every.words}" if eval_every else "at the end of each run",
+        "Models kept to be judged": _keeping(study),
         "Budget": _budget(spec),
         "Script": f"{spec.script} (SHA-256 {spec.script_sha256[:12]}…)",
         "Left out": "; ".join(f"{out.variant.label} × {out.workers}: {out.reason}" for out in spec.left_out),
@@ -199,6 +202,23 @@ def _tuned(study: Study) -> str:
     """What each combination was judged with."""
     rows = study.frames.trials[["strategy", "workers", "setting"]].drop_duplicates()
     return "; ".join(f"{s} × {n}: {setting}" for s, n, setting in rows.itertuples(index=False) if setting)
+
+
+def _keeping(study: Study) -> str:
+    """What it cost rank 0 to keep models under strategies that have nobody wait for an evaluation."""
+    trials = study.frames.trials.set_index("trial")["training_time_s"].dropna()
+    told = {
+        trial: event.details
+        for trial in trials.index
+        for event in iterate_records(study.directory / TRIALS / trial, EventRecord)
+        if event.name == "models_kept"
+    }
+    if not told:
+        return ""
+    share = max(details["took_s"] / max(trials[trial], 1e-9) for trial, details in told.items())
+    left_out = sum(details["left_out"] for details in told.values())
+    cost = f"{sum(details['kept'] for details in told.values()):,} copies, which took {share:.2%} of a run at most"
+    return cost + (f"; {left_out:,} more had no room in memory and were not judged" if left_out else "")
 
 
 def _cluster(cluster: VirtualCluster) -> str:

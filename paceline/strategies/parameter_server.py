@@ -99,6 +99,7 @@ class ParameterServer(Strategy):
             lock_step=self.consistency == "bsp" and self.backup_workers == 0,
             unit="update" if self.consistency == "bsp" else "gradient",
             tells_stop=True,
+            shows_model=self.consistency != "bsp",
             num_servers=self.servers,
             passes_attacks=True,
             traffic=(AllReduced(), served) if self.combine == "always" else (served,),

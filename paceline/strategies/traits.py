@@ -86,6 +86,9 @@ class Traits:
     tells_stop: bool = False
     """The exchange of a step carries a worker's wish to stop to all others. Otherwise workers pause now and then to
     agree on it."""
+    shows_model: bool = False
+    """Where every gradient is an iteration: after each of its steps a worker has the global model of that moment, so
+    that it may be judged without a word to anybody."""
     workers_differ: bool = False
     """Each worker has a model of its own, whose distance to the mean is recorded with every evaluation."""
     own_scores: bool = False

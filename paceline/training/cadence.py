@@ -7,7 +7,7 @@ from paceline.config import RunConfig
 from paceline.interval import Count
 
 NEVER = 2**62
-_LATE_FIRST = 256
+_LATE_FIRST, _LATE_FIRST_JUDGED = 256, 32
 _ROUNDING = 1e-6  # of iterations, in what is a whole number of them
 
 
@@ -41,19 +41,22 @@ class Cadence:
 
     Args:
         waits: workers wait for each other at pauses alone, so that the first are not to come soon for nothing.
+        judges_kept: models that rank 0 keeps are judged in pauses, and may end the run.
     """
 
-    def __init__(self, config: RunConfig, *, waits: bool) -> None:
+    def __init__(self, config: RunConfig, *, waits: bool, judges_kept: bool = False) -> None:
         self._config = config
         self.evaluates = False
         """Whether the script has registered an evaluation."""
+        self.is_beside = False
+        """Models are kept to be judged in pauses that come anyway, so that evaluations bring none about."""
         self.evaluated_at: Count | None = None
         """How far the run was at the last evaluation, or at the checkpoint that it goes on from."""
         self.checkpointed_at = -1
         self.next_pause = 0
         """The iteration at which all workers are to meet next, as `plan` found it."""
         self._meet_at = NEVER
-        self._rhythm = Rhythm(first=_LATE_FIRST if waits else 1)
+        self._rhythm = Rhythm(first=1 if not waits else _LATE_FIRST_JUDGED if judges_kept else _LATE_FIRST)
         self._evaluation_rhythm = Rhythm()
 
     def is_over(self, iteration: int) -> bool:
@@ -67,7 +70,7 @@ class Cadence:
         """
         config = self._config
         due = [config.max_steps or NEVER, self._meet_at, check_at]
-        if self.evaluates:
+        if self.evaluates and not self.is_beside:
             due.append(self._next_evaluation(now, iterations_per_s))
         if config.checkpoint_every is not None:
             due.append((max(0, self.checkpointed_at) // config.checkpoint_every + 1) * config.checkpoint_every)
@@ -100,7 +103,7 @@ class Cadence:
             return False
         if at_end or every is None:
             return at_end
-        return before is None or every.has_come(before, now)
+        return before is None or (not self.is_beside and every.has_come(before, now))
 
     def is_checkpoint_due(self, iteration: int, *, at_end: bool, is_late: bool) -> bool:
         """

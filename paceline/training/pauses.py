@@ -3,23 +3,22 @@
 import math
 from typing import Any, final
 
-from torch import nn
-
 from paceline.errors import UsageError
 from paceline.interval import Count
-from paceline.records import EvaluationRecord
 from paceline.strategies.meeting import gathered
 from paceline.training import snapshot
 from paceline.training.agreement import Agreement
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.differing import Differing
-from paceline.training.evaluation import Evaluation, evaluate
-from paceline.training.holding import Streak
+from paceline.training.evaluation import Evaluation
+from paceline.training.judging import Judge
+from paceline.training.kept_models import KeptModels
 from paceline.training.worker_run import WorkerRun
 
 MODEL_FILE = "model.safetensors"
 _AGREE_S = 1.0
+_JUDGE_S = 5.0  # from one pause to the next, where models that are kept may have reached the target
 
 
 @final
@@ -28,17 +27,38 @@ class Pauses:
 
     Where steps do not carry a worker's wish to stop to all others (the trait `tells_stop`), workers say it here, and
     all stop at the iteration of this pause.
+
+    Where workers' models are the servers' (`shows_model`), evaluations bring no pause about: rank 0 keeps models, which
+    are judged in pauses that come anyway. They do bring pauses about once rank 0 is through with its data.
     """
 
     def __init__(self, run: WorkerRun, cadence: Cadence, checkpoints: Checkpoints) -> None:
         self._run, self._cadence, self._checkpoints = run, cadence, checkpoints
         self._agreement = Agreement(run)
-        self.evaluation: Evaluation | None = None
-        self.last_metrics: dict[str, float] = {}
+        self._judge = Judge(run)
+        self._kept = KeptModels(run)
+        self._keeps = run.context.rank == 0 and run.traits.shows_model and run.context.size > 1
+        self._has_begun = False
         self._met_at = (0, 0.0)
-        config = run.config
-        self._streak = Streak(config.target, config.hold) if config.target is not None else None
-        self._is_target_reached = False
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The script's, once it has registered one."""
+        return self._judge.evaluation
+
+    @evaluation.setter
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._judge.evaluation = evaluation
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """What the last evaluation returned; empty before the first."""
+        return self._judge.last_metrics
+
+    def between_steps(self) -> None:
+        """The run goes on, and this worker has the model that it computes its next gradient with."""
+        if self._keeps:
+            self._kept.keep_if_due()
 
     def require_evaluation(self) -> None:
         """Raise UsageError if the run asks for evaluations and the script has none."""
@@ -75,11 +95,23 @@ class Pauses:
         run.iteration = run.prepared.synchronizer.meet(furthest, active=active)
         all_done = all(report["done"] for report in reports)
         cadence.evaluates = first["evaluates"]
+        cadence.is_beside = run.traits.shows_model and run.context.size > 1 and not first["done"]
         now = _count(run.iteration, reports)
         evaluates = cadence.is_evaluation_due(now, at_end=all_done) and not first["interrupted"]
         saves = cadence.is_checkpoint_due(run.iteration, at_end=all_done, is_late=first["checkpoint_in_s"] <= 0)
-        if evaluates or saves or all_done:
-            self._look_at_global_model(now, reports, evaluates=evaluates, saves=saves, is_last=all_done)
+        if first["interrupted"]:
+            self._kept.drop()
+        judges = evaluates or (first["kept"] > 0 and not first["interrupted"])
+        if judges or saves or all_done:
+            judged = now if evaluates else None
+            self._look_at_global_model(reports, judges=judges, judged=judged, saves=saves, is_last=all_done)
+        if evaluates:
+            cadence.evaluated_at = now
+        if cadence.evaluated_at is not None and self._keeps and not self._has_begun:
+            self._has_begun = True
+            self._kept.begin(cadence.evaluated_at)
+        if all_done:
+            self._kept.tell()
         self._agree(now, reports, has_saved=saves)
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
@@ -98,6 +130,7 @@ class Pauses:
             "samples": run.samples,
             "steps": run.steps,
             "evaluates": self.evaluation is not None,
+            "kept": len(self._kept),
             "interrupted": run.reporter.stop_requested(),
             "wants_stop": run.wants_stop(),
             "checkpoint_in_s": self._checkpoints.due_in_s,
@@ -112,6 +145,8 @@ class Pauses:
         self._met_at = (run.iteration, run.clock.now_s)
         run.has_ended = run.has_ended or self._cadence.is_over(run.iteration)
         waits_s = [self._checkpoints.next_in_s(first["checkpoint_in_s"], has_saved=has_saved)]
+        if self._cadence.is_beside and self._judge.ends_run:
+            waits_s.append(_JUDGE_S)
         if not run.traits.tells_stop:
             run.has_ended = run.has_ended or any(report["wants_stop"] for report in reports)
             left_s = (run.config.max_time_s or math.inf) - first["time_s"]
@@ -121,15 +156,19 @@ class Pauses:
         self._cadence.plan(now, check_at=check_at, iterations_per_s=rate)
 
     def _look_at_global_model(
-        self, now: Count, reports: list[dict[str, Any]], *, evaluates: bool, saves: bool, is_last: bool
+        self, reports: list[dict[str, Any]], *, judges: bool, judged: Count | None, saves: bool, is_last: bool
     ) -> None:
+        """
+        Args:
+            judges: models that were kept are judged, and the global one, if it is told how far the run is (`judged`).
+        """
         run = self._run
         time_s = sum(report["time_s"] for report in reports) / len(reports)
         own = self._checkpoints.own_part() if saves else None
-        differing = Differing(run) if evaluates and run.traits.workers_differ else None
+        differing = Differing(run) if judged is not None and run.traits.workers_differ else None
         with run.prepared.synchronizer.global_model() as model:
-            if evaluates:
-                self._evaluate(model, now, time_s)
+            if judges:
+                self._judge.judge(model, judged, time_s, self._kept)
             if differing is not None:
                 differing.record_distance()
             if own is not None:
@@ -139,38 +178,6 @@ class Pauses:
                 run.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
         if differing is not None and run.traits.own_scores and self.evaluation is not None:
             differing.record_scores(self.evaluation)
-
-    def _evaluate(self, model: nn.Module, now: Count, time_s: float) -> None:
-        """Rank 0 calls the script's evaluation; all learn what came of it."""
-        found = self._found(model, time_s, now.samples) if self._run.context.rank == 0 else None
-        found = self._run.context.collective.broadcast_object(found)
-        if "error" in found:
-            raise UsageError(found["error"])
-        self.last_metrics = found["metrics"]
-        self._cadence.evaluated_at = now
-        self._run.has_ended = self._run.has_ended or found["stop"]
-
-    def _found(self, model: nn.Module, time_s: float, samples: int) -> dict[str, Any]:
-        run, target = self._run, self._run.config.target
-        assert self.evaluation is not None
-        try:
-            found = evaluate(self.evaluation, model, target=target, now_s=run.context.pacing.now_s)
-        except UsageError as error:
-            return {"error": str(error)}
-        run.reporter.emit(EvaluationRecord(run.iteration, time_s, samples, found.metrics, found.duration_s))
-        is_reached = self._is_held(found.metrics, time_s)
-        return {"metrics": found.metrics, "stop": is_reached and run.config.after_target == "stop"}
-
-    def _is_held(self, metrics: dict[str, float], time_s: float) -> bool:
-        """Whether the target is reached by now; when it first is, that is told."""
-        if self._streak is None or not self._streak.add(metrics, time_s):
-            return self._is_target_reached
-        if not self._is_target_reached:
-            target = self._streak.target
-            details = {"target": str(target), "value": metrics[target.metric], "held": self._streak.num}
-            self._run.tell("target_reached", details, at_s=self._streak.began_s)
-        self._is_target_reached = True
-        return True
 
 
 def _count(iteration: int, reports: list[dict[str, Any]]) -> Count:

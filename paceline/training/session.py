@@ -85,7 +85,8 @@ class Session:
         self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
-        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step)
+        judges_kept = traits.shows_model and config.target is not None and config.after_target == "stop"
+        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step, judges_kept=judges_kept)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
@@ -371,8 +372,10 @@ class Session:
     def _settle(self) -> None:
         """Between two steps: pause where that is due, and wait for admission where a pause was entered without it."""
         outcome, self._unsettled = self._unsettled, None
+        has_met = False
         while outcome is not None and not self.run.has_ended:
             if outcome.meets or outcome.iteration >= self._cadence.next_pause:
+                has_met = True
                 with self.run.prepared.account.pause():
                     self.pauses.meet(is_done=False)
             if self.run.has_ended or outcome.admitted:
@@ -382,6 +385,8 @@ class Session:
             self._take(outcome)
         if self.run.has_ended:
             self._end()
+        elif outcome is not None and not has_met:  # in a pause the run's iteration has become that of the furthest
+            self.pauses.between_steps()
 
     def _end(self) -> None:
         self.run.has_ended = True

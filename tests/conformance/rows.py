@@ -67,6 +67,11 @@ class Row:
         return self.workers_differ and not self.updates_are_joint
 
     @property
+    def is_judged_beside(self) -> bool:
+        """Evaluations have nobody meet: rank 0 keeps its model after the first of its steps that one is due at."""
+        return bool(self.num_servers) and not self.updates_are_joint
+
+    @property
     def num_servers(self) -> int:
         return int(self.options.get("servers", 1)) if self.strategy.startswith("ps") else 0
 

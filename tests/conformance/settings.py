@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.config import DeviceChoice, RunConfig, Target
+from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target
 from paceline.interval import Interval
 
 
@@ -13,6 +13,7 @@ def config_of(
     eval_every: int | str | None = None,
     checkpoint_every: int | None = None,
     target: str | None = None,
+    after_target: AfterTarget = "stop",
     seed: int = 0,
     deadline_s: float = 60.0,
     device: DeviceChoice = "cpu",
@@ -26,6 +27,7 @@ def config_of(
         eval_every=Interval.parse(eval_every) if eval_every is not None else None,
         checkpoint_every=checkpoint_every,
         target=Target.parse(target) if target is not None else None,
+        after_target=after_target,
         seed=seed,
         deadline_s=deadline_s,
         device=device,

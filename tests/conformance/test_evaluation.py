@@ -59,7 +59,11 @@ def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, register
     script = partial(evaluate, registers_on_all=registers_on_all, takes_s=takes_s)
     result = row.run(script, tmp_path / "with", max_steps=20, eval_every=5)
     iterations = [evaluation.iteration for evaluation in result.evaluations]
-    assert [iteration // 5 for iteration in iterations] == [0, 1, 2, 3, 4]
+    if row.is_judged_beside:
+        assert iterations == sorted(set(iterations))
+        assert {0, 20} <= set(iterations)
+    else:
+        assert [iteration // 5 for iteration in iterations] == [0, 1, 2, 3, 4]
     if row.updates_are_joint:
         assert iterations == [0, 5, 10, 15, 20]
     state = result.model_state()
@@ -69,9 +73,10 @@ def test_evaluation_sees_the_global_model_and_leaves_no_trace(row: Row, register
     torch.testing.assert_close(state["1.running_mean"], torch.stack(means).mean(dim=0))
     known = [evaluation.metrics for evaluation in result.evaluations]
     for rank in range(row.workers):  # where workers count, the last evaluation comes after the script
-        assert kept(tmp_path / "with", f"metrics-{rank}") in (known[-2:] if row.nobody_counts else known[-2:-1])
+        before_the_last = known[:-1] if row.is_judged_beside else known[-2:] if row.nobody_counts else known[-2:-1]
+        assert kept(tmp_path / "with", f"metrics-{rank}") in before_the_last
     assert all(evaluation.duration_s >= 0.999 * takes_s for evaluation in result.evaluations)
-    if takes_s:
+    if takes_s and not row.is_judged_beside:
         between_s = [later.time_s - earlier.time_s for earlier, later in pairwise(result.evaluations)]
         assert min(between_s[1:]) < takes_s  # each would hold one evaluation if those in pauses were on the clock
     if row.is_deterministic and registers_on_all:
@@ -107,7 +112,7 @@ def tally(worker: Worker, out: Path) -> None:
 @every_row
 def test_evaluated_and_saved_model_is_the_one_of_its_iteration(row: Row, tmp_path: Path) -> None:
     result = row.run(tally, tmp_path, max_steps=30, eval_every=4)
-    assert len(result.evaluations) == 9
+    assert len(result.evaluations) == 9 or (row.is_judged_beside and len(result.evaluations) <= 9)
     saved = torch.cat([*result.model_state().values()])
     assert result.metrics == {"least": float(saved.min()), "most": float(saved.max())}
     if not (row.is_plain and row.is_exact):

@@ -83,6 +83,22 @@ def require_of_changes(codec: Codec | None, scope: Scope, *, delay: int) -> None
         )
 
 
+def require_of_neighbours(codec: Codec | None, scope: Scope) -> None:
+    """Raises UsageError for what cannot carry differences to estimates that neighbours share."""
+    require_averaging(codec, scope)
+    if codec is None:
+        return
+    if codec.adapts:
+        raise UsageError(f"codec={codec} is chosen by what an average of all workers takes; name one")
+    if codec.joint:
+        raise UsageError(f"codec={codec} averages among all workers, and in gossip nobody hears everybody; use int8")
+    if not codec.contracts:
+        raise UsageError(
+            f"codec={codec} may leave out more than there is, so that what neighbours believe of a model would drift "
+            "off; use fp16, bf16, int8, fp8, one-bit, top-k or dct"
+        )
+
+
 def require_real(codec: Codec, dtype: torch.dtype) -> None:
     """Raises UsageError for gradients that no codec knows."""
     if dtype.is_complex:

@@ -145,6 +145,8 @@ ROWS = (
         is_exact=False,
         moves_every_step=False,
     ),
+    coded("gossip", "int8", options=GOSSIP, workers_differ=True, is_slow=False),
+    coded("gossip", "top-k:ratio=0.2", options={**GOSSIP, "order": "awc"}, workers_differ=True),
     *(coded("all-reduce", codec, is_slow=not codec.startswith("powersgd")) for codec in (*CODECS, *JOINT_CODECS)),
     *(
         coded("ps-bsp", codec, is_slow=codec != "int8", options_to_change_gradients={"combine": "always"})

@@ -25,6 +25,7 @@ from paceline.engines.standing import Watcher
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, unknown
+from paceline.interval import Interval
 from paceline.records import truncate
 from paceline.running import machine_load, manifest, watching
 from paceline.running.result import Result
@@ -67,7 +68,7 @@ def run(
     insecure: bool = False,
     max_steps: int | None = None,
     max_time_s: float | None = None,
-    eval_every: int | None = None,
+    eval_every: int | str | None = None,
     checkpoint_every: int | None = None,
     target: str | Target | None = None,
     hold: int | None = None,
@@ -101,7 +102,9 @@ def run(
         hold: how many evaluations in a row must reach the target; none: up to 3, by the number of samples that the
             evaluation returns as `num_samples`, so that luck alone rarely passes; 1 where it returns none.
         after_target: `continue` trains on once the target is reached.
-        eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
+        eval_every: from one evaluation to the next: iterations (a number), `10000samples` or `200batches` that all
+            workers together train on, or `30s` of training.
+        checkpoint_every: iterations between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
@@ -122,7 +125,7 @@ def run(
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
-        eval_every=eval_every,
+        eval_every=Interval.parse(eval_every) if eval_every is not None else None,
         checkpoint_every=checkpoint_every,
         target=Target.parse(target) if isinstance(target, str) else target,
         hold=hold,

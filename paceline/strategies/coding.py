@@ -55,9 +55,10 @@ def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = F
         raise UsageError(
             f"codec={codec} averages among workers half-way, and workers push to servers one by one; use all-reduce"
         )
-    if of_servers and codec.votes:
+    if of_servers and codec.votes and scope != "all":
         raise UsageError(
-            f"codec={codec} is joined by a vote of all workers, and servers average: use codec=one-bit, or all-reduce"
+            f"codec={codec} is joined by a vote of all workers, and with codec_scope=links those on a server's host "
+            "push gradients as they are: use codec_scope=all, codec=one-bit, or all-reduce"
         )
 
 

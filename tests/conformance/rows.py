@@ -152,6 +152,7 @@ ROWS = (
         coded("ps-bsp", codec, is_slow=codec != "int8", options_to_change_gradients={"combine": "always"})
         for codec in CODECS
     ),
+    coded("ps-bsp", "sign", options_to_change_gradients={"combine": "never"}),
     *(coded("ps-asp", codec, is_deterministic=False, updates_are_joint=False) for codec in CODECS),
     Row("local-sgd", "local-sgd", 2, {"every": 3}, steps_an_iteration=3),
     Row(

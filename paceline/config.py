@@ -8,6 +8,7 @@ from typing import Literal
 
 from paceline.attacks import parse
 from paceline.errors import UsageError
+from paceline.interval import Interval
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 AfterTarget = Literal["stop", "continue"]
@@ -78,8 +79,8 @@ class RunConfig:
     """Iterations as the literature counts them: global updates, or gradients applied where every gradient is one."""
     max_time_s: float | None = None
     """Seconds of training time."""
-    eval_every: int | None = None
-    """Iterations between evaluations; none: only at the end."""
+    eval_every: Interval | None = None
+    """From one evaluation to the next; none: only at the end."""
     checkpoint_every: int | None = None
     """Iterations between checkpoints; none: so often that a killed run loses at most 30 s, and at the end."""
     target: Target | None = None
@@ -96,7 +97,7 @@ class RunConfig:
     """What hostile workers do, as `sign-flip:workers=2`."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "eval_every", "checkpoint_every", "hold", "max_time_s", "deadline_s"):
+        for name in ("max_steps", "checkpoint_every", "hold", "max_time_s", "deadline_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be positive, not {value}")
@@ -111,4 +112,4 @@ class RunConfig:
             object.__setattr__(self, "eval_every", DEFAULT_EVAL_EVERY)
 
 
-DEFAULT_EVAL_EVERY = 100
+DEFAULT_EVAL_EVERY = Interval(100)

@@ -12,9 +12,12 @@ from paceline.engines import torchrun
 from paceline.engines.world import World, alone, current, enter
 from paceline.errors import UsageError
 from paceline.horovod.channel import Channel, Operation
+from paceline.horovod.ledger import Ledger
 from paceline.horovod.negotiation import MEETING, Request
+from paceline.horovod.recording import Recorder
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
+from paceline.seeding import derive, seed_everything
 
 GLOBAL = 0
 """The process set of all ranks."""
@@ -137,11 +140,15 @@ class Runtime:
                 ranks,
                 settings=self.settings,
                 timeline=self.timeline,
+                ledger=_ledger,
                 name=f"process set {number}",
             )
         return number
 
 
+_ledger = Ledger()
+_recorder: Recorder | None = None
+"""Of this process's run, however often the script calls `init`."""
 _runtime: Runtime | None = None
 _num_connected = 0
 
@@ -166,7 +173,7 @@ def is_initialized() -> bool:
 
 def init() -> Runtime:
     """Meet all workers of the run, of torchrun's world, or of a world of one. A second call does nothing."""
-    global _runtime
+    global _runtime, _recorder
     if _runtime is None:
         world = current()
         if world is None:
@@ -178,7 +185,15 @@ def init() -> Runtime:
         if world.context.pacing.is_simulated:
             raise UsageError("Horovod's scripts run in real processes; use --engine ray")
         _runtime = Runtime(world, settings=Settings.read())
+        if world.strategy.traits.by_script and _recorder is None:
+            _recorder = Recorder(world, _ledger.timing)
+            seed_everything(derive(world.config.seed, "rank", world.context.rank))
     return _runtime
+
+
+def recorder() -> Recorder | None:
+    """Who records this rank's steps; nobody, unless the run was started for that."""
+    return _recorder
 
 
 def shutdown() -> None:

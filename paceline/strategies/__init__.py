@@ -14,6 +14,7 @@ from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
 from paceline.strategies.federated import Federated
 from paceline.strategies.gossip import AsynchronousGossip, Gossip
+from paceline.strategies.horovod import Horovod
 from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
@@ -232,6 +233,12 @@ for _entry in (
         fixed={"alternates": True},
         defaults={"private": "last"},
         summary="fed-avg whose clients keep their last layer, and train it first in each turn",
+    ),
+    Entry(
+        name="horovod",
+        strategy=Horovod,
+        leaves_out=("nonfinite",),
+        summary="a script of Horovod's, which exchanges by itself; its steps are recorded",
     ),
 ):
     register(_entry)

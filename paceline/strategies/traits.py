@@ -93,6 +93,9 @@ class Traits:
     missing_messages: str = ""
     """What becomes of a run whose messages between neighbours are lost, and what to use instead; empty where it goes on
     with what it has, or sends no such messages."""
+    by_script: bool = False
+    """The script itself exchanges, evaluates and saves, through the interface of another library; its steps are
+    recorded, and it runs in real processes alone."""
     passes_attacks: bool = False
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_servers: int = 0

@@ -16,6 +16,7 @@ from paceline.attacks import DataAttack, parse
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
 from paceline.errors import BudgetReached, UsageError
+from paceline.interval import Count
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
@@ -155,7 +156,14 @@ class Session:
         self._unprepared = UnpreparedSteps(model, optimizers.values(), may_step=self._may_step_unprepared)
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
-            self._cadence.evaluated_at = self._cadence.checkpointed_at = self._checkpoint.iteration
+            self._cadence.checkpointed_at = self._checkpoint.iteration
+            workers = self._checkpoint.workers
+            self._cadence.evaluated_at = Count(
+                self._checkpoint.iteration,
+                sum(worker.samples for worker in workers),
+                sum(worker.steps for worker in workers),
+                self._checkpoint.time_s,
+            )
         seed_everything(derive(config.seed, "rank", context.rank))
         return loaders
 

@@ -33,7 +33,9 @@ gan = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(gan)
 
 ENGINES = {"local": local_engine, "virtual": virtual_engine}
-OWN_NAMES = [name for name, entry in STRATEGIES.items() if not entry.is_another_name]
+OWN_NAMES = [
+    name for name, entry in STRATEGIES.items() if not entry.is_another_name and not build(name).traits.by_script
+]
 HAVE_CLIENTS = [name for name in OWN_NAMES if build(name).participation() is not None]
 
 

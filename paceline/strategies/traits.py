@@ -98,6 +98,8 @@ class Traits:
     recorded, and it runs in real processes alone."""
     passes_attacks: bool = False
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
+    num_clients: int = 0
+    """Those whose contributions are joined, where these are others than the workers: an attack is then by clients."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None

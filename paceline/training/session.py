@@ -74,11 +74,7 @@ class Session:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self._attacks = parse(config.attacks)
-        self._poisons = [
-            attack
-            for attack in self._attacks
-            if isinstance(attack, DataAttack) and attack.is_hostile(context.rank, size=context.size)
-        ]
+        self._poisons = [attack for attack in self._attacks if isinstance(attack, DataAttack)]
         context = replace(context, seed=config.seed, max_steps=config.max_steps)
         if self._attacks:
             context = under_attack(self._attacks, context, strategy.traits)
@@ -436,8 +432,11 @@ class Session:
             )
 
     def _poison(self, batch: Any) -> Any:
+        sender = self.run.prepared.synchronizer.sender
+        size = self.run.traits.num_clients or self.run.context.size
         for attack in self._poisons:
-            batch = attack.of_batch(batch)
+            if attack.is_hostile(sender, size=size):
+                batch = attack.of_batch(batch)
         return batch
 
     def _on_pass(self) -> None:

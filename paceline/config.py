@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.attacks import parse
 from paceline.errors import UsageError
+from paceline.interval import Interval
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 AfterTarget = Literal["stop", "continue"]
@@ -78,8 +78,8 @@ class RunConfig:
     """Iterations as the literature counts them: global updates, or gradients applied where every gradient is one."""
     max_time_s: float | None = None
     """Seconds of training time."""
-    eval_every: int | None = None
-    """Iterations between evaluations; none: only at the end."""
+    eval_every: Interval | None = None
+    """From one evaluation to the next; none: only at the end."""
     checkpoint_every: int | None = None
     """Iterations between checkpoints; none: so often that a killed run loses at most 30 s, and at the end."""
     target: Target | None = None
@@ -96,11 +96,14 @@ class RunConfig:
     """What hostile workers do, as `sign-flip:workers=2`."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "eval_every", "checkpoint_every", "hold", "max_time_s", "deadline_s"):
+        for name in ("max_steps", "checkpoint_every", "hold", "max_time_s", "deadline_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be positive, not {value}")
-        parse(self.attacks)
+        if self.attacks:
+            from paceline.attacks import parse  # needs torch, and the command line is understood before that is loaded
+
+            parse(self.attacks)
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"seed must be in 0..2^63-1, not {self.seed}")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -111,4 +114,4 @@ class RunConfig:
             object.__setattr__(self, "eval_every", DEFAULT_EVAL_EVERY)
 
 
-DEFAULT_EVAL_EVERY = 100
+DEFAULT_EVAL_EVERY = Interval(100)

@@ -31,7 +31,20 @@ Cluster = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Use a Ray cluster that takes work from anybody, without a token.")
 ]
-EvalEvery = Annotated[int | None, typer.Option(help="Iterations between evaluations.")]
+EvalEvery = Annotated[
+    str | None,
+    typer.Option(
+        help="From one evaluation to the next: 100 (iterations), 10000samples, 200batches or 30s.", metavar="INTERVAL"
+    ),
+]
+EvalEveryAlike = Annotated[
+    str | None,
+    typer.Option(
+        "--eval-every",
+        help="From one evaluation to the next: 100 (batches of all workers together), 10000samples, 30s, 50iterations.",
+        metavar="INTERVAL",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that any wait for a peer may take.")]
 Targets = Annotated[

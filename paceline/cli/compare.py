@@ -40,7 +40,7 @@ def compare(
     cluster: common_options.SimulatedCluster = None,
     max_steps: Annotated[int | None, typer.Option(help="End each run after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End each run after so many seconds of training.")] = None,
-    eval_every: common_options.EvalEvery = None,
+    eval_every: common_options.EvalEveryAlike = None,
     device: common_options.Device = "auto",
     deadline: common_options.Deadline = 300.0,
     address: Annotated[

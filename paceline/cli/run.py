@@ -18,6 +18,10 @@ _NOTHING_TRAINED = (
     "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "
     "paceline.init() and worker.prepare(model, optimizer, loader); see docs/script.md."
 )
+_NOTHING_STEPPED = (
+    "No step was recorded: the script made none with an hvd.DistributedOptimizer, which strategy horovod records."
+)
+_NOT_RECORDED = "Steps of a script of Horovod's are recorded with --strategy horovod."
 
 
 def run(
@@ -141,8 +145,9 @@ def run(
     from paceline.cli import tables  # here, because pandas takes a while to load
 
     Console().print(tables.summary(result, targets[:-1], hold=hold))
-    if result.iteration == 0 and resume is None and not program.aliases:
-        console.print(_NOTHING_TRAINED, markup=False, highlight=False, soft_wrap=True)
+    if result.iteration == 0 and resume is None:
+        said = _NOTHING_STEPPED if chosen.traits.by_script else _NOT_RECORDED if program.aliases else _NOTHING_TRAINED
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     if timeline:
         Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)
 

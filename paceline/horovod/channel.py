@@ -13,6 +13,7 @@ from paceline.comm.base import Collective
 from paceline.errors import PacelineError
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import Executor
+from paceline.horovod.ledger import Ledger
 from paceline.horovod.negotiation import Negotiator, News, Ready, Request
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
@@ -53,14 +54,22 @@ class Channel:
     Args:
         collective: of the set's ranks; owned from here on.
         ranks: the set's ranks, as the script counts them.
+        ledger: where the time goes is booked there.
     """
 
     def __init__(
-        self, collective: Collective, ranks: Sequence[int], *, settings: Settings, timeline: Timeline, name: str
+        self,
+        collective: Collective,
+        ranks: Sequence[int],
+        *,
+        settings: Settings,
+        timeline: Timeline,
+        ledger: Ledger,
+        name: str,
     ) -> None:
         self.collective, self.ranks = collective, tuple(ranks)
         collective.set_deadline(None)  # a rank may compute for as long as it likes; its death ends every wait
-        self._settings, self._timeline, self._name = settings, timeline, name
+        self._settings, self._timeline, self._ledger, self._name = settings, timeline, ledger, name
         self._negotiator = Negotiator(ranks)
         self._executor = Executor(collective, fusion_bytes=settings.fusion_bytes, ranks=self.ranks, timeline=timeline)
         self._lock = threading.Condition()
@@ -101,14 +110,9 @@ class Channel:
 
     def wait(self, operation: Operation) -> None:
         """Return once it is over. Raises what ended it."""
-        while not operation.over.is_set():
-            if self._driving.acquire(blocking=False):
-                try:
-                    self._drive_until(operation)
-                finally:
-                    self._driving.release()
-            elif not operation.over.wait(self._settings.stall_warning_s or None):
-                self._warn_of_stalls()
+        if not operation.over.is_set():
+            with self._ledger.waiting():
+                self._wait(operation)
         if operation.error is not None:
             raise operation.error
 
@@ -117,7 +121,7 @@ class Channel:
         with self._lock:
             self._require_open()
             self._has_joined, self._last_joined = True, None
-        with self._driving:
+        with self._ledger.waiting(), self._driving:
             while self._last_joined is None:
                 self._round()
                 if self._failure is not None:
@@ -145,6 +149,16 @@ class Channel:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.collective.close()
+
+    def _wait(self, operation: Operation) -> None:
+        while not operation.over.is_set():
+            if self._driving.acquire(blocking=False):
+                try:
+                    self._drive_until(operation)
+                finally:
+                    self._driving.release()
+            elif not operation.over.wait(self._settings.stall_warning_s or None):
+                self._warn_of_stalls()
 
     # --- rounds -------------------------------------------------------------------------------------------------
 
@@ -204,7 +218,8 @@ class Channel:
                 operation.error = HorovodInternalError(batch[0].error)
         else:
             try:
-                self._executor.run(batch, operations)
+                with self._ledger.moving(self.collective.timing):
+                    self._executor.run(batch, operations)
             except BaseException:
                 with self._lock:  # they are to end with everything else that is under way
                     self._asked.update({operation.request.name: operation for operation in mine})

@@ -12,9 +12,12 @@ from paceline.engines import torchrun
 from paceline.engines.world import World, alone, current, enter
 from paceline.errors import UsageError
 from paceline.horovod.channel import Channel, Operation
+from paceline.horovod.ledger import Ledger
 from paceline.horovod.negotiation import MEETING, Request
+from paceline.horovod.recording import Recorder
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
+from paceline.seeding import derive, seed_everything
 
 GLOBAL = 0
 """The process set of all ranks."""
@@ -137,12 +140,18 @@ class Runtime:
                 ranks,
                 settings=self.settings,
                 timeline=self.timeline,
+                ledger=_ledger,
                 name=f"process set {number}",
             )
         return number
 
 
+_ledger = Ledger()
+_recorder: Recorder | None = None
+"""Of this process's run, however often the script calls `init`."""
 _runtime: Runtime | None = None
+_own_world: World | None = None
+"""That `init` has met itself."""
 _num_connected = 0
 
 
@@ -166,19 +175,28 @@ def is_initialized() -> bool:
 
 def init() -> Runtime:
     """Meet all workers of the run, of torchrun's world, or of a world of one. A second call does nothing."""
-    global _runtime
+    global _runtime, _recorder, _own_world
     if _runtime is None:
         world = current()
         if world is None:
-            world = torchrun.join(seed=0) if "TORCHELASTIC_RUN_ID" in os.environ else alone()
+            world = _join() if "TORCHELASTIC_RUN_ID" in os.environ else alone()
             enter(world)
-            atexit.register(_end, world)
+            atexit.register(end)
+            _own_world = world
         else:
             _end_with(world)
         if world.context.pacing.is_simulated:
             raise UsageError("Horovod's scripts run in real processes; use --engine ray")
         _runtime = Runtime(world, settings=Settings.read())
+        if world.strategy.traits.by_script and _recorder is None:
+            _recorder = Recorder(world, _ledger.timing)
+            seed_everything(derive(world.config.seed, "rank", world.context.rank))
     return _runtime
+
+
+def recorder() -> Recorder | None:
+    """Who records this rank's steps; nobody, unless the run was started for that."""
+    return _recorder
 
 
 def shutdown() -> None:
@@ -194,7 +212,18 @@ def _end_with(world: World) -> None:
         world.at_end.append(shutdown)
 
 
-def _end(world: World) -> None:
-    with contextlib.suppress(Exception):
-        shutdown()
-    world.context.collective.close()
+def _join() -> World:
+    """The world of torchrun's variables, which Horovod's own may give less time to meet."""
+    limit_s = os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS")
+    return torchrun.join(seed=0, deadline_s=float(limit_s)) if limit_s else torchrun.join(seed=0)
+
+
+def end() -> None:
+    """Shut down, and leave the world that `init` has met; nothing where an engine has started this process."""
+    global _own_world
+    world, _own_world = _own_world, None
+    if world is not None:
+        with contextlib.suppress(Exception):
+            shutdown()
+        world.context.collective.close()
+        enter(None)

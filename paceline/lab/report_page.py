@@ -186,7 +186,7 @@ def _facts(study: Study) -> dict[str, str]:
         "After the target": "training goes on" if spec.after_target == "continue" else "",
         "Engine": spec.engine,
         "Cluster": _cluster(spec.cluster) if spec.cluster is not None else "",
-        "Evaluation": f"every {eval_every} iterations" if eval_every else "at the end of each run",
+        "Evaluation": f"every {eval_every.words}" if eval_every else "at the end of each run",
         "Budget": _budget(spec),
         "Script": f"{spec.script} (SHA-256 {spec.script_sha256[:12]}…)",
         "Left out": "; ".join(f"{out.variant.label} × {out.workers}: {out.reason}" for out in spec.left_out),

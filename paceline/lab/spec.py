@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.placement import place
-from paceline.config import RunConfig, Target, in_order
+from paceline.config import DEFAULT_EVAL_EVERY, RunConfig, Target, in_order
 from paceline.engines.ray.nodes import chosen_address
 from paceline.engines.scripting import Script, read_script
 from paceline.errors import UsageError
+from paceline.interval import Interval
 from paceline.lab.variant import Variant
 from paceline.lab.virtual_cluster import VirtualCluster
 from paceline.running import launch
@@ -89,7 +90,8 @@ class StudySpec:
     """Script options with values to try, as `lr=0.01,0.1`: each combination is judged with those that suit it best."""
     max_steps: int | None = None
     max_time_s: float | None = None
-    eval_every: int | None = None
+    eval_every: int | str | None = None
+    """As `Interval.parse` reads it, and writes it."""
     device: str = "auto"
     engine: str = "ray"
     cluster: VirtualCluster | None = None
@@ -112,6 +114,8 @@ class StudySpec:
         if min(self.workers) < 1:
             raise UsageError(f"workers must be at least 1, not {min(self.workers)}")
         launch.check_engine(self.engine, cluster=self.cluster, address=self.address)
+        if self.eval_every is not None:
+            object.__setattr__(self, "eval_every", str(Interval.parse(self.eval_every)))
         for seed in self.seeds:
             self.config(seed)
         if self.tune and TUNING_SEED in self.seeds:
@@ -133,9 +137,13 @@ class StudySpec:
         cluster: str | Path | None = None,
         address: str | None = None,
         target: str | Sequence[str] | None = None,
+        eval_every: int | str | None = None,
         **settings: Any,
     ) -> "StudySpec":
         """The spec for a script, and for a cluster's file, as they lie there now; `settings` are the other fields.
+
+        A plain number as `eval_every` counts batches of all workers together, so that all strategies and numbers of
+        workers are judged equally often for the same work. So does what it is by default where there is a target.
 
         Raises:
             UsageError: as the class; or the script cannot be read, is not Python, or never returns the target's metric;
@@ -145,6 +153,8 @@ class StudySpec:
             raise UsageError(f"a study takes the path of a script, not {script!r}; functions are for paceline.run")
         program = read_script(script, arguments)
         targets = _targets(target)
+        if eval_every is None and targets:
+            eval_every = int(DEFAULT_EVAL_EVERY.every)
         spec = cls(
             script=program.path,
             script_sha256=_digest(program),
@@ -157,6 +167,7 @@ class StudySpec:
             address=chosen_address(address) if engine == "ray" else address,
             target=targets[-1] if targets else None,
             passed_targets=tuple(targets[:-1]),
+            eval_every=str(Interval.parse(eval_every, plain="batches")) if eval_every is not None else None,
             **settings,
         )
         for text in targets:
@@ -174,7 +185,7 @@ class StudySpec:
         return RunConfig(
             max_steps=self.max_steps,
             max_time_s=self.max_time_s,
-            eval_every=self.eval_every,
+            eval_every=Interval.parse(self.eval_every) if self.eval_every is not None else None,
             target=None if self.target is None else Target.parse(self.target),
             hold=self.hold,
             after_target=self.after_target,  # type: ignore[arg-type]  # RunConfig checks it

@@ -72,7 +72,7 @@ class Study:
         tune: Sequence[str] = (),
         max_steps: int | None = None,
         max_time_s: float | None = None,
-        eval_every: int | None = None,
+        eval_every: int | str | None = None,
         device: str = "auto",
         deadline_s: float = 300.0,
         engine: str = "ray",
@@ -94,8 +94,10 @@ class Study:
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
             target: what ends a run; of several the hardest does, and the others' times are shown beside it.
-            hold, after_target, max_steps, max_time_s, eval_every, device, deadline_s, address, insecure, arguments:
-                as for `paceline.run`.
+            hold, after_target, max_steps, max_time_s, device, deadline_s, address, insecure, arguments: as for
+                `paceline.run`.
+            eval_every: as for `paceline.run`, but that a plain number counts batches, so that all strategies and
+                numbers of workers are judged equally often for the same work.
             tune: script options with values to try, as `lr=0.01,0.1`: every combination is judged with those that suit
                 it best, found by as many runs as any other's on a seed that is not judged.
             engine: `ray`, or `virtual`: on a simulated cluster.

@@ -17,7 +17,7 @@ from paceline.strategies.traits import AllReduced
 
 @final
 class CodedMean(NamedTuple):
-    """An average of all gradients through a codec, all workers beginning at once."""
+    """An average of gradients, all workers beginning at once."""
 
     time_s: float
     loads: Loads
@@ -40,15 +40,22 @@ def settled(traffic: AllReduced, setting: Setting, step_s: Callable[[AllReduced]
     return plain if codec is None else replace(traffic, codec=codec, behind_backward=False)
 
 
-def coded_mean(codec: Codec, scope: Literal["links", "all"], setting: Setting) -> CodedMean | None:
-    """None where nothing is coded, since all workers are on one host."""
+def coded_mean(
+    codec: Codec, scope: Literal["links", "all"], setting: Setting, *, tensors: Sequence[int] | None = None
+) -> CodedMean | None:
+    """None where nothing is coded, since all workers are on one host.
+
+    Args:
+        tensors: those that are averaged; none: all.
+    """
     leaders = setting.ring.leaders
     if scope == "links" and len(leaders) == 1:
         return None
     hosts = leaders if scope == "links" else np.array(setting.places.workers)
     fabric, size = setting.fabric, len(hosts)
-    total = payload_bytes(codec, setting.work)
-    num_elements = setting.work.parameter_bytes // 4
+    work = setting.work if tensors is None else _part(setting.work, tensors)
+    total = payload_bytes(codec, work)
+    num_elements = work.parameter_bytes // 4
     speed = min(setting.cluster.each_host()[host].speed for host in hosts.tolist())
     time_s = coding_s(codec, num_elements, size) / speed
     loads = fabric.nothing
@@ -64,12 +71,18 @@ def coded_mean(codec: Codec, scope: Literal["links", "all"], setting: Setting) -
         time_s += rounds * (fabric.busiest(among).busy_s + latency_s)
         loads = loads + among * rounds
     if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
-        inner = fabric.messages(
-            leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * setting.work.parameter_bytes
-        )
+        inner = fabric.messages(leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * work.parameter_bytes)
         time_s += fabric.busiest(inner).busy_s
         loads = loads + inner
     return CodedMean(time_s, loads)
+
+
+def _part(work: StepWork, tensors: Sequence[int]) -> StepWork:
+    return replace(
+        work,
+        tensor_bytes=tuple(work.tensor_bytes[tensor] for tensor in tensors),
+        tensor_shapes=tuple(work.tensor_shapes[tensor] for tensor in tensors) if work.tensor_shapes else (),
+    )
 
 
 def payload_bytes(codec: Codec, work: StepWork) -> float:

@@ -2,13 +2,13 @@
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paceline.planner import algorithms, costs, neighbours, stragglers
 from paceline.planner import filling as buckets
-from paceline.planner.coded import coded_mean, settled
+from paceline.planner.coded import CodedMean, coded_mean, settled
 from paceline.planner.fabric import Loads
 from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
@@ -87,7 +87,7 @@ def _of_fragments(traffic: AllReduced, setting: Setting) -> Cycle:
     slowest late from one fragment to the next, a delay of d steps leaves L / (L + d) of what chance costs without one:
     an estimate, within a tenth of the simulator. A host that is always slower is not made up for.
     """
-    sizes = buckets.of_fragments(traffic, setting)
+    fragments = buckets.of_fragments(traffic, setting)
     spacing = traffic.every / traffic.fragments
     most_s, steady_s = (
         traffic.every * stragglers.expected_s(setting.groups, num_steps=num_steps) for num_steps in (spacing, math.inf)
@@ -97,22 +97,35 @@ def _of_fragments(traffic: AllReduced, setting: Setting) -> Cycle:
     if setting.num_workers == 1:
         return Cycle(slowest_s=lasts_s, end_s=lasts_s, loads=setting.fabric.nothing, num_steps=traffic.every)
     hides_s = traffic.delay * lasts_s / traffic.every
-    exchanges_s = [sum(algorithms.parts_s(traffic.algorithm, setting, num_bytes)) for num_bytes in sizes]
+    exchanges = [fragment_mean(traffic, setting, fragment) for fragment in fragments]
+    exchanges_s = [each.time_s for each in exchanges]
     shown_s = sum(max(0.0, each_s - hides_s) for each_s in exchanges_s)
-    shown_s += len(sizes) * algorithms.operation_s(traffic.algorithm, setting)
+    shown_s += len(fragments) * algorithms.operation_s(traffic.algorithm, setting)
     return Cycle(
         slowest_s=lasts_s,
         end_s=lasts_s + shown_s,
-        loads=algorithms.loads(traffic.algorithm, setting, sum(sizes)),
+        loads=sum((each.loads for each in exchanges), setting.fabric.nothing),
         num_steps=traffic.every,
         hidden_s=sum(min(each_s, hides_s) for each_s in exchanges_s),
         bounds_s=((steady_s if traffic.delay else lasts_s) + shown_s, most_s + shown_s),
     )
 
 
+def fragment_mean(traffic: AllReduced, setting: Setting, fragment: buckets.Bucket) -> CodedMean:
+    """The average of one fragment, through the codec if there is one, all workers beginning at once."""
+    if traffic.codec is not None:
+        coded = coded_mean(traffic.codec, traffic.codec_scope, setting, tensors=fragment.tensors)
+        if coded is not None:
+            return coded
+    num_bytes = fragment.num_bytes
+    time_s = sum(algorithms.parts_s(traffic.algorithm, setting, num_bytes))
+    return CodedMean(time_s, algorithms.loads(traffic.algorithm, setting, num_bytes))
+
+
 def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
     """A worker waits for its neighbours, and they for theirs. Of all messages of an exchange the slowest decides."""
-    rounds = neighbours.rounds_of(traffic.topology, setting)
+    rounds = neighbours.rounds_of(traffic, setting)
+    coding_s = neighbours.coding_s(traffic, setting)
     exchange_s = statistics.fmean(each.slowest_s for each in rounds)
     loads = sum((each.loads for each in rounds), setting.fabric.nothing) * (1 / len(rounds))
 
@@ -122,14 +135,16 @@ def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
 
     slowest_s = computed_s(hops=2)
     if traffic.behind_computing:
-        return _behind_computing(traffic, setting, slowest_s, exchange_s, loads)
+        cycle = _behind_computing(traffic, setting, slowest_s, exchange_s, loads)
+        low_s, high_s = cycle.bounds_s or (cycle.end_s, cycle.end_s)
+        return replace(cycle, end_s=cycle.end_s + coding_s, bounds_s=(low_s + coding_s, high_s + coding_s))
     all_s = traffic.every * stragglers.expected_s(setting.groups, num_steps=traffic.every)
     return Cycle(
         slowest_s=slowest_s,
-        end_s=slowest_s + exchange_s,
+        end_s=slowest_s + coding_s + exchange_s,
         loads=loads,
         num_steps=traffic.every,
-        bounds_s=(computed_s(hops=1) + exchange_s, all_s + exchange_s),
+        bounds_s=(computed_s(hops=1) + coding_s + exchange_s, all_s + coding_s + exchange_s),
     )
 
 

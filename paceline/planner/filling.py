@@ -37,13 +37,13 @@ def of(traffic: AllReduced, setting: Setting) -> list[Bucket]:
     return _cut(setting, bucket_size.fitting(small_s + setting.operation_s, bytes_per_s))
 
 
-def of_fragments(traffic: AllReduced, setting: Setting) -> list[float]:
-    """The bytes of each fragment, as `LocalUpdates` deals them out. Raises UsageError if tensors are too few."""
+def of_fragments(traffic: AllReduced, setting: Setting) -> list[Bucket]:
+    """As `LocalUpdates` deals them out. Raises UsageError if tensors are too few."""
     sizes = setting.work.tensor_bytes
-    totals = [0.0] * traffic.fragments
-    for num_bytes, fragment in zip(sizes, dealt_out(sizes, traffic.fragments), strict=True):
-        totals[fragment] += num_bytes
-    return totals
+    members: list[list[int]] = [[] for _ in range(traffic.fragments)]
+    for tensor, fragment in enumerate(dealt_out(sizes, traffic.fragments)):
+        members[fragment].append(tensor)
+    return [Bucket(float(sum(sizes[tensor] for tensor in own)), tuple(own)) for own in members]
 
 
 def ready_parts(buckets: list[Bucket], setting: Setting) -> list[float]:

@@ -12,6 +12,8 @@ from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
 from paceline.strategies.traits import Traffic, Traits
 
+_INSTEAD = {False: "run it on the virtual engine", True: "measure it with `paceline run`"}
+
 
 @final
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Question:
         chosen.check(num_workers=workers)
         name, traits = name_of(chosen), chosen.traits
         if (reason := why_unpriced(traits)) is not None:
-            raise UsageError(f"strategy {name} {reason}, so no plan can price it; run it on the virtual engine")
+            raise UsageError(f"strategy {name} {reason}, so no plan can price it; {_INSTEAD[traits.by_script]}")
         traffic = traits.traffic[0] if traits.traffic else None
         setting = Setting.of(cluster, work, num_workers=workers, num_servers=traits.num_servers)
         return cls(name, traits, traffic, setting)
@@ -48,6 +50,8 @@ class Question:
 
 def why_unpriced(traits: Traits) -> str | None:
     """What keeps a plan from saying what a strategy takes; none: nothing does."""
+    if traits.by_script:
+        return "leaves to the script what moves"
     if traits.traffic is None:
         return "does not say what it moves"
     return "moves several things in one step" if len(traits.traffic) > 1 else None

@@ -211,9 +211,12 @@ def worker_counts(most: int) -> list[int]:
 
 
 def _names() -> list[str]:
-    """One name for all under which the same is moved: with other options for the arithmetic it takes as long."""
+    """One name for all under which the same is moved: with other options for the arithmetic it takes as long. None of
+    what another library's scripts do by themselves, which is no choice for this one."""
     names: list[str] = []
     for name, entry in STRATEGIES.items():
+        if _traits(name).by_script:
+            continue
         alike = (STRATEGIES[other].strategy is entry.strategy and _traits(other) == _traits(name) for other in names)
         if not any(alike):
             names.append(name)

@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
 from paceline.planner.coded import coded_mean, settled
-from paceline.planner.cycles import cycle_of
+from paceline.planner.cycles import cycle_of, fragment_mean
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
@@ -101,13 +101,17 @@ def _lock_step(traffic: Traffic | None, setting: Setting, draws: Draws, num_exch
 def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_rounds: int) -> list[float]:
     """When workers have ended each round, on the average of all."""
     schedule = Rounds(every=traffic.every, fragments=traffic.fragments, delay=traffic.delay)
-    sizes, operation_s = buckets.of_fragments(traffic, setting), algorithms.operation_s(traffic.algorithm, setting)
-    now_s, over_s, ends_s = np.zeros(setting.num_workers), [np.zeros(setting.num_workers)] * len(sizes), []
+    fragments, operation_s = buckets.of_fragments(traffic, setting), algorithms.operation_s(traffic.algorithm, setting)
+    now_s, over_s, ends_s = np.zeros(setting.num_workers), [np.zeros(setting.num_workers)] * len(fragments), []
     for step in range(1, num_rounds * traffic.every + 1):
         now_s = now_s + draws.all_s() + setting.work.overhead_s
         for fragment in schedule.leaving(step):
             now_s = now_s + operation_s
-            over_s[fragment] = _reduced(traffic.algorithm, setting, now_s, sizes[fragment])
+            if traffic.codec is None:
+                over_s[fragment] = _reduced(traffic.algorithm, setting, now_s, fragments[fragment].num_bytes)
+            else:
+                lasts_s = fragment_mean(traffic, setting, fragments[fragment]).time_s
+                over_s[fragment] = np.full_like(now_s, float(now_s.max()) + lasts_s)
         for fragment in schedule.due(step):
             now_s = np.maximum(now_s, over_s[fragment])
         if step % traffic.every == 0:
@@ -117,7 +121,9 @@ def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_round
 
 def _exchange_of(traffic: Traffic | None, setting: Setting) -> _Exchange:
     if isinstance(traffic, Neighbouring):
-        return partial(_among_neighbours, neighbours.rounds_of(traffic.topology, setting), traffic.behind_computing)
+        rounds, coding_s = neighbours.rounds_of(traffic, setting), neighbours.coding_s(traffic, setting)
+        among = partial(_among_neighbours, rounds, traffic.behind_computing)
+        return lambda number, now_s, computing_s: among(number, now_s, computing_s) + coding_s
     if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
         return lambda number, now_s, computing_s: now_s + computing_s
     traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)

@@ -25,6 +25,7 @@ from paceline.engines.standing import Watcher
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, unknown
+from paceline.interval import Interval
 from paceline.records import truncate
 from paceline.running import machine_load, manifest, watching
 from paceline.running.result import Result
@@ -34,6 +35,17 @@ from paceline.strategies.hostility import require_attackable
 from paceline.training.evaluation import metrics_in
 
 EngineChoice = Literal["ray", "virtual"]
+_OF_STRATEGIES = {
+    "--max-time": "max_time_s",
+    "--eval-every": "eval_every",
+    "--checkpoint-every": "checkpoint_every",
+    "--target": "target",
+    "--hold": "hold",
+    "--after-target": "after_target",
+    "--strict": "strict",
+    "--attack": "attacks",
+}
+"""Settings that need a strategy of Paceline's own, which steps and pauses for the script."""
 
 
 class Quiet(Watcher):
@@ -56,7 +68,7 @@ def run(
     insecure: bool = False,
     max_steps: int | None = None,
     max_time_s: float | None = None,
-    eval_every: int | None = None,
+    eval_every: int | str | None = None,
     checkpoint_every: int | None = None,
     target: str | Target | None = None,
     hold: int | None = None,
@@ -90,7 +102,9 @@ def run(
         hold: how many evaluations in a row must reach the target; none: up to 3, by the number of samples that the
             evaluation returns as `num_samples`, so that luck alone rarely passes; 1 where it returns none.
         after_target: `continue` trains on once the target is reached.
-        eval_every, checkpoint_every: iterations between evaluations and between checkpoints.
+        eval_every: from one evaluation to the next: iterations (a number), `10000samples` or `200batches` that all
+            workers together train on, or `30s` of training.
+        checkpoint_every: iterations between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
@@ -111,7 +125,7 @@ def run(
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
-        eval_every=eval_every,
+        eval_every=Interval.parse(eval_every) if eval_every is not None else None,
         checkpoint_every=checkpoint_every,
         target=Target.parse(target) if isinstance(target, str) else target,
         hold=hold,
@@ -122,6 +136,8 @@ def run(
         strict=strict,
         attacks=(attack,) if isinstance(attack, str) else tuple(attack),
     )
+    if plan.traits.by_script:
+        _require_effect(plan, config, {"--engine virtual": virtual is not None, "--resume": resume is not None})
     require_attackable(parse(config.attacks), plan.traits, num_workers=workers)
     if strict and workers == 1:
         raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
@@ -197,6 +213,19 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
     if cluster is None:
         known = ", ".join(cluster_file.shipped())
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
+
+
+def _require_effect(strategy: Strategy, config: RunConfig, others: Mapping[str, bool]) -> None:
+    """Raise UsageError for settings of which a script that does all by itself knows nothing; `others` are those beside
+    the config, and whether they are given."""
+    plain = RunConfig()
+    given = {option: getattr(config, name) != getattr(plain, name) for option, name in _OF_STRATEGIES.items()}
+    for option, is_given in {**given, **others}.items():
+        if is_given:
+            raise UsageError(
+                f"{option} has no effect under strategy {name_of(strategy)}, whose script exchanges, evaluates and "
+                "saves by itself; --max-steps ends it"
+            )
 
 
 def _strategy(strategy: str | Strategy, options: Mapping[str, Any] | None) -> Strategy:

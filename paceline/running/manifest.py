@@ -38,7 +38,7 @@ def describe_run(
         "strategy": {"name": name_of(strategy), **_options(strategy)},
         "unit": strategy.traits.unit,
         "num_workers": num_workers,
-        "config": asdict(config),
+        "config": {**asdict(config), "eval_every": None if config.eval_every is None else str(config.eval_every)},
         "versions": {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}},
         "git_commit": _git_commit(Path(program).parent if os.path.exists(program) else Path.cwd()),
         "machine": describe_machine(),

@@ -61,6 +61,44 @@ def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = F
         )
 
 
+def require_of_changes(codec: Codec | None, scope: Scope, *, delay: int) -> None:
+    """Raises UsageError for what cannot carry what workers changed in a round of local steps.
+
+    Args:
+        delay: steps that workers go on while changes are under way.
+    """
+    require_averaging(codec, scope)
+    if codec is None:
+        return
+    if codec.adapts:
+        raise UsageError(f"codec={codec} is chosen by what single steps take, and rounds have many; name one")
+    if codec.votes:
+        raise UsageError(
+            f"codec={codec} says which way parameters went and not how far, and the outer step needs both: use one-bit"
+        )
+    if delay:
+        raise UsageError(
+            f"codec={codec} codes and moves a fragment when it is joined, so that delay={delay} hides nothing and only "
+            "makes it stale; leave one of the two out"
+        )
+
+
+def require_of_neighbours(codec: Codec | None, scope: Scope) -> None:
+    """Raises UsageError for what cannot carry differences to estimates that neighbours share."""
+    require_averaging(codec, scope)
+    if codec is None:
+        return
+    if codec.adapts:
+        raise UsageError(f"codec={codec} is chosen by what an average of all workers takes; name one")
+    if codec.joint:
+        raise UsageError(f"codec={codec} averages among all workers, and in gossip nobody hears everybody; use int8")
+    if not codec.contracts:
+        raise UsageError(
+            f"codec={codec} may leave out more than there is, so that what neighbours believe of a model would drift "
+            "off; use fp16, bf16, int8, fp8, one-bit, top-k or dct"
+        )
+
+
 def require_real(codec: Codec, dtype: torch.dtype) -> None:
     """Raises UsageError for gradients that no codec knows."""
     if dtype.is_complex:

@@ -130,7 +130,7 @@ class _Coded(Work):
         self._segment = layout.segments[index] if layout is not None else None
         self._pending: Kept = {}
         self._flags: Work | None = None
-        self._average_flags = average(bucket.flags)
+        self._average_flags = average(bucket.flags) if bucket.flags.numel() else _no_flags
         is_whole = coding.codec.shaped
         if coding.among_hosts:
             self._average = collective.mean_across(bucket.values, self._prepare, is_whole=is_whole)
@@ -210,6 +210,10 @@ class Messages:
         for work in works:
             work.wait()
         return found
+
+
+def _no_flags() -> Work:
+    return WhenWaitedFor(lambda: None)
 
 
 def _exchanged_s(group: Collective) -> float:

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import MEAN, Aggregator
+from paceline.codec import Codec
 from paceline.comm.base import Timing
-from paceline.errors import UsageError
+from paceline.errors import NonFiniteGradient, UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
-from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
+from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_of_changes
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.outer_model import OuterModel
@@ -49,6 +51,8 @@ class LocalUpdates(Strategy):
     fragments: int = option(1, "parts of the model, which are exchanged one after the other in a round")
     delay: int = option(0, "local steps that a worker takes while a fragment is under way")
     alpha: float = option(0.0, "how much a worker keeps of its own parameters when it takes a fragment; 0: nothing")
+    codec: Codec | None = option(None, CODEC_DOC.replace("gradients travel", "the workers' changes travel"))
+    codec_scope: Scope = option("links", SCOPE_DOC)
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC.replace("gradients", "the workers' changes"))
 
     def validate(self) -> None:
@@ -65,6 +69,10 @@ class LocalUpdates(Strategy):
             if self.every == 1 and getattr(self, name):
                 raise UsageError(f"{name} has no effect with every=1, where all rounds have one step")
 
+        require_choice("codec_scope", self.codec_scope, get_args(Scope))
+        require_of_changes(self.codec, self.codec_scope, delay=self.delay)
+        if self.codec is not None and not self.aggregate.streams:
+            raise UsageError(f"aggregate={self.aggregate} looks at each worker's whole change; leave out codec")
         if self.fragments > 1 and not self.aggregate.is_coordinate_wise:
             raise UsageError(
                 f"aggregate={self.aggregate} compares whole changes; use fragments=1, not {self.fragments}"
@@ -85,7 +93,13 @@ class LocalUpdates(Strategy):
 
     @property
     def traits(self) -> Traits:
-        moved = AllReduced(every=self.every, fragments=self.fragments, delay=self.delay)
+        moved = AllReduced(
+            every=self.every,
+            fragments=self.fragments,
+            delay=self.delay,
+            codec=self.codec,
+            codec_scope=self.codec_scope,
+        )
         return Traits(lock_step=False, unit="round", passes_attacks=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
@@ -97,8 +111,16 @@ class _LocalSynchronizer(Synchronizer):
     def __init__(self, strategy: LocalUpdates, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, strategy.schedule
+        coding = coding_of(strategy.codec, strategy.codec_scope, context)
+        if strategy.codec is not None:
+            self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
         self._outer = OuterModel(
-            context, replica, num_fragments=strategy.fragments, outer=strategy.outer, aggregator=strategy.aggregate
+            context,
+            replica,
+            num_fragments=strategy.fragments,
+            outer=strategy.outer,
+            aggregator=strategy.aggregate,
+            coding=coding,
         )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._left_out: set[int] = set()  # fragments under way that are not finite here
@@ -109,7 +131,7 @@ class _LocalSynchronizer(Synchronizer):
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        return (self.context.collective.timing, self._overlap.timing)
+        return (self.context.collective.timing, self._overlap.timing, self._outer.timing)
 
     def set_weight(self, weight: float) -> None:
         self._weight = weight
@@ -167,13 +189,23 @@ class _LocalSynchronizer(Synchronizer):
             self.require_joint_step()
         for fragment in leaving:
             self._take(fragment)
-            self._outer.start(fragment)
+            self._outer.start(fragment, step=self._steps)
         for fragment in due:
-            # What was left out is not to stay: it would be left out for ever.
-            is_kept = fragment not in self._left_out
-            self._left_out.discard(fragment)
-            self._outer.join(fragment, alpha=self._strategy.alpha if is_kept else 0.0)
+            self._join(fragment)
         self.iteration = self._schedule.num_rounds(self._steps)
+
+    def _join(self, fragment: int) -> None:
+        culprit = self._outer.wait(fragment)
+        is_applied = culprit is None or self._strategy.nonfinite == "allow"
+        if not is_applied and self._strategy.nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"step {self._steps}: codec={self._strategy.codec} does not hold the mean change of parameter "
+                f"{culprit!r}; use bf16, whose range is that of float32, or leave the codec out"
+            )
+        # What was left out is not to stay: it would be left out for ever.
+        is_kept = is_applied and fragment not in self._left_out
+        self._left_out.discard(fragment)
+        self._outer.join(fragment, alpha=self._strategy.alpha if is_kept else 0.0, is_applied=is_applied)
 
     def _take(self, fragment: int) -> None:
         total, count = self._weights[fragment]

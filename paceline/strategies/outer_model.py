@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from paceline.aggregate import Aggregator
 from paceline.arrays import is_finite
 from paceline.buckets import Bucket
-from paceline.comm.base import Work
+from paceline.comm.base import Timing, Work
 from paceline.layout import by_group
 from paceline.outer import Outer, dealt_out, mix, take_changes
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
+from paceline.strategies.coding import Coding
 from paceline.strategies.exchange import Exchange
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
@@ -29,13 +30,21 @@ class OuterModel:
     Args:
         outer: what steps with the mean pseudo-gradient.
         aggregator: joins the workers' pseudo-gradients.
+        coding: what encodes them; none: they travel as they are.
 
     Raises:
         UsageError: the model has fewer tensors than fragments.
     """
 
     def __init__(
-        self, context: Context, replica: Replica, *, num_fragments: int, outer: Outer, aggregator: Aggregator
+        self,
+        context: Context,
+        replica: Replica,
+        *,
+        num_fragments: int,
+        outer: Outer,
+        aggregator: Aggregator,
+        coding: Coding | None = None,
     ) -> None:
         fragments = dealt_out([spec.num_bytes for spec in replica.specs], num_fragments)
         layout = by_group([replace(spec, group=own) for spec, own in zip(replica.specs, fragments, strict=True)])
@@ -43,7 +52,8 @@ class OuterModel:
         flats = [segment.view(buffer) for segment in layout.segments]
         none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
         buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
-        self._exchange = Exchange(context.collective, buckets, aggregator=aggregator)
+        self._exchange = Exchange(context.collective, buckets, coding=coding, layout=layout, aggregator=aggregator)
+        self._is_coded = coding is not None
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
@@ -54,6 +64,11 @@ class OuterModel:
         self._optimizer = outer.optimizer(self._parameters)
         self._works: dict[int, list[Work]] = {}
 
+    @property
+    def timing(self) -> Timing:
+        """What coding takes."""
+        return self._exchange.timing
+
     def take(self, fragment: int, *, weight: float) -> str | None:
         """Take the fragment's pseudo-gradients; the name of a tensor in which they are not finite, if there is one.
 
@@ -62,9 +77,7 @@ class OuterModel:
         """
         members = self._members[fragment]
         take_changes(*(_of(members, each) for each in (self._parameters, self._local, self._changes)), weight=weight)
-        if all(is_finite(self._flats[bucket]) for bucket in self._buckets[fragment]):
-            return None
-        return next(self._names[index] for index in members if not is_finite(self._changes[index]))
+        return self._not_finite(fragment)
 
     def taken(self, fragment: int) -> list[Tensor]:
         """What was taken, where it lies until it is averaged."""
@@ -75,24 +88,31 @@ class OuterModel:
         for bucket in self._buckets[fragment]:
             self._flats[bucket].zero_()
 
-    def start(self, fragment: int) -> None:
-        """Begin to average what was taken over all workers."""
-        self._works[fragment] = [self._exchange.start(bucket) for bucket in self._buckets[fragment]]
+    def start(self, fragment: int, *, step: int) -> None:
+        """Begin to average what was taken over all workers. No two exchanges of a fragment have the same step."""
+        self._works[fragment] = [self._exchange.start(bucket, step=step) for bucket in self._buckets[fragment]]
 
     def is_under_way(self) -> bool:
         """Whether a fragment is; moves it on."""
         under_way = [work for works in self._works.values() for work in works if not work.poll()]
         return bool(under_way)
 
-    def join(self, fragment: int, *, alpha: float) -> None:
-        """Wait for the mean, step with it, and have this worker go on from there, or part of the way."""
+    def wait(self, fragment: int) -> str | None:
+        """For the mean; the name of a tensor in it that the codec did not hold, if there is one: on all workers."""
         for work in self._works.pop(fragment):
             work.wait()
+        return self._not_finite(fragment) if self._is_coded else None
+
+    def join(self, fragment: int, *, alpha: float, is_applied: bool = True) -> None:
+        """Step with the mean, unless it is not to be applied, and have this worker go on from there, or part of the
+        way."""
         members = self._members[fragment]
-        for index in members:
-            self._parameters[index].grad = self._changes[index]
-        self._optimizer.step()
-        self._optimizer.zero_grad()  # to none, so that the next fragment's step leaves these alone
+        self._exchange.settle(is_applied=is_applied)
+        if is_applied:
+            for index in members:
+                self._parameters[index].grad = self._changes[index]
+            self._optimizer.step()
+            self._optimizer.zero_grad()  # to none, so that the next fragment's step leaves these alone
         mix(_of(members, self._local), _of(members, self._parameters), alpha=alpha)
 
     @contextmanager
@@ -104,6 +124,11 @@ class OuterModel:
             yield
         finally:
             mix(self._local, own, alpha=0.0)
+
+    def _not_finite(self, fragment: int) -> str | None:
+        if all(is_finite(self._flats[bucket]) for bucket in self._buckets[fragment]):
+            return None
+        return next(self._names[index] for index in self._members[fragment] if not is_finite(self._changes[index]))
 
     def is_local(self, index: int) -> bool:
         """Whether this worker's parameter differs from the shared one."""

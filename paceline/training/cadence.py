@@ -4,9 +4,11 @@ import math
 from typing import final
 
 from paceline.config import RunConfig
+from paceline.interval import Count
 
 NEVER = 2**62
 _LATE_FIRST = 256
+_ROUNDING = 1e-6  # of iterations, in what is a whole number of them
 
 
 @final
@@ -45,17 +47,19 @@ class Cadence:
         self._config = config
         self.evaluates = False
         """Whether the script has registered an evaluation."""
-        self.evaluated_at = -1
+        self.evaluated_at: Count | None = None
+        """How far the run was at the last evaluation, or at the checkpoint that it goes on from."""
         self.checkpointed_at = -1
         self.next_pause = 0
         """The iteration at which all workers are to meet next, as `plan` found it."""
         self._meet_at = NEVER
         self._rhythm = Rhythm(first=_LATE_FIRST if waits else 1)
+        self._evaluation_rhythm = Rhythm()
 
     def is_over(self, iteration: int) -> bool:
         return iteration >= (self._config.max_steps or NEVER)
 
-    def plan(self, *, check_at: int) -> None:
+    def plan(self, now: Count, *, check_at: int, iterations_per_s: float = 0.0) -> None:
         """Set the next pause, from what has been done. Pauses alone change that, and so it is not asked every step.
 
         Args:
@@ -63,11 +67,26 @@ class Cadence:
         """
         config = self._config
         due = [config.max_steps or NEVER, self._meet_at, check_at]
-        if config.eval_every is not None and self.evaluates:
-            due.append((max(0, self.evaluated_at) // config.eval_every + 1) * config.eval_every)
+        if self.evaluates:
+            due.append(self._next_evaluation(now, iterations_per_s))
         if config.checkpoint_every is not None:
             due.append((max(0, self.checkpointed_at) // config.checkpoint_every + 1) * config.checkpoint_every)
         self.next_pause = min(due)
+
+    def _next_evaluation(self, now: Count, iterations_per_s: float) -> int:
+        """The iteration at which one will be due, by how many samples, batches or seconds iterations have taken; before
+        the first one nobody knows, and a pause soon after tells."""
+        every = self._config.eval_every
+        if every is None:
+            return NEVER
+        left = every.left(self.evaluated_at or Count(), now)
+        if every.unit == "iterations":
+            return now.iterations + int(left)
+        if every.unit == "s":
+            return self._evaluation_rhythm.next(now.iterations, wanted=math.ceil(left * iterations_per_s))
+        if not now.iterations or not now.of(every.unit):
+            return now.iterations + 1
+        return now.iterations + max(1, math.ceil(left * now.iterations / now.of(every.unit) - _ROUNDING))
 
     def meet_in(self, wait_s: float, iteration: int, *, iterations_per_s: float) -> None:
         """Name the iteration at which all workers meet next for what goes by time; none if that is infinite."""
@@ -75,13 +94,13 @@ class Cadence:
         if wait_s < math.inf:
             self._meet_at = self._rhythm.next(iteration, wanted=wait_s * iterations_per_s)
 
-    def is_evaluation_due(self, iteration: int, *, at_end: bool) -> bool:
-        every = self._config.eval_every
-        if not self.evaluates or iteration == self.evaluated_at:
+    def is_evaluation_due(self, now: Count, *, at_end: bool) -> bool:
+        every, before = self._config.eval_every, self.evaluated_at
+        if not self.evaluates or (before is not None and now.iterations == before.iterations):
             return False
         if at_end or every is None:
             return at_end
-        return self.evaluated_at < 0 or iteration // every > self.evaluated_at // every
+        return before is None or every.has_come(before, now)
 
     def is_checkpoint_due(self, iteration: int, *, at_end: bool, is_late: bool) -> bool:
         """

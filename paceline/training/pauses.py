@@ -6,6 +6,7 @@ from typing import Any, final
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.interval import Count
 from paceline.records import EvaluationRecord
 from paceline.strategies.meeting import gathered
 from paceline.training import snapshot
@@ -74,11 +75,12 @@ class Pauses:
         run.iteration = run.prepared.synchronizer.meet(furthest, active=active)
         all_done = all(report["done"] for report in reports)
         cadence.evaluates = first["evaluates"]
-        evaluates = cadence.is_evaluation_due(run.iteration, at_end=all_done) and not first["interrupted"]
+        now = _count(run.iteration, reports)
+        evaluates = cadence.is_evaluation_due(now, at_end=all_done) and not first["interrupted"]
         saves = cadence.is_checkpoint_due(run.iteration, at_end=all_done, is_late=first["checkpoint_in_s"] <= 0)
         if evaluates or saves or all_done:
-            self._look_at_global_model(reports, evaluates=evaluates, saves=saves, is_last=all_done)
-        self._agree(reports, has_saved=saves)
+            self._look_at_global_model(now, reports, evaluates=evaluates, saves=saves, is_last=all_done)
+        self._agree(now, reports, has_saved=saves)
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
         collective.set_deadline(run.config.deadline_s)
@@ -94,6 +96,7 @@ class Pauses:
             "done": is_done,
             "time_s": run.clock.now_s,
             "samples": run.samples,
+            "steps": run.steps,
             "evaluates": self.evaluation is not None,
             "interrupted": run.reporter.stop_requested(),
             "wants_stop": run.wants_stop(),
@@ -102,7 +105,7 @@ class Pauses:
             **self._agreement.said(is_last=is_done),
         }
 
-    def _agree(self, reports: list[dict[str, Any]], *, has_saved: bool) -> None:
+    def _agree(self, now: Count, reports: list[dict[str, Any]], *, has_saved: bool) -> None:
         """Whether the run ends here, and when to meet next."""
         run, first = self._run, reports[0]
         rate = first["iterations_per_s"]
@@ -114,10 +117,11 @@ class Pauses:
             left_s = (run.config.max_time_s or math.inf) - first["time_s"]
             waits_s += [_AGREE_S, left_s]
         self._cadence.meet_in(min(waits_s), run.iteration, iterations_per_s=rate)
-        self._cadence.plan(check_at=self._agreement.next_at(first, iterations_per_s=rate))
+        check_at = self._agreement.next_at(first, iterations_per_s=rate)
+        self._cadence.plan(now, check_at=check_at, iterations_per_s=rate)
 
     def _look_at_global_model(
-        self, reports: list[dict[str, Any]], *, evaluates: bool, saves: bool, is_last: bool
+        self, now: Count, reports: list[dict[str, Any]], *, evaluates: bool, saves: bool, is_last: bool
     ) -> None:
         run = self._run
         time_s = sum(report["time_s"] for report in reports) / len(reports)
@@ -125,7 +129,7 @@ class Pauses:
         differing = Differing(run) if evaluates and run.traits.workers_differ else None
         with run.prepared.synchronizer.global_model() as model:
             if evaluates:
-                self._evaluate(model, time_s, samples=sum(report["samples"] for report in reports))
+                self._evaluate(model, now, time_s)
             if differing is not None:
                 differing.record_distance()
             if own is not None:
@@ -136,14 +140,14 @@ class Pauses:
         if differing is not None and run.traits.own_scores and self.evaluation is not None:
             differing.record_scores(self.evaluation)
 
-    def _evaluate(self, model: nn.Module, time_s: float, *, samples: int) -> None:
+    def _evaluate(self, model: nn.Module, now: Count, time_s: float) -> None:
         """Rank 0 calls the script's evaluation; all learn what came of it."""
-        found = self._found(model, time_s, samples) if self._run.context.rank == 0 else None
+        found = self._found(model, time_s, now.samples) if self._run.context.rank == 0 else None
         found = self._run.context.collective.broadcast_object(found)
         if "error" in found:
             raise UsageError(found["error"])
         self.last_metrics = found["metrics"]
-        self._cadence.evaluated_at = self._run.iteration
+        self._cadence.evaluated_at = now
         self._run.has_ended = self._run.has_ended or found["stop"]
 
     def _found(self, model: nn.Module, time_s: float, samples: int) -> dict[str, Any]:
@@ -167,3 +171,9 @@ class Pauses:
             self._run.tell("target_reached", details, at_s=self._streak.began_s)
         self._is_target_reached = True
         return True
+
+
+def _count(iteration: int, reports: list[dict[str, Any]]) -> Count:
+    """How far the run is, by what workers say of themselves; rank 0's clock tells the time."""
+    each = {name: sum(report[name] for report in reports) for name in ("samples", "steps")}
+    return Count(iteration, each["samples"], each["steps"], reports[0]["time_s"])

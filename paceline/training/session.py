@@ -16,6 +16,7 @@ from paceline.attacks import DataAttack, parse
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
 from paceline.errors import BudgetReached, UsageError
+from paceline.interval import Count
 from paceline.records import MetricRecord, Reporter, StepRecord
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
@@ -28,7 +29,7 @@ from paceline.strategies.replica import (
     require_same_tensors,
 )
 from paceline.strategies.settings import require_same_settings
-from paceline.strategies.several import as_one, describe_each, whole_of
+from paceline.strategies.several import as_one, describe_each, require_one_of_each, whole_of
 from paceline.strategies.together import Together
 from paceline.training import snapshot
 from paceline.training.accounting import Account
@@ -73,11 +74,7 @@ class Session:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self._attacks = parse(config.attacks)
-        self._poisons = [
-            attack
-            for attack in self._attacks
-            if isinstance(attack, DataAttack) and attack.is_hostile(context.rank, size=context.size)
-        ]
+        self._poisons = [attack for attack in self._attacks if isinstance(attack, DataAttack)]
         context = replace(context, seed=config.seed, max_steps=config.max_steps)
         if self._attacks:
             context = under_attack(self._attacks, context, strategy.traits)
@@ -109,6 +106,10 @@ class Session:
             self.run.tell("attack", {"attacks": list(config.attacks), "hostile workers know": knows})
         model = as_one(given.models)
         replicas = describe_each(model, given.optimizers)
+        if self.run.strategy.participation() is not None:
+            require_one_of_each(
+                replicas[0], "a client's turn is a pass of one model over its data, so that this strategy"
+            )
         whole = whole_of(replicas)
         _move(model, given.optimizers.values(), context.device)
         if context.size > 1:
@@ -153,7 +154,14 @@ class Session:
         self._unprepared = UnpreparedSteps(model, optimizers.values(), may_step=self._may_step_unprepared)
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
-            self._cadence.evaluated_at = self._cadence.checkpointed_at = self._checkpoint.iteration
+            self._cadence.checkpointed_at = self._checkpoint.iteration
+            workers = self._checkpoint.workers
+            self._cadence.evaluated_at = Count(
+                self._checkpoint.iteration,
+                sum(worker.samples for worker in workers),
+                sum(worker.steps for worker in workers),
+                self._checkpoint.time_s,
+            )
         seed_everything(derive(config.seed, "rank", context.rank))
         return loaders
 
@@ -428,8 +436,11 @@ class Session:
             )
 
     def _poison(self, batch: Any) -> Any:
+        sender = self.run.prepared.synchronizer.sender
+        size = self.run.traits.num_clients or self.run.context.size
         for attack in self._poisons:
-            batch = attack.of_batch(batch)
+            if attack.is_hostile(sender, size=size):
+                batch = attack.of_batch(batch)
         return batch
 
     def _on_pass(self) -> None:

@@ -38,7 +38,7 @@ class Part:
         paceline = str(Path(sys.executable).with_name("paceline"))
         study = ["--strategies", self.strategies, "--workers", ",".join(map(str, self.workers)), "--seeds", seeds]
         ends = ["--target", f"accuracy={self.accuracy}", "--max-steps", str(self.max_steps)]
-        ends += ["--eval-every", str(self.eval_every)]
+        ends += ["--eval-every", f"{self.eval_every}iterations"]
         script = ["--model", self.model, "--batch-size", str(self.batch_size), "--eval-samples", str(self.eval_samples)]
         if self.model != "convnet":
             script += ["--width", str(self.width)]

@@ -49,6 +49,8 @@ class Row:
     """Each worker sends something in each of its steps, or rounds."""
     is_plain: bool = True
     """An iteration takes what workers found as it is, and leaves all of them with it."""
+    has_debts: bool = False
+    """Parameters move by what a worker could not send before, though it does not change them any more."""
     turns: int = 1
     """Passes over the loader, each a client's turn, in which every sample comes once."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +108,7 @@ JOINT_CODECS = ("sign", "powersgd:start=3:least=1")
 def coded(strategy: str, codec: str, **fields: Any) -> Row:
     """A row for a strategy with a codec, left to `make test-slow` unless it says otherwise."""
     name = f"{strategy}-{codec.partition(':')[0]}{'-rows' if 'rows' in codec else ''}"
-    options = {"codec": codec, "codec_scope": "all"}
+    options = {"codec": codec, "codec_scope": "all", **fields.pop("options", {})}
     is_exact = codec.partition(":")[0] in ("fp16", "bf16")
     return Row(name, strategy, 2, options, **{"is_slow": True, "is_exact": is_exact, **fields})
 
@@ -143,6 +145,8 @@ ROWS = (
         is_exact=False,
         moves_every_step=False,
     ),
+    coded("gossip", "int8", options=GOSSIP, workers_differ=True, is_slow=False),
+    coded("gossip", "top-k:ratio=0.2", options={**GOSSIP, "order": "awc"}, workers_differ=True),
     *(coded("all-reduce", codec, is_slow=not codec.startswith("powersgd")) for codec in (*CODECS, *JOINT_CODECS)),
     *(
         coded("ps-bsp", codec, is_slow=codec != "int8", options_to_change_gradients={"combine": "always"})
@@ -157,6 +161,16 @@ ROWS = (
         {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5},
         steps_an_iteration=4,
         is_plain=False,
+    ),
+    coded("local-sgd", "top-k:ratio=0.2", options={"every": 3}, steps_an_iteration=3, has_debts=True),
+    coded("local-sgd", "powersgd:start=3:least=1", options={"every": 3}, steps_an_iteration=3, has_debts=True),
+    coded(
+        "diloco",
+        "int8",
+        options={"every": 4, "fragments": 2, "alpha": 0.5},
+        steps_an_iteration=4,
+        is_plain=False,
+        is_slow=False,
     ),
     Row(
         "fed-avg",

@@ -163,7 +163,7 @@ def test_schedule_reaches_the_update(row: Row, tmp_path: Path) -> None:
     result = row.run(partial(schedule, num_steps=3 * row.steps_an_iteration), tmp_path, eval_every=1)
     sums = [evaluation.metrics["sum"] for evaluation in result.evaluations]
     assert len({*sums[:3]}) == 3
-    if row.is_plain:  # else momentum goes on
+    if row.is_plain and not row.has_debts:  # else momentum goes on
         assert sums[-1] == pytest.approx(sums[3], rel=1e-6)
 
 

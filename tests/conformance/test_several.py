@@ -21,7 +21,7 @@ import paceline
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.data import Dataset, Split, load
 from paceline.errors import RunFailed
-from paceline.strategies import STRATEGIES
+from paceline.strategies import STRATEGIES, build
 from tests.conformance import local_engine, virtual_engine
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import EXACT, assert_close
@@ -33,9 +33,10 @@ gan = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(gan)
 
 ENGINES = {"local": local_engine, "virtual": virtual_engine}
-every_strategy = pytest.mark.parametrize(
-    "strategy", [name for name, entry in STRATEGIES.items() if not entry.is_another_name]
-)
+OWN_NAMES = [
+    name for name, entry in STRATEGIES.items() if not entry.is_another_name and not build(name).traits.by_script
+]
+HAVE_CLIENTS = [name for name in OWN_NAMES if build(name).participation() is not None]
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +103,18 @@ def assert_learns(result: Any) -> None:
     assert result.metrics["distance"] != result.evaluations[0].metrics["distance"]
 
 
-@every_strategy
+@pytest.mark.parametrize("strategy", [name for name in OWN_NAMES if name not in HAVE_CLIENTS])
 def test_gan_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     workers = 1 if strategy == "single" else 2
     result = run("virtual", partial(train_gan, epochs=8), tmp_path, strategy, workers, eval_every=7, checkpoint_every=9)
     assert_learns(result)
     assert {name.split(".")[0] for name in result.model_state()} == {"generator", "discriminator"}
+
+
+@pytest.mark.parametrize("strategy", HAVE_CLIENTS)
+def test_gan_is_refused_where_clients_take_turns(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"a client's turn .* prepares one model and one optimizer"):
+        run("virtual", train_gan, tmp_path, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["ps-ssp", "ps-asp"])

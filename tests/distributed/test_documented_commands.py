@@ -17,7 +17,12 @@ from urllib.parse import unquote
 import pytest
 from ray.cluster_utils import Cluster
 
+from paceline.aggregate import Aggregator
+from paceline.attacks import Attack
 from paceline.engines.ray.tokens import own_token
+from paceline.partition import Partition
+from paceline.pieces import Piece, named
+from paceline.roster import Sampler
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -60,6 +65,20 @@ def test_relative_links_resolve() -> None:
     assert len(links) > 10
     broken = [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not (page.parent / link).exists()]
     assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"),
+    [
+        ("robustness.md", Aggregator),
+        ("robustness.md", Attack),
+        ("federated.md", Partition),
+        ("federated.md", Sampler),
+    ],
+)
+def test_a_page_lists_every_piece_of_a_kind(page: str, kind: type[Piece]) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in named(kind) if f"`{name}`" not in text] == []
 
 
 def test_no_placeholder_is_left() -> None:

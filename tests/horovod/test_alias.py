@@ -12,6 +12,7 @@ import pytest
 import paceline.horovod.torch as hvd
 from paceline.engines import aliases
 from paceline.engines.scripting import read_script
+from paceline.running.result import Result
 
 SCRIPT = """
 import torch
@@ -109,9 +110,13 @@ def test_an_installed_package_is_never_touched(tmp_path: Path, monkeypatch: pyte
 def test_an_unchanged_script_runs_on_ray(tmp_path: Path) -> None:
     script = tmp_path / "legacy.py"
     script.write_text(SCRIPT)
-    command = [Path(sys.executable).with_name("paceline"), "run", script, "--workers", "2", "--out", tmp_path / "out"]
+    command = [Path(sys.executable).with_name("paceline"), "run", script, "--workers", "2", "--strategy", "horovod"]
+    command += ["--out", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert "horovod is not installed: Paceline stands in for it" in done.stderr
     for rank in range(2):
         assert f"rank {rank} of 2, equal: True" in done.stdout + done.stderr
+    assert sorted((step.worker, step.step) for step in Result(tmp_path / "out").steps) == [
+        (rank, number) for rank in range(2) for number in range(1, 6)
+    ]

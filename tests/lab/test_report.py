@@ -137,7 +137,7 @@ def test_the_command_repeats_the_study_elsewhere_and_settings_are_those_in_force
     (tmp_path / "digits" / "trials" / "all-reduce-n1-s0" / "manifest.json").write_text(json.dumps(described))
     page = report_page.page_of(made_study)
     assert f"--out {tmp_path.resolve() / 'digits-again'}" in page.command
-    assert page.facts["Evaluation"] == f"every {DEFAULT_EVAL_EVERY} iterations"
+    assert page.facts["Evaluation"] == f"every {DEFAULT_EVAL_EVERY.words}"
     assert page.facts["Working directory"] == "/home/user/work"
     untargeted = study_of(tmp_path / "other", trials, target=None)
     assert report_page.page_of(untargeted).facts["Evaluation"] == "at the end of each run"

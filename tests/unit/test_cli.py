@@ -91,6 +91,11 @@ def save_checkpoint(directory: Path, *, workers: int = 2, seed: int = 0) -> Path
             "--strategy ps-bsp --workers 2 --option backup_workers=2",
             "backup_workers=2 leaves no gradient to wait for with 2 worker(s)",
         ),
+        (
+            "--strategy horovod --max-time 9",
+            "--max-time has no effect under strategy horovod, whose script exchanges, evaluates and saves by itself; "
+            "--max-steps ends it",
+        ),
         ("--max-steps 0", "max-steps must be positive, not 0"),
         ("--deadline -1", "deadline must be positive, not -1.0"),
         ("--device gpu", "device must be auto, cpu or cuda, not 'gpu'"),
@@ -218,7 +223,7 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     local = ["local-sgd", "post-local", "slowmo", "diloco"]
     averaging = ["fed-avg", "fed-prox", "fed-avgm", "fed-adam", "fed-yogi", "fed-adagrad"]
     federated = [*averaging, "scaffold", "fed-nova", "fed-bn", "fed-rep"]
-    assert names == ["single", "all-reduce", "ring", *servers, *gossip, *local, *federated]
+    assert names == ["single", "all-reduce", "ring", *servers, *gossip, *local, *federated, "horovod"]
     assert [line.split()[:1] for line in lines].count(["backup_workers"]) == 1, (
         "another name's options are not repeated"
     )

@@ -9,6 +9,8 @@ import pytest
 
 from paceline.config import DEFAULT_EVAL_EVERY, RunConfig, Target
 from paceline.errors import UsageError
+from paceline.interval import Count, Interval
+from paceline.training.cadence import NEVER, Cadence
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,6 @@ def test_targets_that_can_never_be_reached(text: str) -> None:
         ({"max_steps": -5}, "max-steps"),
         ({"max_time_s": 0.0}, "max-time must be"),
         ({"max_time_s": math.nan}, "max-time must be"),
-        ({"eval_every": 0}, "eval-every"),
         ({"checkpoint_every": -1}, "checkpoint-every"),
         ({"deadline_s": 0}, "deadline must be"),
         ({"seed": -1}, "seed must be in"),
@@ -80,5 +81,52 @@ def test_a_target_needs_evaluations() -> None:
     target = Target.parse("loss=1")
     assert RunConfig().eval_every is None
     assert RunConfig(target=target).eval_every == DEFAULT_EVAL_EVERY
-    assert RunConfig(target=target, eval_every=7).eval_every == 7
+    assert RunConfig(target=target, eval_every=Interval(7)).eval_every == Interval(7)
     assert RunConfig(seed=2**63 - 1, max_time_s=0.5, device="cpu").max_time_s == 0.5
+
+
+@pytest.mark.parametrize("text", ["", "often", "-5", "0", "0s", "nan", "1e400", "10 minutes", "1.5", "2.5samples", "s"])
+def test_intervals_that_cannot_be(text: str) -> None:
+    with pytest.raises(UsageError, match="eval-every"):
+        Interval.parse(text)
+
+
+def cadence_of(every: str) -> Cadence:
+    cadence = Cadence(RunConfig(eval_every=Interval.parse(every)), waits=False)
+    cadence.evaluates = True
+    return cadence
+
+
+@pytest.mark.parametrize(
+    ("every", "samples_each", "expected"),
+    [("4", 32, [4, 8, 12]), ("100samples", 32, [4, 7, 10]), ("96samples", 32, [3, 6, 9]), ("6batches", 32, [3, 6, 9])],
+)
+def test_evaluations_come_with_the_first_iteration_that_completes_an_interval(
+    every: str, samples_each: int, expected: list[int]
+) -> None:
+    """Two workers; pauses are where the cadence asks for them, and one tells how many samples an iteration has."""
+    cadence, iteration, evaluated, pauses = cadence_of(every), 0, [], 0
+    while iteration <= max(expected):
+        now = Count(iteration, samples_each * iteration, 2 * iteration, 0.1 * iteration)
+        if cadence.is_evaluation_due(now, at_end=False):
+            cadence.evaluated_at = now
+            evaluated.append(iteration)
+        cadence.plan(now, check_at=NEVER, iterations_per_s=10.0)
+        assert cadence.next_pause > iteration
+        iteration, pauses = cadence.next_pause, pauses + 1
+    assert evaluated == [0, *expected]
+    assert pauses <= len(expected) + 2
+
+
+def test_evaluations_by_seconds_follow_a_pace_that_changes() -> None:
+    cadence, iteration, time_s, evaluated_s = cadence_of("3s"), 0, 0.0, []
+    while time_s < 100:
+        now = Count(iteration, 32 * iteration, iteration, time_s)
+        if cadence.is_evaluation_due(now, at_end=False):
+            cadence.evaluated_at = now
+            evaluated_s.append(time_s)
+        rate = 10.0 if time_s < 50 else 4.0
+        cadence.plan(now, check_at=NEVER, iterations_per_s=rate)
+        time_s += (cadence.next_pause - iteration) / rate
+        iteration = cadence.next_pause
+    assert [int(time_s // 3) for time_s in evaluated_s] == list(range(34))

@@ -221,6 +221,14 @@ def test_what_cannot_be_priced_is_refused(traffic: tuple[Traffic, ...] | None, s
             asked(cluster_of(), strategy=Declared(traffic=traffic), workers=2, work=WORK)
 
 
+def test_what_a_script_does_by_itself_is_measured_and_not_planned() -> None:
+    said = "strategy horovod leaves to the script what moves, so no plan can price it; measure it with `paceline run`"
+    for asked in (predict, simulate):
+        with pytest.raises(UsageError, match=said):
+            asked(cluster_of(), strategy="horovod", workers=2, work=WORK)
+    assert "horovod" not in {*plan(cluster_of(2), WORK, num_checks=0).unpriced}
+
+
 def test_what_the_package_s_own_strategies_declare_is_all_that_counts() -> None:
     known = ParameterServer(consistency="ssp", staleness=2, servers=2)
     twin = Declared(traffic=known.traits.traffic, unit="gradient", num_servers=2)

@@ -153,6 +153,10 @@ def test_costs_follow_samples_speed_and_who_shares_a_host() -> None:
     by_step = cost(host, Compute(step_s=1.0))
     assert by_step.seconds(num_samples=100, forward_flop=0.0) == 0.5
     assert by_step.seconds(num_samples=10, forward_flop=0.0) == 0.05  # the short batch at an epoch's end
+    evaluated_before = cost(host, Compute(step_s=1.0))
+    assert evaluated_before.seconds(num_samples=5000, forward_flop=0.0, is_training=False) == 0.5
+    assert evaluated_before.seconds(num_samples=100, forward_flop=0.0) == 0.5  # the step that step_s speaks of
+    assert evaluated_before.seconds(num_samples=5000, forward_flop=0.0, is_training=False) == 25.0
     assert cost(host, Compute(sample_s=0.01)).seconds(num_samples=100, forward_flop=0.0) == 0.5
     assert cost(host, Compute(step_s=1.0), num_sharing=4).seconds(num_samples=1, forward_flop=0.0) == 2.0
     counted = Compute(backward_share=0.75)

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from paceline.horovod import runtime as basics
 from paceline.horovod.negotiation import ALLREDUCE
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.torch.collectives import sparse_allreduce_async
@@ -156,12 +157,17 @@ class Reducer:
         self._waits.append(wait)
 
 
+def _nothing() -> None:
+    """What is done after a step that nobody records."""
+
+
 class _Distributed(torch.optim.Optimizer):
     """What a distributed optimizer does besides its own class's work; mixed in before that class."""
 
     _reducer: Reducer
     _is_synchronized: bool
     _synchronizes: bool
+    _after_step: Callable[[], None] = staticmethod(_nothing)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; to look at or clip them before `step`."""
@@ -192,7 +198,9 @@ class _Distributed(torch.optim.Optimizer):
             self.synchronize()
         self._is_synchronized = False
         self._opt_called = True  # what LR schedulers look at
-        return super().step(closure)
+        loss = super().step(closure)
+        self._after_step()
+        return loss
 
     # A scheduler is not to put its own `step` in the place of this one.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -211,6 +219,7 @@ class _DistributedDeltas(torch.optim.Optimizer):
 
     _names: dict[Parameter, str]
     _compression: type[Compressor]
+    _after_step: Callable[[], None] = staticmethod(_nothing)
 
     def step(self, closure: Any = None) -> Any:
         # Ranks may have used different parts of the model: a part that was not used has changed by nothing.
@@ -235,6 +244,7 @@ class _DistributedDeltas(torch.optim.Optimizer):
             ]
             for parameter, start, handle, (_, context) in zip(trained, before, handles, compressed, strict=True):
                 parameter.copy_(start + self._compression.decompress(synchronize(handle), context))
+        self._after_step()
         return loss
 
     def synchronize(self) -> None:
@@ -282,6 +292,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     made.__class__ = type(own.__name__, (_DistributedDeltas if op == Adasum else _Distributed, own), {})
     vars(made).pop("step", None)  # by which a scheduler that was made before has replaced the class's own
     made._parameter_names = names
+    recorder = basics.recorder()
+    if recorder is not None and recorder.follow(list(names)):
+        made._after_step = recorder.step
     if op == Adasum:
         if backward_passes_per_step != 1 or groups or sparse_as_dense or process_set is not global_process_set:
             raise ValueError(

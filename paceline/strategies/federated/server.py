@@ -60,9 +60,9 @@ class ServerModel:
             for index, buffer in enumerate(self._buffers)
         ]
         of_controls = [replace(spec, name=f"{_CONTROL}{spec.name}") for spec in specs] if has_controls else []
-        self._joining = Joining(
-            context, [*specs, *of_buffers, *of_controls, TensorSpec("scale", (1,), torch.float64)], aggregator
-        )
+        of_client = [*specs, *of_buffers, *of_controls, TensorSpec("scale", (1,), torch.float64)]
+        self._joining = Joining(context, of_client, aggregator, num_changes=len(specs))
+        self._is_scaled = aggregator.streams  # others weigh contributions anew, and their scales are all 1
 
     def load(self) -> None:
         """This worker's model gets the server's values."""
@@ -96,7 +96,7 @@ class ServerModel:
         self._joining.add(Contribution(client, weight, "gradient", [*scaled, *of_buffers, *controls, factor]))
 
     @torch.no_grad()
-    def join(self, *, num_clients: int, leaves: bool) -> tuple[bool, bool]:
+    def join(self, *, round_number: int, num_clients: int, leaves: bool) -> tuple[bool, bool]:
         """Step with what the round's clients contributed. Collective call.
 
         Args:
@@ -106,7 +106,7 @@ class ServerModel:
         Returns:
             Whether anybody contributed, and whether a worker leaves, so that there is no further round.
         """
-        joined = self._joining.join(leaves=leaves)
+        joined = self._joining.join(round_number=round_number, leaves=leaves)
         if joined.num_contributions:
             self._step(joined.gradients, share=joined.num_contributions / num_clients)
         self._joining.clear()
@@ -139,7 +139,7 @@ class ServerModel:
 
     def _step(self, gradients: Sequence[Tensor], *, share: float) -> None:
         remaining = iter(gradients[:-1])
-        scale = float(gradients[-1])
+        scale = float(gradients[-1]) if self._is_scaled else 1.0
         for parameter, gradient in zip(self.parameters, remaining, strict=False):
             parameter.grad = gradient if scale == 1.0 else gradient.mul_(scale)
         self._optimizer.step()

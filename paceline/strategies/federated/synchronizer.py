@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from paceline.aggregate import MEAN
 from paceline.correction import Control, correct
 from paceline.roster import Turn
 from paceline.seeding import derive, seed_everything
@@ -21,7 +20,6 @@ from paceline.strategies.finite import checked, may_step
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler, require_same_parameters
-from paceline.strategies.several import require_one_of_each
 
 if TYPE_CHECKING:
     from paceline.strategies.federated.strategy import Federated
@@ -44,7 +42,6 @@ class FederatedSynchronizer(Synchronizer):
 
     def __init__(self, strategy: Federated, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
-        require_one_of_each(replica, "a strategy with clients")
         assert context.roster is not None, "strategies with clients are given a roster"
         self._strategy, self._roster = strategy, context.roster
         private = private_names(replica.model, strategy.private)
@@ -52,7 +49,7 @@ class FederatedSynchronizer(Synchronizer):
             context,
             replica,
             outer=strategy.outer,
-            aggregator=MEAN,
+            aggregator=strategy.aggregate,
             private=private,
             has_controls=strategy.has_controls,
         )
@@ -87,6 +84,11 @@ class FederatedSynchronizer(Synchronizer):
         turn = self._to_play()[0]
         self._playing = _Playing(turn, self._clients.load(turn.client))
         seed_everything(derive(self.context.seed, "turn", turn.round, turn.client))
+
+    @property
+    def sender(self) -> int:
+        assert self._playing is not None, "batches come in turns"
+        return self._playing.turn.client
 
     def leave(self) -> None:
         """The script ended by itself; the run ends with this round, on all workers."""
@@ -138,7 +140,9 @@ class FederatedSynchronizer(Synchronizer):
     def _join(self, *, leaves: bool) -> None:
         """End the round."""
         num_clients = self._roster.participation.num_clients
-        has_contributed, self._is_over = self._server.join(num_clients=num_clients, leaves=leaves)
+        has_contributed, self._is_over = self._server.join(
+            round_number=self.iteration, num_clients=num_clients, leaves=leaves
+        )
         self.iteration += has_contributed or not self._is_over
         self._num_played = 0
         self._server.load()

@@ -67,16 +67,21 @@ class StepCost:
         """What takes a core of a host of speed 1 so long."""
         return seconds / self._host_speed
 
-    def seconds(self, *, num_samples: int, forward_flop: float) -> float:
+    def seconds(self, *, num_samples: int, forward_flop: float, is_training: bool = True) -> float:
         """The time of a forward and a backward pass over `num_samples`. Where operations are counted, those of the
-        backward pass are taken to be so many that it takes `backward_share` of the time."""
-        if self._reference_samples is None:
+        backward pass are taken to be so many that it takes `backward_share` of the time.
+
+        Args:
+            is_training: the batch may be the first that is trained on, of which `step_s` speaks. An evaluation before
+                that has other batches; it is taken to last a step for each.
+        """
+        if self._reference_samples is None and is_training:
             self._reference_samples = num_samples
         compute = self._compute
         if compute.sample_s is not None:
             return compute.sample_s * num_samples / self._speed
         if compute.reference_s is not None:
-            return compute.reference_s * num_samples / self._reference_samples / self._speed
+            return compute.reference_s * num_samples / (self._reference_samples or num_samples) / self._speed
         return forward_flop / (1 - compute.backward_share) / self._flop_per_s
 
 

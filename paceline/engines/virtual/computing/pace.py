@@ -111,8 +111,10 @@ class _ModelPace:
 
     def _draw(self, num_samples: int) -> float:
         """Draw how long the passes over a batch take; returns the forward pass's part, in seconds."""
-        mean_s = self._cost.seconds(num_samples=num_samples, forward_flop=self._flop_per_sample * num_samples)
-        if not torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled()
+        forward_flop = self._flop_per_sample * num_samples
+        mean_s = self._cost.seconds(num_samples=num_samples, forward_flop=forward_flop, is_training=is_training)
+        if not is_training:
             return mean_s * (1 - self._settings.backward_share)
         step_s = self._times.draw(mean_s)
         self._backward_s = step_s * self._settings.backward_share

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from paceline.correction import Control, correct
+from paceline.errors import UsageError
 from paceline.roster import Turn
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Synchronizer, non_finite
@@ -158,7 +159,12 @@ class FederatedSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
         strategy, playing = self._strategy, self._playing
-        assert playing is not None, "batches come in turns"
+        if playing is None:
+            raise UsageError(
+                f"rank {self.context.rank}: a step came when the pass over the loader had ended, and with it the "
+                "client's turn; step inside the loop, and ask for a batch when the one before is done "
+                "(DataLoader(num_workers=...) reads ahead by itself)"
+            )
         self._num_steps += 1
         applies = may_step(self.replica, strategy.nonfinite, rank=self.context.rank, step=self._num_steps)
         if applies:

@@ -14,7 +14,8 @@ from paceline.pieces import Piece, read
 
 @dataclass(frozen=True, kw_only=True)
 class Attack(Piece, ABC):
-    """An attack by the last `workers` workers of a run, so that the first, which evaluates, is honest."""
+    """An attack by the last `workers` workers of a run, so that the first, which evaluates, is honest; where clients
+    send, by the last so many clients."""
 
     workers: int = 1
 
@@ -73,20 +74,21 @@ def parse(texts: Sequence[str]) -> tuple[Attack, ...]:
     return tuple(read(Attack, text) for text in texts)
 
 
-def require_possible(attacks: Sequence[Attack], *, num_workers: int, knows_all: bool) -> None:
-    """Raises UsageError for an attack that so many workers cannot make.
+def require_possible(attacks: Sequence[Attack], *, num_senders: int, knows_all: bool, kind: str = "worker") -> None:
+    """Raises UsageError for an attack that so many senders cannot make.
 
     Args:
+        kind: what senders are called.
         knows_all: hostile workers see what honest ones send before they send something themselves.
     """
     for attack in attacks:
-        num_honest = num_workers - attack.workers
+        num_honest = num_senders - attack.workers
         if num_honest < 1:
-            raise UsageError(f"--attack {attack} leaves none of {num_workers} worker(s) honest")
+            raise UsageError(f"--attack {attack} leaves none of {num_senders} {kind}(s) honest")
         known = num_honest if knows_all else 1
         if isinstance(attack, SentAttack) and known < attack.least_known:
             why = "" if knows_all else ", and under this strategy workers do not see what others are about to send"
             raise UsageError(
-                f"--attack {attack} has to know what {attack.least_known} honest workers send{why}; use more workers, "
+                f"--attack {attack} has to know what {attack.least_known} honest {kind}s send{why}; use more {kind}s, "
                 "or a strategy in which they meet, such as all-reduce or ps-bsp"
             )

@@ -15,11 +15,11 @@ from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Context
 
 
-def join(*, seed: int) -> World:
+def join(*, seed: int, deadline_s: float = RunConfig.deadline_s) -> World:
     """Meet the other processes; torch's default process group stays the script's own."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    config = RunConfig(seed=seed)
+    config = RunConfig(seed=seed, deadline_s=deadline_s)
     has_own_device = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
     device = torch.device("cuda", local_rank) if has_own_device else torch.device("cpu")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))

@@ -45,6 +45,7 @@ class Runtime:
         everybody = tuple(range(self.size))
         self._enter_set(everybody, via=context.collective)
         self._channels[GLOBAL].collective.require_equal("HOROVOD_FUSION_THRESHOLD", settings.fusion_bytes)
+        self._channels[GLOBAL].collective.require_equal("HOROVOD_CACHE_CAPACITY", settings.num_remembered)
         firsts = self._channels[GLOBAL].collective.all_gather_object(self.local_rank)
         self.cross_size = sum(each == self.local_rank for each in firsts)
         """Hosts that have a worker of this worker's number on its host."""
@@ -150,6 +151,8 @@ _ledger = Ledger()
 _recorder: Recorder | None = None
 """Of this process's run, however often the script calls `init`."""
 _runtime: Runtime | None = None
+_own_world: World | None = None
+"""That `init` has met itself."""
 _num_connected = 0
 
 
@@ -173,13 +176,14 @@ def is_initialized() -> bool:
 
 def init() -> Runtime:
     """Meet all workers of the run, of torchrun's world, or of a world of one. A second call does nothing."""
-    global _runtime, _recorder
+    global _runtime, _recorder, _own_world
     if _runtime is None:
         world = current()
         if world is None:
-            world = torchrun.join(seed=0) if "TORCHELASTIC_RUN_ID" in os.environ else alone()
+            world = _join() if "TORCHELASTIC_RUN_ID" in os.environ else alone()
             enter(world)
-            atexit.register(_end, world)
+            atexit.register(end)
+            _own_world = world
         else:
             _end_with(world)
         if world.context.pacing.is_simulated:
@@ -209,7 +213,18 @@ def _end_with(world: World) -> None:
         world.at_end.append(shutdown)
 
 
-def _end(world: World) -> None:
-    with contextlib.suppress(Exception):
-        shutdown()
-    world.context.collective.close()
+def _join() -> World:
+    """The world of torchrun's variables, which Horovod's own may give less time to meet."""
+    limit_s = os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS")
+    return torchrun.join(seed=0, deadline_s=float(limit_s)) if limit_s else torchrun.join(seed=0)
+
+
+def end() -> None:
+    """Shut down, and leave the world that `init` has met; nothing where an engine has started this process."""
+    global _own_world
+    world, _own_world = _own_world, None
+    if world is not None:
+        with contextlib.suppress(Exception):
+            shutdown()
+        world.context.collective.close()
+        enter(None)

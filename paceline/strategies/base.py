@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor, nn
 
-from paceline.aggregate import MEAN, Aggregator
+from paceline.aggregate import MEAN, Aggregator, Contribution
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
@@ -62,6 +62,9 @@ class Context:
     corrupt: Callable[[Sequence[Tensor], int], None] | None = None
     """Called with what this worker is about to send and the number of its step: in place, a hostile worker's becomes
     what an attack makes of it. Where workers meet at each exchange it is a collective call. None: nobody attacks."""
+    corrupt_clients: Callable[[Sequence[Contribution], int], list[Contribution]] | None = None
+    """Called with what all clients of a round send, and its number: what comes of it where some are hostile, the same
+    on every worker. None: nobody attacks."""
     roster: Roster | None = None
     """The clients' turns that this worker plays, under strategies that have clients."""
 
@@ -145,6 +148,11 @@ class Synchronizer(ABC):
     def timings(self) -> tuple[Timing, ...]:
         """The running totals that this worker's steps are accounted from."""
         return (self.context.collective.timing,)
+
+    @property
+    def sender(self) -> int:
+        """Whose steps these are, as aggregators and attacks count senders: this worker's, or the client's it plays."""
+        return self.context.rank
 
     def set_weight(self, weight: float) -> None:
         """The next backward passes are of a batch with this share of its global batch, times the number of workers."""

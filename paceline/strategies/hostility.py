@@ -1,4 +1,4 @@
-"""A worker's part in the attacks that a study asks for: what it sends if it is hostile, and tells those who are."""
+"""The attacks that a study asks for: what hostile workers and clients send, and what they are told."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from paceline.aggregate import Contribution
 from paceline.attacks import Attack, SentAttack, require_possible
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
@@ -57,14 +58,54 @@ class Hostility:
         return torch.stack([each.clone().view(own.dtype) for each in given]) if self._is_hostile[rank] else own[None]
 
 
+@final
+class HostileClients:
+    """What a round's hostile clients send. Every worker has all contributions, and works it out alike.
+
+    In a round with fewer honest clients than an attack has to know, hostile ones go by what they have computed
+    themselves, as honest clients would; with too few of these as well, they send that.
+    """
+
+    def __init__(self, attacks: Sequence[Attack], *, num_clients: int, seed: int) -> None:
+        self._attacks = [attack for attack in attacks if isinstance(attack, SentAttack)]
+        self._all, self._num_clients, self._seed = tuple(attacks), num_clients, seed
+
+    def corrupt(self, contributions: Sequence[Contribution], round_number: int) -> list[Contribution]:
+        """What is sent in the place of these; they stay as they are."""
+        rows = [torch.cat([_flat(tensor) for tensor in each.gradients]) for each in contributions]
+        computed = torch.stack(rows)
+        is_honest = torch.tensor([not self._is_hostile(self._all, each.sender) for each in contributions])
+        for attack in self._attacks:
+            least = max(1, attack.least_known)
+            known = computed[is_honest] if int(is_honest.sum()) >= least else computed
+            for index, each in enumerate(contributions):
+                if self._is_hostile([attack], each.sender) and len(known) >= least:
+                    rows[index] = attack.sent(
+                        rows[index], known, size=self._num_clients, generator=self._generator(each, round_number)
+                    )
+        return [
+            each if honest else each._replace(kind="gradient", tensors=_like(each.tensors, row))
+            for each, row, honest in zip(contributions, rows, is_honest.tolist(), strict=True)
+        ]
+
+    def _is_hostile(self, attacks: Sequence[Attack], client: int) -> bool:
+        return any(attack.is_hostile(client, size=self._num_clients) for attack in attacks)
+
+    def _generator(self, each: Contribution, round_number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derive(self._seed, "attack", each.sender, round_number))
+
+
 def require_attackable(attacks: Sequence[Attack], traits: Traits, *, num_workers: int) -> None:
     """Raises UsageError where there can be no such attack under a strategy of these traits."""
     if attacks and not traits.passes_attacks:
         raise UsageError(
             f"--attack {attacks[0]} has no effect under this strategy, whose workers cannot be made hostile; try "
-            "all-reduce, ps-bsp, local-sgd or gossip"
+            "all-reduce, ps-bsp, local-sgd, gossip or fed-avg"
         )
-    require_possible(attacks, num_workers=num_workers, knows_all=traits.takes_equal_steps)
+    if traits.num_clients:
+        require_possible(attacks, num_senders=traits.num_clients, knows_all=True, kind="client")
+    else:
+        require_possible(attacks, num_senders=num_workers, knows_all=traits.takes_equal_steps)
 
 
 def under_attack(attacks: Sequence[Attack], context: Context, traits: Traits) -> Context:
@@ -73,8 +114,17 @@ def under_attack(attacks: Sequence[Attack], context: Context, traits: Traits) ->
     require_attackable(attacks, traits, num_workers=context.size)
     if not any(isinstance(attack, SentAttack) for attack in attacks):
         return context
+    if traits.num_clients:
+        clients = HostileClients(attacks, num_clients=traits.num_clients, seed=context.seed)
+        return replace(context, corrupt_clients=clients.corrupt)
     hostility = Hostility(attacks, context.collective, knows_all=traits.takes_equal_steps, seed=context.seed)
     return replace(context, corrupt=hostility.corrupt)
+
+
+def _like(tensors: Sequence[Tensor], row: Tensor) -> list[Tensor]:
+    """The row in tensors of these shapes."""
+    parts = row.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).to(tensor) for tensor, part in zip(tensors, parts, strict=True)]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Together(Synchronizer):
     def __init__(self, context: Context, whole: Replica, parts: Mapping[str, Synchronizer]) -> None:
         super().__init__(context, whole)
         self._parts = dict(parts)
-        self._first = next(iter(self._parts.values()))
+        self._first, *self._others = self._parts.values()
         self._told: list[Mapping[str, float | str]] = []  # each part's facts
         self._follow_facts()
 
@@ -46,6 +46,18 @@ class Together(Synchronizer):
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         outcome = self._first.wait_for_admission(pause_at=pause_at)
+        if self.context.roster is not None:  # a round ends for all of them
+            for part in self._others:
+                part.wait_for_admission(pause_at=pause_at)
+        self.iteration = outcome.iteration
+        return outcome
+
+    def begin_turn(self) -> None:
+        for part in self._parts.values():
+            part.begin_turn()
+
+    def end_turn(self) -> StepOutcome:
+        outcome, *_ = [part.end_turn() for part in self._parts.values()]
         self.iteration = outcome.iteration
         return outcome
 
@@ -63,9 +75,8 @@ class Together(Synchronizer):
         return before
 
     def meet(self, iteration: int, *, active: Sequence[int]) -> int:
-        for part in self._parts.values():
-            if part is not self._first:
-                part.meet(part.iteration, active=active)
+        for part in self._others:
+            part.meet(part.iteration, active=active)
         self.iteration = self._first.meet(iteration, active=active)
         return self.iteration
 

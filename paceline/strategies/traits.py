@@ -68,6 +68,9 @@ class Neighbouring:
     """It leaves before the gradient of its step is computed, and is waited for after that."""
     message_size: float = 1.0
     """Beside that of the gradients, where these have 4 bytes an element."""
+    codec: Codec | None = None
+    codec_scope: Literal["links", "all"] = "links"
+    """links: nothing is coded where all workers are on one host."""
     in_pairs: bool = False
     """Half of the workers ask a neighbour each, who answers whatever it is at, so that nobody waits for computing."""
 
@@ -101,6 +104,8 @@ class Traits:
     recorded, and it runs in real processes alone."""
     passes_attacks: bool = False
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
+    num_clients: int = 0
+    """Those whose contributions are joined, where these are others than the workers: an attack is then by clients."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None

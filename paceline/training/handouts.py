@@ -159,7 +159,17 @@ class Handouts:
         return num_samples
 
     def end_pass(self) -> None:
-        """What the script has left out of a pass over its data, it does not train on any more."""
+        """Another pass begins: what the script has left out of the one before, it does not train on any more.
+
+        Raises:
+            UsageError: it reads ahead, and so is yet to train on the last ones.
+        """
+        if self._out and self._num_ahead:
+            raise UsageError(
+                f"rank {self._rank}: the script reads ahead, and asks for the next client's batches before it has "
+                "trained on the last ones of this client's; ask for a batch when the one before is done "
+                "(DataLoader(num_workers=...) reads ahead by itself)"
+            )
         self._out.clear()
 
     def place(self, after: Place) -> Place:

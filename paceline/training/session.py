@@ -29,7 +29,7 @@ from paceline.strategies.replica import (
     require_same_tensors,
 )
 from paceline.strategies.settings import require_same_settings
-from paceline.strategies.several import as_one, describe_each, require_one_of_each, whole_of
+from paceline.strategies.several import as_one, describe_each, whole_of
 from paceline.strategies.together import Together
 from paceline.training import snapshot
 from paceline.training.accounting import Account
@@ -74,11 +74,7 @@ class Session:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self._attacks = parse(config.attacks)
-        self._poisons = [
-            attack
-            for attack in self._attacks
-            if isinstance(attack, DataAttack) and attack.is_hostile(context.rank, size=context.size)
-        ]
+        self._poisons = [attack for attack in self._attacks if isinstance(attack, DataAttack)]
         context = replace(context, seed=config.seed, max_steps=config.max_steps)
         if self._attacks:
             context = under_attack(self._attacks, context, strategy.traits)
@@ -111,10 +107,6 @@ class Session:
             self.run.tell("attack", {"attacks": list(config.attacks), "hostile workers know": knows})
         model = as_one(given.models)
         replicas = describe_each(model, given.optimizers)
-        if self.run.strategy.participation() is not None:
-            require_one_of_each(
-                replicas[0], "a client's turn is a pass of one model over its data, so that this strategy"
-            )
         whole = whole_of(replicas)
         _move(model, given.optimizers.values(), context.device)
         if context.size > 1:
@@ -126,6 +118,8 @@ class Session:
             snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=config.seed)
         if context.size > 1:
             copy_from_first(model, context.collective)
+        if len(given.loaders) > 1 and self.run.strategy.participation() is not None:
+            raise UsageError("a client's turn is a pass over its data; prepare one loader")
         loaders = {name: self._sharded(name, index, given) for index, name in enumerate(given.loaders)}
         self.run.context = replace(context, roster=next(iter(loaders.values())).roster)
         context.pacing.watch(whole)
@@ -422,8 +416,6 @@ class Session:
             takes_equal_steps=self.run.traits.takes_equal_steps,
             participation=self.run.strategy.participation(),
         )
-        if len(given.loaders) > 1 and sharded.roster is not None:
-            raise UsageError("a client's turn is a pass over its data; prepare one loader")
         if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
@@ -445,8 +437,11 @@ class Session:
             )
 
     def _poison(self, batch: Any) -> Any:
+        sender = self.run.prepared.synchronizer.sender
+        size = self.run.traits.num_clients or self.run.context.size
         for attack in self._poisons:
-            batch = attack.of_batch(batch)
+            if attack.is_hostile(sender, size=size):
+                batch = attack.of_batch(batch)
         return batch
 
     def _on_pass(self) -> None:

@@ -210,11 +210,45 @@ def test_too_few_workers_are_refused(strategy: str) -> None:
         wanted(num_workers=3)
 
 
-def test_clients_are_not_workers(tmp_path: Path) -> None:
+def test_who_trains_alone_cannot_be_hostile(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--attack gauss has no effect under this strategy, whose workers cannot be"):
         paceline.run(
-            partial(launched, train, tmp_path), strategy="fed-avg", workers=2, attack="gauss", out=tmp_path / "out"
+            partial(launched, train, tmp_path), strategy="single", workers=1, attack="gauss", out=tmp_path / "out"
         )
+
+
+def look_at_labels(worker: Worker, out: Path) -> None:
+    """Keeps, turn by turn, whether labels are as they are in the data."""
+    model = network()
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=LR), two_of(loader_of(problem())))
+    truth, turns = problem().tensors[1], []
+    for _ in range(20):
+        seen = []
+        for x, y in loader:
+            seen += [(y == truth[x[:, -1].long()]).all().item(), (y == 3 - truth[x[:, -1].long()]).all().item()]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[:, :-1]), y).backward()
+            optimizer.step()
+        if seen:
+            turns.append((all(seen[::2]), all(seen[1::2])))
+        keep(out, f"turns-{worker.rank}", turns)
+
+
+@pytest.mark.parametrize("engine", [local_engine, virtual_engine], ids=["processes", "virtual"])
+def test_hostile_clients_train_on_poisoned_data_whoever_plays_them(engine: ModuleType, tmp_path: Path) -> None:
+    result = engine.run(
+        partial(launched, look_at_labels, tmp_path),
+        strategy="fed-avg",
+        options={"clients": 4, "fraction": 1.0, "aggregate": "median"},
+        workers=2,
+        out=tmp_path,
+        max_steps=3,
+        attacks=("label-flip:classes=4", "sign-flip:workers=2"),
+    )
+    assert result.iteration == 3
+    turns = [turn for rank in range(2) for turn in kept(tmp_path, f"turns-{rank}")]
+    assert turns.count((False, True)) == 3, "one of four clients, in each of three rounds"
+    assert turns.count((True, False)) == 9
 
 
 def test_an_attack_needs_an_honest_worker(tmp_path: Path) -> None:

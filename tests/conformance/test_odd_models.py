@@ -125,6 +125,7 @@ ODD = (
     odd_row("complex parameters", model=odd.Complex),
     odd_row("complex parameters, adam", model=odd.Complex, optimizer=partial(Adam, lr=0.01)),
     odd_row("masks, infinities, whole numbers and truths in buffers", model=odd.Masked),
+    odd_row("buffers replaced", model=odd.ReplacesBuffers, count=48),
     odd_row("three dtypes", model=odd.MixedDtypes, tolerance=HALF_PRECISION),
     odd_row("parameters without elements", model=odd.Empty),
     odd_row("parameters without elements, adam", model=odd.Empty, optimizer=partial(Adam, lr=0.01)),

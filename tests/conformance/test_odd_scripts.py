@@ -254,7 +254,7 @@ ODD = (
         "batch norm of one sample",
         partial(train, model=normalised),
         samples=None,
-        refusal=r"rank 0: batch 12 of epoch 0 leaves '2' one value a channel.*drop_last=True or another batch size",
+        refusal=r"rank \d: batch 12 of epoch 0 leaves '2' one value a channel.*drop_last=True or another batch size",
     ),
     Odd(
         "another batch size on rank 1",

@@ -122,12 +122,12 @@ def test_attacks_go_by_name_and_the_last_workers_are_hostile() -> None:
 
 def test_what_attackers_cannot_know_is_refused() -> None:
     for text in ("alie", "min-max", "min-sum"):
-        require(parse([text]), num_workers=3, knows_all=True)
+        require(parse([text]), num_senders=3, knows_all=True)
         with pytest.raises(UsageError, match="has to know what 2 honest workers send; use more workers"):
-            require(parse([text]), num_workers=2, knows_all=True)
+            require(parse([text]), num_senders=2, knows_all=True)
         with pytest.raises(UsageError, match="under this strategy workers do not see what others are about to send"):
-            require(parse([text]), num_workers=9, knows_all=False)
-    require(parse(["sign-flip"]), num_workers=2, knows_all=False)
+            require(parse([text]), num_senders=9, knows_all=False)
+    require(parse(["sign-flip"]), num_senders=2, knows_all=False)
     assert torch.equal(sent("sign-flip", honest=OWN[None]), -OWN)
     with pytest.raises(UsageError, match=r"--attack gauss:workers=2 leaves none of 2 worker\(s\) honest"):
-        require(parse(["gauss:workers=2"]), num_workers=2, knows_all=True)
+        require(parse(["gauss:workers=2"]), num_senders=2, knows_all=True)

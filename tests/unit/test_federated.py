@@ -12,16 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from paceline.aggregate import Aggregator, Contribution
+from paceline.attacks import SentAttack, parse
 from paceline.comm.base import Collective
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.membership import Membership
 from paceline.outer import FedAdagrad, FedAdam, FedYogi, Outer
+from paceline.pieces import read
 from paceline.roster import Roster
+from paceline.seeding import derive
 from paceline.strategies import build, name_of, settings_of
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.federated import Federated
 from paceline.strategies.federated.kept import Kept
 from paceline.strategies.federated.private import private_names
+from paceline.strategies.hostility import under_attack
 from paceline.strategies.replica import describe
 from tests.unit.virtual_world import VirtualWorld
 
@@ -42,6 +47,7 @@ class Player:
         clients: Sequence[tuple[float, float, int]],
         *,
         sizes: Sequence[int] | None = None,
+        attacks: Sequence[str] = (),
     ) -> None:
         participation = strategy.participation()
         assert participation is not None
@@ -54,6 +60,7 @@ class Player:
         self._optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1)
         device = torch.device("cpu")
         context = Context(rank, Membership.first(size), rank, size, device, collective, roster=self._roster)
+        context = under_attack(parse(attacks), context, strategy.traits)
         self.synchronizer: Synchronizer = strategy.bind(context, describe(self.model, self._optimizer))
         self._clients, self._number = clients, 0
 
@@ -78,8 +85,17 @@ class Player:
             return float(next(model.parameters()).detach())
 
 
-def after(strategy: Strategy, clients: Sequence[tuple[float, float, int]], *, rounds: int, workers: int = 2) -> float:
-    found = VirtualWorld(workers).run(lambda collective: Player(collective, strategy, clients).go_to(rounds))
+def after(
+    strategy: Strategy,
+    clients: Sequence[tuple[float, float, int]],
+    *,
+    rounds: int,
+    workers: int = 2,
+    attacks: Sequence[str] = (),
+) -> float:
+    found = VirtualWorld(workers).run(
+        lambda collective: Player(collective, strategy, clients, attacks=attacks).go_to(rounds)
+    )
     assert len(set(map(repr, found))) == 1
     return float(found[0])
 
@@ -207,6 +223,87 @@ def test_clients_drawn_by_size_count_alike(weights: str, is_biased: bool) -> Non
 
     found = VirtualWorld(1).run(mean_of_tail)[0]
     assert (abs(found - wanted) > 0.1) == is_biased
+
+
+# --- attacks and defences ---------------------------------------------------------------------------------------------
+
+SPREAD = [(1.0, number**1.7, 1) for number in range(9)]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("aggregate", "attacks"),
+    [
+        ("mean", ("sign-flip:workers=2",)),
+        ("mean", ("model-replacement:workers=3",)),
+        ("median", ("ipm:workers=2:strength=50",)),
+        ("trimmed-mean:byzantine=2", ("alie:workers=2",)),
+        ("krum:byzantine=2", ("gauss:workers=2:sigma=100",)),
+        ("bulyan:byzantine=1", ("min-max",)),
+        ("clip:norm=0.3:then=geometric-median:nu=0.001", ("min-sum:workers=2", "model-replacement")),
+        ("fl-trust", ()),
+    ],
+)
+def test_a_round_is_what_the_aggregator_makes_of_what_clients_send(
+    aggregate: str, attacks: tuple[str, ...], workers: int
+) -> None:
+    """The last clients are hostile; who plays them changes nothing. One step of rate r takes r (b - x) off."""
+    joins: Aggregator = read(Aggregator, aggregate)  # type: ignore[type-abstract]
+    x, names = torch.zeros(1, dtype=torch.float64), parse(attacks)
+    for number in range(3):
+        rows = [0.1 * (x - b) for _, b, _ in SPREAD]
+        hostile = {index for index in range(9) for attack in names if attack.is_hostile(index, size=9)}
+        honest = torch.stack([row for index, row in enumerate(rows) if index not in hostile])
+        for attack in names:
+            assert isinstance(attack, SentAttack)
+            for index in hostile:
+                generator = torch.Generator().manual_seed(derive(0, "attack", index, number))
+                if attack.is_hostile(index, size=9):
+                    rows[index] = attack.sent(rows[index], honest, size=9, generator=generator)
+        given = [Contribution(index, 1.0, "gradient", [row]) for index, row in enumerate(rows)]
+        x = x - joins.aggregate(given, [torch.zeros_like(x)])[0]
+    strategy = build("fed-avg", {"clients": 9, "fraction": 1.0, "aggregate": aggregate})
+    found = after(strategy, SPREAD, rounds=3, workers=workers, attacks=attacks)
+    assert found == pytest.approx(float(x), rel=1e-12)
+
+
+def test_hostile_clients_that_are_alone_in_a_round_go_by_what_they_have_computed() -> None:
+    """With one client a round, all of them hostile but the first: minus its own is what a sign flip sends."""
+    strategy = build("fed-avg", {"clients": 4, "fraction": 0.25, "sampler": "cyclic"})
+    clients = [(1.0, 0.0, 1), *[(1.0, 1.0, 1)] * 3]
+    x, orders = 0.0, [strategy.participation().sampler.draw(n, sizes=(1,) * 4, fraction=0.25, seed=0) for n in range(4)]  # type: ignore[union-attr]
+    for (client,) in orders:
+        x -= 0.1 * (x - 0.0) if client == 0 else -0.1 * (x - 1.0)
+    assert after(strategy, clients, rounds=4, attacks=("sign-flip:workers=3",)) == pytest.approx(x, rel=1e-12)
+    unchanged = after(strategy, clients, rounds=4)
+    assert after(strategy, clients, rounds=4, attacks=("alie:workers=2",)) == pytest.approx(unchanged, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("scaffold", {"aggregate": "median"}, "control variates are differences to the mean client's direction"),
+        ("fed-nova", {"aggregate": "median"}, "their numbers of steps would scale the joint"),
+        ("fed-avg", {"aggregate": "fools-gold"}, "remembers what each sender has sent"),
+        ("fed-avg", {"aggregate": "krum:byzantine=8"}, "needs 11 contributions, and there are 10; a client gives one"),
+    ],
+)
+def test_aggregators_that_have_no_meaning_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(name, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aggregate": "krum:byzantine=1", "sampler": "poisson"}, "round .*needs 4 contributions.*sampler=uniform"),
+        ({"aggregate": "fl-trust", "sampler": "cyclic"}, "trusted=0 has sent nothing.*draw more clients"),
+    ],
+)
+def test_a_round_that_cannot_be_joined_says_so(options: dict[str, Any], message: str) -> None:
+    strategy = build("fed-avg", {"clients": 9, "fraction": 0.5, **options})
+    with pytest.raises(Exception, match=message):
+        after(strategy, SPREAD, rounds=20)
 
 
 # --- refused, and left out --------------------------------------------------------------------------------------------

@@ -30,13 +30,19 @@ class Clients:
         self, replica: Replica, *, private: frozenset[str], shared_controls: Sequence[Tensor], keeps_optimizer: bool
     ) -> None:
         self._replica, self._shared_controls = replica, shared_controls
-        named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
-        self.private = {name: tensor.detach() for name, tensor in named if name in private}
-        """This worker's private tensors."""
+        self._names = private
         self._initial = {name: tensor.clone() for name, tensor in self.private.items()}
         self._fresh = export_state(replica.optimizer, replica.parameters)
         self._keeps_optimizer = keeps_optimizer
         self._kept = Kept()
+
+    @property
+    def private(self) -> dict[str, Tensor]:
+        """This worker's private tensors. A model may put other buffers in the places of those that it had."""
+        replica = self._replica
+        named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
+        own = {id(tensor) for tensor in (*replica.all_parameters, *replica.buffers)}
+        return {name: tensor.detach() for name, tensor in named if name in self._names and id(tensor) in own}
 
     def load(self, client: int) -> list[Control]:
         """The client's turn begins; returns its controls, one a shared parameter."""

@@ -6,8 +6,9 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from paceline.aggregate import Aggregator, Contribution
+from paceline.aggregate import Aggregator, Contribution, gram_of
 from paceline.comm.base import Collective
+from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
@@ -29,20 +30,26 @@ class Joined(NamedTuple):
 @final
 class Joining:
     """A round's contributions. Of an aggregator that streams, whose joint is the weighted mean, a worker keeps the sum
-    alone; of others, every worker gets all contributions.
+    alone; of others, and where clients are hostile, every worker gets all contributions.
 
     Args:
         specs: of a contribution's tensors.
+        num_changes: so many of them, the first ones, are what a client changed of parameters. How contributions lie to
+            one another is told by these alone, and hostile clients change these alone.
     """
 
-    def __init__(self, context: Context, specs: Sequence[TensorSpec], aggregator: Aggregator) -> None:
+    def __init__(
+        self, context: Context, specs: Sequence[TensorSpec], aggregator: Aggregator, *, num_changes: int
+    ) -> None:
         self._collective: Collective = context.collective
-        self._aggregator, self._specs = aggregator, specs
+        self._aggregator, self._specs, self._num_changes = aggregator, specs, num_changes
+        self._corrupt = context.corrupt_clients
+        self._keeps_sum = aggregator.streams and self._corrupt is None
         layout = by_group([*specs, _TALLY])
         buffer = allocated(context, layout.num_bytes)
         *self._sums, self._tally = layout.views(buffer)
         flats = [segment.view(buffer) for segment in layout.segments]
-        summed = flats if aggregator.streams else [self._tally]
+        summed = flats if self._keeps_sum else [self._tally]
         self._starts = [self._collective.persistent_all_reduce(flat, op="sum") for flat in summed]
         self._held: list[Contribution] = []
         self.clear()
@@ -55,18 +62,21 @@ class Joining:
 
     def add(self, contribution: Contribution) -> None:
         """One client's; its tensors are this round's to keep."""
-        if self._aggregator.streams:
+        if self._keeps_sum:
             for total, tensor in zip(self._sums, contribution.gradients, strict=True):
                 total.add_(tensor, alpha=contribution.weight)
         else:
             self._held.append(contribution)
         self._tally += torch.tensor([contribution.weight, 1.0, 0.0], dtype=torch.float64)
 
-    def join(self, *, leaves: bool) -> Joined:
+    def join(self, *, round_number: int, leaves: bool) -> Joined:
         """Over all workers. Collective call.
 
         Args:
             leaves: this worker takes part in no further round.
+
+        Raises:
+            UsageError: the round's contributions cannot be joined so, on all workers.
         """
         self._tally[2] = float(leaves)
         for work in [start() for start in self._starts]:
@@ -75,12 +85,28 @@ class Joining:
         found = Joined(self._sums, int(num_contributions), num_leaving > 0)
         if not num_contributions:
             return found
-        if self._aggregator.streams:
+        if self._keeps_sum:
             for total in self._sums:
                 total.div_(weight)
             return found
         everything = sorted(self._gathered(), key=lambda contribution: contribution.sender)
-        return found._replace(gradients=self._aggregator.aggregate(everything, self._sums))
+        if self._corrupt is not None:
+            sent = self._corrupt(list(map(self._changes, everything)), round_number)
+            everything = [
+                each._replace(tensors=[*changes.tensors, *each.tensors[self._num_changes :]])
+                for each, changes in zip(everything, sent, strict=True)
+            ]
+        gram = None if self._aggregator.is_coordinate_wise else gram_of(list(map(self._changes, everything)))
+        try:
+            return found._replace(gradients=self._aggregator.aggregate(everything, self._sums, gram=gram))
+        except ValueError as error:
+            raise UsageError(
+                f"round {round_number}: aggregate={self._aggregator}: {error}; draw more clients (fraction), as "
+                "many in each round (sampler=uniform)"
+            ) from None
+
+    def _changes(self, contribution: Contribution) -> Contribution:
+        return contribution._replace(tensors=contribution.tensors[: self._num_changes])
 
     def _gathered(self) -> list[Contribution]:
         """All workers' contributions, on each of them."""

@@ -1,10 +1,11 @@
 """What clients keep from turn to turn, in a file: one that does not train takes no memory."""
 
+import io
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import final
 
-import safetensors.torch
+import torch
 from torch import Tensor
 
 
@@ -26,11 +27,15 @@ class Kept:
             return {}
         start, length = self._places[client]
         self._file.seek(start)
-        return safetensors.torch.load(self._file.read(length))
+        kept: dict[str, Tensor] = torch.load(io.BytesIO(self._file.read(length)), weights_only=True)
+        return kept
 
     def put(self, client: int, tensors: Mapping[str, Tensor]) -> None:
         """In the place of what it kept before, if that is as long, and otherwise behind all else."""
-        raw = safetensors.torch.save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+        written = io.BytesIO()
+        # Clones, since a view would be saved with all of the memory that it lies in.
+        torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()}, written)
+        raw = written.getvalue()
         start, length = self._places.get(client, (0, -1))
         if length != len(raw):
             start = self._file.seek(0, 2)

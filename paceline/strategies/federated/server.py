@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.aggregate import Aggregator, Contribution
 from paceline.arrays import is_finite
+from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.outer import Outer
 from paceline.server.state import export_state, import_state
@@ -30,6 +31,9 @@ class ServerModel:
     Args:
         private: names of what stays with the clients.
         has_controls: whether clients have controls, as `paceline.correction` says.
+
+    Raises:
+        UsageError: the optimizer trains private layers alone.
     """
 
     def __init__(
@@ -43,13 +47,21 @@ class ServerModel:
         has_controls: bool,
     ) -> None:
         specs = [spec for spec in replica.specs if spec.name not in private]
+        if not specs:
+            raise UsageError(
+                f"all parameters of {type(replica.optimizer).__name__} are private, {replica.specs[0].name!r} "
+                "the first, so that clients share none of them; name fewer layers in private"
+            )
         self._names = [spec.name for spec in specs]
         self.groups = [spec.group for spec in specs]
         """Of the script's optimizer, one a shared parameter."""
         named = zip(replica.specs, replica.parameters, strict=True)
         self.trained = [parameter for spec, parameter in named if spec.name not in private]
         """This worker's parameters that clients share."""
-        self._buffers = [buffer for name, buffer in replica.model.named_buffers() if name not in private]
+        self._replica = replica
+        # The first of several optimizers has them all.
+        buffers = replica.model.named_buffers() if replica.is_first else ()
+        self._buffer_names = [name for name, _ in buffers if name not in private]
         self.parameters = [nn.Parameter(parameter.detach().clone()) for parameter in self.trained]
         """The server's."""
         self._shared_buffers = [buffer.detach().clone() for buffer in self._buffers]
@@ -57,12 +69,23 @@ class ServerModel:
         self._optimizer = outer.optimizer(self.parameters)
         of_buffers = [
             TensorSpec(f"buffer.{index}", tuple(buffer.shape), _real_dtype(buffer))
-            for index, buffer in enumerate(self._buffers)
+            for index, buffer in enumerate(self._shared_buffers)
         ]
         of_controls = [replace(spec, name=f"{_CONTROL}{spec.name}") for spec in specs] if has_controls else []
-        self._joining = Joining(
-            context, [*specs, *of_buffers, *of_controls, TensorSpec("scale", (1,), torch.float64)], aggregator
-        )
+        of_client = [*specs, *of_buffers, *of_controls, TensorSpec("scale", (1,), torch.float64)]
+        self._joining = Joining(context, of_client, aggregator, num_changes=len(specs))
+        self._is_scaled = aggregator.streams  # others weigh contributions anew, and their scales are all 1
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        """This worker's buffers that clients share, where the model may have put other tensors. Raises UsageError."""
+        named = dict(self._replica.model.named_buffers(remove_duplicate=False))
+        for name in self._buffer_names:
+            if name not in named:
+                raise UsageError(
+                    f"the model had a buffer {name!r} when it was prepared and has none now; keep it there"
+                )
+        return [named[name] for name in self._buffer_names]
 
     def load(self) -> None:
         """This worker's model gets the server's values."""
@@ -86,17 +109,20 @@ class ServerModel:
         Args:
             controls: what the client's own ones grew by.
             scale: changes are joined divided by it, and what comes of them counts times the joint of all scales.
+
+        Raises:
+            UsageError: a buffer has another shape than when it was prepared.
         """
         scaled = changes if scale == 1.0 else [change / scale for change in changes]
         of_buffers = [
-            (server - local).to(_real_dtype(local))
-            for server, local in zip(self._shared_buffers, self._buffers, strict=True)
+            _change_of_buffer(name, server, local)
+            for name, server, local in zip(self._buffer_names, self._shared_buffers, self._buffers, strict=True)
         ]
         factor = torch.tensor([scale], dtype=torch.float64, device=changes[0].device)
         self._joining.add(Contribution(client, weight, "gradient", [*scaled, *of_buffers, *controls, factor]))
 
     @torch.no_grad()
-    def join(self, *, num_clients: int, leaves: bool) -> tuple[bool, bool]:
+    def join(self, *, round_number: int, num_clients: int, leaves: bool) -> tuple[bool, bool]:
         """Step with what the round's clients contributed. Collective call.
 
         Args:
@@ -106,7 +132,7 @@ class ServerModel:
         Returns:
             Whether anybody contributed, and whether a worker leaves, so that there is no further round.
         """
-        joined = self._joining.join(leaves=leaves)
+        joined = self._joining.join(round_number=round_number, leaves=leaves)
         if joined.num_contributions:
             self._step(joined.gradients, share=joined.num_contributions / num_clients)
         self._joining.clear()
@@ -139,15 +165,30 @@ class ServerModel:
 
     def _step(self, gradients: Sequence[Tensor], *, share: float) -> None:
         remaining = iter(gradients[:-1])
-        scale = float(gradients[-1])
+        scale = float(gradients[-1]) if self._is_scaled else 1.0
         for parameter, gradient in zip(self.parameters, remaining, strict=False):
             parameter.grad = gradient if scale == 1.0 else gradient.mul_(scale)
         self._optimizer.step()
         self._optimizer.zero_grad()
         for buffer, gradient in zip(self._shared_buffers, remaining, strict=False):
-            buffer -= (gradient if buffer.is_floating_point() else gradient.round()).to(buffer.dtype)
+            moved = buffer.to(gradient.dtype) - gradient
+            is_whole = not (buffer.is_floating_point() or buffer.is_complex())
+            # What nobody changed stays as it is, to the last bit.
+            buffer.copy_(torch.where(gradient == 0, buffer, (moved.round() if is_whole else moved).to(buffer.dtype)))
         for control, growth in zip(self.controls, remaining, strict=True):
             control.add_(growth, alpha=share)
+
+
+def _change_of_buffer(name: str, server: Tensor, local: Tensor) -> Tensor:
+    """What a client took off the server's: 0 where both are the same, also where these are infinite or no numbers."""
+    if server.shape != local.shape:
+        raise UsageError(
+            f"buffer {name!r} is of shape {list(local.shape)} now and was prepared with {list(server.shape)}, so that "
+            "clients have no mean of it; keep its shape, or keep it in a plain attribute"
+        )
+    before, after = server.to(_real_dtype(server)), local.detach().to(_real_dtype(server))
+    is_same = (server == local) | (before.isnan() & after.isnan())
+    return torch.where(is_same, 0, before - after)
 
 
 def _real_dtype(buffer: Tensor) -> torch.dtype:

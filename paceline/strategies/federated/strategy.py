@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.correction import Correction
 from paceline.errors import UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.partition import IID, Partition
-from paceline.roster import Participation, Sampler, Uniform
+from paceline.roster import Participation, Sampler, Uniform, num_drawn
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.federated.synchronizer import FederatedSynchronizer
+from paceline.strategies.joint import AGGREGATE_DOC
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -45,6 +47,7 @@ class Federated(Strategy):
     )
     sampler: Sampler = option(Uniform(), "who takes part in a round: uniform, by-size, poisson or cyclic")
     weights: Weights = option("samples", "how much a client counts: by its samples, or all equal")
+    aggregate: Aggregator = option(MEAN, AGGREGATE_DOC.replace("gradients", "the clients' changes"))
     outer: Outer = option(
         Average(), "what steps with the mean change: average, momentum, nesterov, adam, fed-adam, fed-yogi, ..."
     )
@@ -73,6 +76,31 @@ class Federated(Strategy):
                 "control variates are differences to the mean client's direction, which private layers do not have; "
                 "leave private or correction=control-variates out"
             )
+        if not self.aggregate.streams:
+            self._require_robust()
+
+    def _require_robust(self) -> None:
+        """Raises UsageError where clients' changes are not to be joined otherwise than by their mean."""
+        aggregate = self.aggregate
+        if self.has_controls:
+            raise UsageError(
+                f"aggregate={aggregate} joins other than the mean, and control variates are differences to the mean "
+                "client's direction; leave aggregate or correction=control-variates out"
+            )
+        if self.normalise:
+            raise UsageError(
+                f"aggregate={aggregate} compares clients' changes, and with normalise=true their numbers of steps "
+                "would scale the joint; leave one of the two out"
+            )
+        if aggregate.remembers:
+            raise UsageError(
+                f"aggregate={aggregate} remembers what each sender has sent, which takes as much memory as all "
+                "clients' models; use all-reduce"
+            )
+        try:
+            aggregate.require(num_drawn(self.fraction, self.clients))
+        except ValueError as error:
+            raise UsageError(f"aggregate={aggregate}: {error}; a client gives one to each round") from None
 
     @property
     def has_controls(self) -> bool:
@@ -85,7 +113,7 @@ class Federated(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lock_step=False, unit="round")
+        return Traits(lock_step=False, unit="round", passes_attacks=True, num_clients=self.clients)
 
     def participation(self) -> Participation:
         return Participation(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from paceline.aggregate import MEAN
 from paceline.correction import Control, correct
+from paceline.errors import UsageError
 from paceline.roster import Turn
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Synchronizer, non_finite
@@ -50,7 +50,7 @@ class FederatedSynchronizer(Synchronizer):
             context,
             replica,
             outer=strategy.outer,
-            aggregator=MEAN,
+            aggregator=strategy.aggregate,
             private=private,
             has_controls=strategy.has_controls,
         )
@@ -85,6 +85,11 @@ class FederatedSynchronizer(Synchronizer):
         turn = self._to_play()[0]
         self._playing = _Playing(turn, self._clients.load(turn.client))
         seed_everything(derive(self.context.seed, "turn", turn.round, turn.client))
+
+    @property
+    def sender(self) -> int:
+        assert self._playing is not None, "batches come in turns"
+        return self._playing.turn.client
 
     def leave(self) -> None:
         """The script ended by itself; the run ends with this round, on all workers."""
@@ -136,7 +141,9 @@ class FederatedSynchronizer(Synchronizer):
     def _join(self, *, leaves: bool) -> None:
         """End the round."""
         num_clients = self._roster.participation.num_clients
-        has_contributed, self._is_over = self._server.join(num_clients=num_clients, leaves=leaves)
+        has_contributed, self._is_over = self._server.join(
+            round_number=self.iteration, num_clients=num_clients, leaves=leaves
+        )
         self.iteration += has_contributed or not self._is_over
         self._num_played = 0
         self._server.load()
@@ -152,7 +159,12 @@ class FederatedSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
         strategy, playing = self._strategy, self._playing
-        assert playing is not None, "batches come in turns"
+        if playing is None:
+            raise UsageError(
+                f"rank {self.context.rank}: a step came when the pass over the loader had ended, and with it the "
+                "client's turn; step inside the loop, and ask for a batch when the one before is done "
+                "(DataLoader(num_workers=...) reads ahead by itself)"
+            )
         self._num_steps += 1
         applies = may_step(self.replica, strategy.nonfinite, rank=self.context.rank, step=self._num_steps)
         if applies:

@@ -83,7 +83,7 @@ class _PairSynchronizer(Synchronizer):
         rank, size = context.rank, context.size
         self._pairing = Pairing(self._model.parcel.alike(), rank=rank, size=size)
         self._near = sorted(strategy.topology.neighbours(0, rank, size).sends_to)
-        self._asks = askers(strategy.topology, size)[rank]
+        self._asks = bool(self._near) and askers(strategy.topology, size)[rank]
         if context.connect_mailbox is None and size > 1:
             raise UsageError("this world has no mailboxes; start the script with `paceline run --strategy ad-psgd`")
         self._mailbox = context.connect_mailbox() if context.connect_mailbox is not None else AloneMailbox()

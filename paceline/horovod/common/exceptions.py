@@ -1,0 +1,5 @@
+"""Errors, as `horovod.common.exceptions` has them."""
+
+from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

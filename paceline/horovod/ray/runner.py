@@ -1,0 +1,281 @@
+"""`RayExecutor`: starts workers, calls functions on them, and ends them."""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from paceline.horovod.ray.elastic import RayHostDiscovery
+from paceline.horovod.ray.strategy import Placement
+
+_LEAVE_WITHIN_S = 10.0
+_LOOK_S = 0.5
+
+
+@dataclass
+class MiniSettings:
+    """How long things may take, in seconds."""
+
+    timeout_s: float = 300
+    """For workers to meet in `hvd.init()`."""
+    placement_group_timeout_s: float = 100
+    """For room on the cluster."""
+
+
+class Coordinator:
+    """Numbers workers among those of their host, and across hosts."""
+
+    def __init__(self, settings: MiniSettings) -> None:
+        self.settings = settings
+        self.node_id_by_rank: dict[str, list[int]] = {}
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.node_id_by_rank.values()))
+
+    @property
+    def node_id_string(self) -> str:
+        return ",".join(f"{node_id}:{len(ranks)}" for node_id, ranks in self.node_id_by_rank.items())
+
+    def register(self, hostname: str, node_id: str, world_rank: int) -> None:
+        self.node_id_by_rank.setdefault(node_id, []).append(world_rank)
+
+    def finalize_registration(self) -> dict[int, dict[str, int]]:
+        """Each rank's variables."""
+        hosts = self.node_id_by_rank.values()
+        cross_sizes = Counter(number for ranks in hosts for number in range(len(ranks)))
+        found, before = {}, Counter[int]()
+        for ranks in hosts:
+            for local_rank, rank in enumerate(ranks):
+                found[rank] = {
+                    "HOROVOD_CROSS_RANK": before[local_rank],
+                    "HOROVOD_CROSS_SIZE": cross_sizes[local_rank],
+                    "HOROVOD_LOCAL_RANK": local_rank,
+                    "HOROVOD_LOCAL_SIZE": len(ranks),
+                }
+                before[local_rank] += 1
+        return found
+
+
+class Workers:
+    """The actors of one executor, from `start` to `shutdown`."""
+
+    def __init__(self, settings: MiniSettings, strategy: Placement) -> None:
+        self.settings, self.strategy = settings, strategy
+        self.actors: list[Any] = []
+
+    def start(self, *, executable: tuple[Any, ...], extra_env_vars: Mapping[str, Any]) -> None:
+        self.actors = self.strategy.create_workers()
+        nodes = ray.get([actor.node_id.remote() for actor in self.actors])
+        # Ranks go host by host, so that those of one host meet in its memory.
+        placed = sorted(zip(nodes, self.actors, strict=True), key=lambda each: nodes.index(each[0]))
+        self.actors = [actor for _, actor in placed]
+        coordinator = Coordinator(self.settings)
+        for rank, (node, _) in enumerate(placed):
+            coordinator.register(node, node, rank)
+        places = coordinator.finalize_registration()
+        host, port = ray.get(self.actors[0].meeting_point.remote())
+        gpus = self._gpus([node for node, _ in placed])
+        ray.get(
+            [
+                actor.update_env_vars.remote(
+                    {
+                        **_as_torchrun(rank, len(placed), places[rank]),
+                        **{"MASTER_ADDR": host, "MASTER_PORT": port, "HOROVOD_RANK": rank},
+                        **{"HOROVOD_GLOO_TIMEOUT_SECONDS": self.settings.timeout_s},
+                        **places[rank],
+                        **gpus[rank],
+                        **extra_env_vars,
+                    }
+                )
+                for rank, actor in enumerate(self.actors)
+            ]
+        )
+        ray.get([actor.start_executable.remote(*executable) for actor in self.actors])
+
+    def call(self, function: Callable[[Any], Any]) -> list[Any]:
+        """References to what it returns on each worker, by rank."""
+        if not self.actors:
+            raise ValueError("the executor has no workers: call start() first")
+        return [actor.execute.remote(function) for actor in self.actors]
+
+    def shutdown(self) -> None:
+        actors, self.actors = self.actors, []
+        with contextlib.suppress(Exception):  # who does not leave in time is ended all the same
+            ray.get([actor.leave.remote() for actor in actors], timeout=_LEAVE_WITHIN_S)
+        for actor in actors:
+            ray.kill(actor)
+        self.strategy.shutdown()
+
+    def _gpus(self, nodes: Sequence[str]) -> list[dict[str, str]]:
+        """Each worker sees all GPUs of its host's workers, of which the script takes that of its local rank."""
+        if not self.strategy.num_gpus:
+            return [{} for _ in nodes]
+        given = ray.get([actor.get_gpu_ids.remote() for actor in self.actors])
+        on = {node: [gpu for other, gpus in zip(nodes, given, strict=True) if other == node for gpu in gpus]
+              for node in nodes}  # fmt: skip
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(map(str, on[node]))} for node in nodes]
+
+
+class RayExecutor:
+    """Runs functions on workers that can `hvd.init()`, on the Ray cluster that the caller is connected to.
+
+    Args:
+        settings: of `create_settings`.
+        num_workers: processes, which go where there is room.
+        num_hosts, num_workers_per_host: instead of `num_workers`: as many processes on each of so many hosts.
+        cpus_per_worker, gpus_per_worker: what Ray is to set aside for each.
+        use_gpu: each has a GPU, or `gpus_per_worker`.
+        use_current_placement_group: where the caller runs in a placement group, workers get its room.
+        min_workers, max_workers: instead of `num_workers`: as many as the cluster has room for when the job starts.
+            The job keeps them: who dies ends it.
+        elastic_timeout: seconds that room for `min_workers` is waited for.
+
+    Raises:
+        ValueError: arguments contradict one another, or have no effect here.
+    """
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100,
+        nics: set[str] | None = None,
+    ) -> MiniSettings:
+        """How long workers may take to meet, and how long room may be waited for. Raises ValueError for ssh and network
+        interfaces: Ray starts the workers, and has the addresses."""
+        _refuse(ssh_identity_file=ssh_identity_file, ssh_str=ssh_str, nics=nics)
+        return MiniSettings(timeout_s=timeout_s, placement_group_timeout_s=placement_group_timeout_s)
+
+    def __init__(
+        self,
+        settings: MiniSettings,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: int = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: Sequence[int] | None = None,
+        elastic_timeout: float = 600,
+        override_discovery: bool = True,
+    ) -> None:
+        _refuse(reset_limit=reset_limit, cooldown_range=cooldown_range)
+        if [num_workers, num_hosts, min_workers].count(None) != 2:
+            raise ValueError("give one of num_workers, num_hosts and min_workers")
+        if max_workers is not None and (min_workers is None or max_workers < min_workers):
+            raise ValueError(f"max_workers={max_workers} needs a min_workers that is not larger")
+        if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
+            raise ValueError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True, and to be at least 1")
+        self.settings = settings
+        self._num_workers, self._num_hosts, self._per_host = num_workers, num_hosts, num_workers_per_host
+        self._between, self._elastic_timeout_s = (min_workers, max_workers), elastic_timeout
+        self._num_cpus, self._num_gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
+        self._uses_current_group = use_current_placement_group
+
+    def start(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the workers, each with an `executable_cls(*executable_args, **executable_kwargs)` of its own.
+
+        Raises:
+            TimeoutError: the cluster has no room for them.
+        """
+        strategy = Placement(
+            num_workers=self._count(),
+            per_host=self._per_host if self._num_hosts is not None else 0,
+            num_cpus=self._num_cpus,
+            num_gpus=self._num_gpus,
+            timeout_s=self.settings.placement_group_timeout_s,
+            uses_current_group=self._uses_current_group,
+        )
+        self.adapter = Workers(self.settings, strategy)
+        try:
+            self.adapter.start(
+                executable=(executable_cls, executable_args, executable_kwargs), extra_env_vars=extra_env_vars or {}
+            )
+        except BaseException:
+            self.adapter.shutdown()
+            raise
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: None = None) -> list[Any]:
+        """Call a function with each worker's object; the results by rank."""
+        _refuse(callbacks=callbacks)
+        results: list[Any] = ray.get(self.adapter.call(fn))
+        return results
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Call a function with the object of rank 0's worker alone."""
+        return ray.get(self.adapter.actors[0].execute.remote(fn))
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: None = None,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on each worker; the results by rank."""
+        _refuse(callbacks=callbacks)
+        results: list[Any] = ray.get(self.run_remote(fn, args, kwargs))
+        return results
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """As `run`, at once: what `ray.get` turns into the results."""
+        given, named = tuple(args or ()), dict(kwargs or {})
+        return self.adapter.call(lambda _: fn(*given, **named))
+
+    def shutdown(self) -> None:
+        """End the workers, whatever they do, and give their room back."""
+        if hasattr(self, "adapter"):
+            self.adapter.shutdown()
+
+    def _count(self) -> int:
+        """How many workers there are to be. Raises TimeoutError if there are never as many slots as the least."""
+        least, most = self._between
+        if self._num_workers is not None:
+            return self._num_workers
+        if least is None:
+            assert self._num_hosts is not None
+            return self._num_hosts * self._per_host
+        discovery = RayHostDiscovery(bool(self._num_gpus), self._num_cpus, self._num_gpus or 1)
+        until_s = time.monotonic() + self._elastic_timeout_s
+        while (slots := sum(discovery.find_available_hosts_and_slots().values())) < least:
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"the cluster has {slots} slots after {self._elastic_timeout_s:g} s, not {least}")
+            time.sleep(_LOOK_S)
+        return slots if most is None else min(slots, most)
+
+
+def _as_torchrun(rank: int, size: int, place: Mapping[str, int]) -> dict[str, Any]:
+    """What torchrun would tell this process of its place, so that `hvd.init()` meets the others."""
+    return {
+        "TORCHELASTIC_RUN_ID": "horovod on ray",
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": place["HOROVOD_LOCAL_RANK"],
+        "LOCAL_WORLD_SIZE": place["HOROVOD_LOCAL_SIZE"],
+    }
+
+
+def _refuse(**given: object) -> None:
+    """Raise ValueError for what has no effect here."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} has no effect in Paceline's RayExecutor; leave it out (docs/horovod.md)")

@@ -1,0 +1,64 @@
+"""One worker's process."""
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from paceline.engines import aliases
+from paceline.engines.ray.nodes import own_address, own_node_id
+from paceline.horovod import runtime
+
+
+class BaseHorovodWorker:
+    """A Ray actor that calls functions, and holds the caller's object, if there is one."""
+
+    executable: Any = None
+
+    def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
+        aliases.install([*aliases.ALIASES])
+        place = {"HOROVOD_HOSTNAME": own_node_id(), "HOROVOD_RANK": world_rank, "HOROVOD_SIZE": world_size}
+        self.update_env_vars(place)
+
+    def node_id(self) -> str:
+        return own_node_id()
+
+    def hostname(self) -> str:
+        return socket.gethostname()
+
+    def get_gpu_ids(self) -> list[Any]:
+        """The GPUs that Ray has given this worker."""
+        return list(ray.get_gpu_ids())
+
+    def meeting_point(self) -> tuple[str, int]:
+        """This host's address, and a port that nobody listens on now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return own_address(), probe.getsockname()[1]
+
+    def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
+        os.environ.update({name: str(value) for name, value in env_vars.items()})
+
+    def env_vars(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def start_executable(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the object that functions are given."""
+        if executable_cls is not None:
+            self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
+
+    def execute(self, func: Callable[[Any], Any]) -> Any:
+        """Call a function with the object."""
+        return func(self.executable)
+
+    def leave(self) -> None:
+        """The process ends next: let go of what it shares with the others."""
+        self.executable = None
+        runtime.end()

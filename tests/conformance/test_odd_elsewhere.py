@@ -1,0 +1,152 @@
+"""The odd scripts of the other tables, under strategies whose workers differ and in clients' turns.
+
+Each trains, or is refused in the words of its row. With one worker it is what one process does, where that worker reads
+its data in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import RunFailed
+from tests.conformance import test_odd_models, test_odd_replicas, test_odd_scripts, virtual_engine
+from tests.conformance.odd_models import Masked
+from tests.conformance.reference import train_alone
+from tests.conformance.scripts import EXACT, assert_close, launched, momentum, plain_step, samples, train
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "gossip": {"own_scores": False},
+    "local-sgd": {"every": 3},
+    "fed-avg": {"clients": 2, "fraction": 1.0, "optimizer": "kept"},
+}
+QUICK = (
+    "plain",
+    "three ahead",
+    "complex parameters, adam",
+    "masks, infinities, whole numbers and truths in buffers",
+    "buffers replaced",
+)
+IN_WORDS = r"has taken \d+ steps on \d+ batches|worker \d waits for .* to which rank\(s\) \d have not come"
+"""What a script that leaves a batch out alone is told."""
+OF_CLIENTS = (
+    r"rank \d: a step came when the pass over the loader had ended, and with it the client's turn; step inside the loop"
+    r"|an IterableDataset cannot be divided among clients; use a map-style data set"
+    r"|clients' samples are drawn from their own data, so that a sampler of the DataLoader has no meaning"
+)
+"""What scripts are told that read ahead, or whose data are of no client."""
+ENDS_AFTER_AN_EXCHANGE = ("local-sgd", "clamped")
+"""A script that changes weights after the last exchange changes its own copy, and not what was exchanged."""
+
+
+def scripts() -> list[test_odd_scripts.Odd]:
+    return [row for row in test_odd_scripts.ODD if row.only_on != "processes"]
+
+
+def models() -> list[test_odd_models.Odd]:
+    return [row for row in test_odd_models.ODD if row.only_on != "processes"]
+
+
+def cases(rows: Any) -> list[Any]:
+    return [
+        pytest.param(strategy, row, id=f"{strategy}-{row.name}", marks=[] if row.name in QUICK else [pytest.mark.slow])
+        for strategy in STRATEGIES
+        for row in rows
+    ]
+
+
+def run(script: Any, strategy: str, workers: int, out: Path) -> Any:
+    options = STRATEGIES[strategy]
+    return virtual_engine.run(partial(launched, script), strategy=strategy, workers=workers, out=out, options=options)
+
+
+def state_or_refusal(script: Any, strategy: str, out: Path) -> dict[str, torch.Tensor] | str:
+    """What two workers' run ends with."""
+    try:
+        return dict(run(script, strategy, 2, out / "two").model_state())
+    except RunFailed as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("strategy", "row"), cases(models()))
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_odd_models_elsewhere(strategy: str, row: test_odd_models.Odd, tmp_path: Path) -> None:
+    state = state_or_refusal(row.script, strategy, tmp_path)
+    if isinstance(state, str):
+        assert re.search(row.says or "the script is not refused", state)
+        return
+    assert all(tensor.isfinite().all() for name, tensor in state.items() if "infinite" not in name)
+    if strategy != "fed-avg":
+        alone = run(row.script, strategy, 1, tmp_path / "one")
+        assert_close(alone.model_state(), train_alone(row.script, 1), row.tolerance or EXACT)
+
+
+@pytest.mark.parametrize(("strategy", "row"), cases(test_odd_replicas.ODD))
+def test_odd_replicas_elsewhere(strategy: str, row: test_odd_replicas.Odd, tmp_path: Path) -> None:
+    state = state_or_refusal(row.script, strategy, tmp_path)
+    if isinstance(state, str):
+        says = "|".join([*row.refused.values(), IN_WORDS]) if row.refused else "the script is not refused"
+        assert re.search(says, state, re.DOTALL)
+        return
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    is_exact = row.name not in test_odd_replicas.NOT_ALONE and (strategy, row.name) != ENDS_AFTER_AN_EXCHANGE
+    if strategy != "fed-avg" and is_exact:
+        alone = run(row.script, strategy, 1, tmp_path / "one")
+        assert_close(alone.model_state(), train_alone(row.script, 1), EXACT)
+
+
+@pytest.mark.parametrize(("strategy", "row"), cases(scripts()))
+def test_odd_scripts_elsewhere(strategy: str, row: test_odd_scripts.Odd, tmp_path: Path) -> None:
+    found = state_or_refusal(row.script, strategy, tmp_path)
+    if isinstance(found, str):
+        says = [row.refusal] * (row.samples is None) + [OF_CLIENTS] * (strategy == "fed-avg")
+        assert re.search("|".join(says) or "the script is not refused", found)
+        return
+    assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+def passes_in_one(batches: Any) -> Any:
+    while True:
+        yield from batches
+
+
+def test_a_client_does_not_train_on_what_was_read_ahead_for_another(tmp_path: Path) -> None:
+    def way(batches: Any) -> Any:
+        return itertools.islice(test_odd_scripts.ahead(passes_in_one(batches)), 40)
+
+    with pytest.raises(RunFailed, match=r"rank \d: the script reads ahead, and asks for the next client's batches"):
+        run(partial(test_odd_scripts.train, way=way), "fed-avg", 2, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_buffers_that_nobody_changes_stay_as_they_are(strategy: str, tmp_path: Path) -> None:
+    result = run(partial(train, model=Masked, optimizer=momentum, data=partial(samples, 24)), strategy, 2, tmp_path)
+    state = result.model_state()
+    for name, buffer in Masked().named_buffers():
+        assert torch.equal(state[name], buffer), name
+
+
+class Growing(nn.Module):
+    """A buffer has another shape after every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen = torch.cat([self.seen, torch.ones(1)])
+        return self.net(x)
+
+
+def test_clients_have_no_mean_of_buffers_of_other_shapes(tmp_path: Path) -> None:
+    script = partial(train, model=Growing, optimizer=momentum, step=plain_step, data=partial(samples, 24))
+    with pytest.raises(RunFailed, match=r"buffer 'seen' is of shape \[\d\] now and was prepared with \[0\].*keep"):
+        run(script, "fed-avg", 2, tmp_path)

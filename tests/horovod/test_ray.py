@@ -1,0 +1,109 @@
+"""Functions and classes on Ray's workers, by Horovod's interface."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from paceline.horovod.ray import RayExecutor, RayHostDiscovery
+from paceline.horovod.ray.runner import Coordinator, MiniSettings
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "horovod_on_ray"
+SETTINGS = MiniSettings(timeout_s=100, placement_group_timeout_s=100)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "give one of num_workers, num_hosts and min_workers"),
+        ({"num_workers": 2, "min_workers": 1}, "give one of"),
+        ({"num_workers": 2, "max_workers": 3}, "max_workers=3 needs a min_workers"),
+        ({"min_workers": 4, "max_workers": 3}, "that is not larger"),
+        ({"num_workers": 2, "gpus_per_worker": 1}, "gpus_per_worker=1 needs use_gpu=True"),
+        ({"min_workers": 1, "reset_limit": 3}, "reset_limit has no effect"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RayExecutor(SETTINGS, **given)
+    with pytest.raises(ValueError, match="nics has no effect"):
+        RayExecutor.create_settings(nics={"eth0"})
+
+
+def test_places_on_hosts_of_different_sizes() -> None:
+    coordinator = Coordinator(SETTINGS)
+    for rank, node in enumerate("aaabb"):
+        coordinator.register("host", node, rank)
+    found = coordinator.finalize_registration()
+    assert [found[rank]["HOROVOD_LOCAL_RANK"] for rank in range(5)] == [0, 1, 2, 0, 1]
+    assert [found[rank]["HOROVOD_LOCAL_SIZE"] for rank in range(5)] == [3, 3, 3, 2, 2]
+    assert [found[rank]["HOROVOD_CROSS_RANK"] for rank in range(5)] == [0, 0, 0, 1, 1]
+    assert [found[rank]["HOROVOD_CROSS_SIZE"] for rank in range(5)] == [2, 2, 1, 2, 2]
+    assert (coordinator.world_size, coordinator.node_id_string) == (5, "a:3,b:2")
+
+
+def test_slots_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def node(address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+        return {"Alive": alive, "NodeManagerAddress": address, "Resources": resources}
+
+    monkeypatch.setattr(
+        ray, "nodes", lambda: [node("a", CPU=5.0, GPU=1.0), node("b", CPU=1.0), node("c", alive=False, CPU=8.0)]
+    )
+    assert RayHostDiscovery(cpus_per_slot=2).find_available_hosts_and_slots() == {"a": 2}
+    assert RayHostDiscovery().find_available_hosts_and_slots() == {"a": 5, "b": 1}
+    assert RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots() == {"a": 1}
+
+
+def recipe(name: str) -> Any:
+    return runpy.run_path(str(RECIPES / f"{name}.py"))["main"]()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_recipes(ray_here: None) -> None:
+    assert recipe("set_up") == [(0, 2, 0), (1, 2, 1)]
+    assert recipe("hello") == [f"hello from rank {rank}; ranks add up to 1" for rank in range(2)]
+    (_, one), (_, other) = recipe("stateless")
+    assert one == other == pytest.approx([1.0] * 3, abs=0.01)
+    losses, weights = recipe("stateful")
+    assert max(losses[2]) < min(losses[0])
+    assert weights == pytest.approx([1.0] * 3, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_function_under_horovod_s_own_name_in_as_many_workers_as_there_is_room(ray_here: None) -> None:
+    executor = RayExecutor(SETTINGS, min_workers=2, max_workers=2)
+    executor.start(extra_env_vars={"MARK": 7})
+    pids = executor.run(_under_horovod_s_name)
+    assert len({*pids}) == 2
+    executor.shutdown()
+    until_s = time.monotonic() + 100
+    while any(b"Horovod" in _title(pid) for pid in pids) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert not any(b"Horovod" in _title(pid) for pid in pids)
+    with pytest.raises(ValueError, match="no workers"):
+        executor.run(_under_horovod_s_name)
+
+
+def _under_horovod_s_name() -> int:
+    import horovod.torch as hvd
+
+    hvd.init()
+    assert hvd.size() == 2
+    assert os.environ["MARK"] == "7"
+    assert hvd.allgather_object(hvd.rank()) == [0, 1]
+    return os.getpid()
+
+
+def _title(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

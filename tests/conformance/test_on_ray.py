@@ -48,7 +48,16 @@ def train_and_look(worker: paceline.Worker, out: Path) -> None:
     "name",
     [
         "ps-bsp",
-        *(pytest.param(name, marks=SLOW) for name in ("all-reduce", "ps-bsp-3-servers", "ps-bsp-backup", "ps-asp")),
+        *(
+            pytest.param(name, marks=SLOW)
+            for name in (
+                "all-reduce",
+                "ps-bsp-3-servers",
+                "ps-bsp-backup",
+                "ps-asp",
+                "ps-bsp-sign",
+            )
+        ),
     ],
 )
 def test_run_keeps_its_promises(name: str, tmp_path: Path) -> None:
@@ -107,6 +116,17 @@ def test_optimizer_defined_in_the_script(name: str, tmp_path: Path) -> None:
     script = partial(train, optimizer=partial(SignSGD, lr=0.01))
     result = run(ROW[name], partial(launched_reference, script), tmp_path / "run")
     assert_close(result.model_state(), train_alone(script, 2), EXACT)
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["gossip-int8", "diloco-int8"])
+def test_what_codecs_keep_is_resumed(name: str, tmp_path: Path) -> None:
+    program = partial(launched, train_everything, tmp_path)
+    whole = run(ROW[name], program, tmp_path / "whole", max_steps=12)
+    run(ROW[name], program, tmp_path / "begun", max_steps=5)
+    resumed = run(ROW[name], program, tmp_path / "resumed", max_steps=12, resume=tmp_path / "begun")
+    ends = [Checkpoint.decode((result.directory / FILE_NAME).read_bytes(), where="") for result in (resumed, whole)]
+    assert_same(*ends)
 
 
 @SLOW

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.attacks import parse
 from paceline.errors import UsageError
 from paceline.interval import Interval
 
@@ -101,7 +100,10 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be positive, not {value}")
-        parse(self.attacks)
+        if self.attacks:
+            from paceline.attacks import parse  # needs torch, and the command line is understood before that is loaded
+
+            parse(self.attacks)
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"seed must be in 0..2^63-1, not {self.seed}")
         if self.device not in ("auto", "cpu", "cuda"):

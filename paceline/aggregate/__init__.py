@@ -1,7 +1,7 @@
 """How the contributions to one update are joined: coordinate by coordinate, or by how they lie to each other."""
 
 from paceline.aggregate.base import Aggregator, ByGram, Contribution, ContributionKind, gram_of
-from paceline.aggregate.coordinates import MEAN, AroundMedian, Median, TrimmedMean, WeightedMean
+from paceline.aggregate.coordinates import MEAN, AroundMedian, MajorityVote, Median, TrimmedMean, WeightedMean
 from paceline.aggregate.distances import Bulyan, CenteredClipping, GeometricMedian, Krum, MultiKrum
 from paceline.aggregate.mixing import NearestNeighbours, NormClipping
 from paceline.aggregate.trusting import FLTrust, FoolsGold
@@ -19,6 +19,7 @@ __all__ = [
     "FoolsGold",
     "GeometricMedian",
     "Krum",
+    "MajorityVote",
     "Median",
     "MultiKrum",
     "NearestNeighbours",

@@ -46,6 +46,22 @@ MEAN = WeightedMean()
 
 @final
 @dataclass(frozen=True)
+class MajorityVote(Aggregator):
+    """Each coordinate's sign in most contributions, 1 or -1; 0 where as many have the one as the other.
+
+    Bernstein et al., "signSGD: compressed optimisation for non-convex problems", ICML 2018, algorithm 3.
+    """
+
+    def aggregate(
+        self, contributions: Sequence[Contribution], out: Sequence[Tensor], *, gram: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        for result, stacked in _stacks(contributions, out):
+            result.copy_(stacked.sign().sum(dim=0).sign())
+        return out
+
+
+@final
+@dataclass(frozen=True)
 class Median(Aggregator, name="median"):
     """Takes each coordinate's median; of an even number, the mean of the two in the middle (Yin et al., ICML 2018)."""
 

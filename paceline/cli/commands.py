@@ -20,6 +20,7 @@ SUMMARIES = {
     "doctor": "Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is "
     "wrong.",
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
+    "horovodrun": "Run a script of Horovod's in so many processes, on this machine or the Ray cluster of RAY_ADDRESS.",
     "strategies": "List every strategy with its options, one line each; or show with whom workers exchange under a "
     "topology.",
 }
@@ -56,7 +57,8 @@ def add_to(app: typer.Typer) -> None:
 def load(name: str) -> TyperCommand:
     """The command itself: the function of its name in the module of its name."""
     alone = typer.Typer(add_completion=False)
-    alone.command(name, cls=_Command)(getattr(cli.load(f"paceline.cli.{name}"), name))
+    module = cli.load(f"paceline.cli.{name}")
+    alone.command(name, cls=_Command, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(getattr(module, name))
     command = typer.main.get_command(alone)
     assert isinstance(command, _Command)
     return command

@@ -34,6 +34,9 @@ class Codec(Piece, ABC):
     """A payload holds few elements; the sum of several holds more, so everyone gets everyone's."""
     votes: ClassVar[bool] = False
     """Workers' tensors are joined by the sign of their sum, which has no size."""
+    contracts: ClassVar[bool] = False
+    """What is left out of a tensor is less than the tensor, in squares: the condition of error feedback, and of
+    estimates that neighbours share. Unbiased codecs, and signs without a size, leave out more."""
     joint: ClassVar[bool] = False
     """A mean of all workers is taken half-way, so one worker alone can neither encode nor decode."""
     adapts: ClassVar[bool] = False
@@ -51,6 +54,11 @@ class Codec(Piece, ABC):
     @property
     def decay(self) -> float:
         """The part of what was left out that is added to the next tensor."""
+        return 1.0
+
+    @property
+    def part(self) -> float:
+        """Of the elements, or of as many coefficients, that are sent."""
         return 1.0
 
     @property

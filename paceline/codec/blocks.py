@@ -18,6 +18,7 @@ class Blocks(TensorCodec):
     Dettmers et al., "8-bit optimizers via block-wise quantization", ICLR 2022, section 2.1, with other steps.
     """
 
+    contracts: ClassVar[bool] = True
     largest: ClassVar[float]
     """Magnitude that a byte holds."""
 

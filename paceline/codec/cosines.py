@@ -24,6 +24,7 @@ class DCT(TensorCodec, name="dct"):
     """
 
     sparse: ClassVar[bool] = True
+    contracts: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (4.71, 2.42)
 
@@ -42,6 +43,10 @@ class DCT(TensorCodec, name="dct"):
     @property
     def block(self) -> int:
         return self.edge**2
+
+    @property
+    def part(self) -> float:
+        return self.keep / self.edge**2
 
     def num_bytes(self, shape: Shape) -> int:
         return 6 * self.keep * -(-math.prod(shape) // self.edge**2)

@@ -18,6 +18,7 @@ class Half(TensorCodec):
     once more.
     """
 
+    contracts: ClassVar[bool] = True
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.03, 0.02)
     dtype: ClassVar[torch.dtype]
 

@@ -22,6 +22,7 @@ class PowerSGD(JointCodec, name="powersgd"):
     hardly shrink, go as they are.
     """
 
+    contracts: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (2.25, 0.0)
 

@@ -21,6 +21,7 @@ class OneBit(TensorCodec, name="one-bit"):
     sign.
     """
 
+    contracts: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.38, 0.28)
 

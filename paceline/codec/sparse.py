@@ -21,6 +21,7 @@ class TopK(TensorCodec, name="top-k"):
     """
 
     sparse: ClassVar[bool] = True
+    contracts: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (5.26, 0.02)
 
@@ -28,6 +29,10 @@ class TopK(TensorCodec, name="top-k"):
 
     def __post_init__(self) -> None:
         _require_part(self.ratio)
+
+    @property
+    def part(self) -> float:
+        return self.ratio
 
     def num_bytes(self, shape: Shape) -> int:
         return 8 * _count(shape, self.ratio)

@@ -70,7 +70,7 @@ class Channel:
         self.collective, self.ranks = collective, tuple(ranks)
         collective.set_deadline(None)  # a rank may compute for as long as it likes; its death ends every wait
         self._settings, self._timeline, self._ledger, self._name = settings, timeline, ledger, name
-        self._negotiator = Negotiator(ranks)
+        self._negotiator = Negotiator(ranks, num_remembered=settings.num_remembered)
         self._executor = Executor(collective, fusion_bytes=settings.fusion_bytes, ranks=self.ranks, timeline=timeline)
         self._lock = threading.Condition()
         self._driving = threading.Lock()

@@ -45,6 +45,7 @@ class Runtime:
         everybody = tuple(range(self.size))
         self._enter_set(everybody, via=context.collective)
         self._channels[GLOBAL].collective.require_equal("HOROVOD_FUSION_THRESHOLD", settings.fusion_bytes)
+        self._channels[GLOBAL].collective.require_equal("HOROVOD_CACHE_CAPACITY", settings.num_remembered)
         firsts = self._channels[GLOBAL].collective.all_gather_object(self.local_rank)
         self.cross_size = sum(each == self.local_rank for each in firsts)
         """Hosts that have a worker of this worker's number on its host."""

@@ -13,6 +13,8 @@ _MEBIBYTE = 2**20
 class Settings:
     fusion_bytes: int = 64 * _MEBIBYTE
     """The most that small all-reduces are put together to."""
+    num_remembered: int = 1024
+    """Operations that are called by a number once ranks have agreed on them."""
     cycle_s: float = 1e-3
     """How long an operation may lie before ranks are told of it, if nobody waits for it."""
     stall_warning_s: float = 60.0
@@ -35,6 +37,7 @@ class Settings:
         file = environment.get("HOROVOD_TIMELINE") or None
         return cls(
             fusion_bytes=int(number("HOROVOD_FUSION_THRESHOLD", cls.fusion_bytes)),
+            num_remembered=int(number("HOROVOD_CACHE_CAPACITY", cls.num_remembered)),
             cycle_s=number("HOROVOD_CYCLE_TIME", cls.cycle_s * 1e3) / 1e3,
             stall_warning_s=0.0 if is_silent else number("HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_warning_s),
             timeline=None if file == "DYNAMIC" else file,

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -124,7 +124,8 @@ def fragment_mean(traffic: AllReduced, setting: Setting, fragment: buckets.Bucke
 
 def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
     """A worker waits for its neighbours, and they for theirs. Of all messages of an exchange the slowest decides."""
-    rounds = neighbours.rounds_of(traffic.topology, setting)
+    rounds = neighbours.rounds_of(traffic, setting)
+    coding_s = neighbours.coding_s(traffic, setting)
     exchange_s = statistics.fmean(each.slowest_s for each in rounds)
     loads = sum((each.loads for each in rounds), setting.fabric.nothing) * (1 / len(rounds))
 
@@ -134,14 +135,16 @@ def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
 
     slowest_s = computed_s(hops=2)
     if traffic.behind_computing:
-        return _behind_computing(traffic, setting, slowest_s, exchange_s, loads)
+        cycle = _behind_computing(traffic, setting, slowest_s, exchange_s, loads)
+        low_s, high_s = cycle.bounds_s or (cycle.end_s, cycle.end_s)
+        return replace(cycle, end_s=cycle.end_s + coding_s, bounds_s=(low_s + coding_s, high_s + coding_s))
     all_s = traffic.every * stragglers.expected_s(setting.groups, num_steps=traffic.every)
     return Cycle(
         slowest_s=slowest_s,
-        end_s=slowest_s + exchange_s,
+        end_s=slowest_s + coding_s + exchange_s,
         loads=loads,
         num_steps=traffic.every,
-        bounds_s=(computed_s(hops=1) + exchange_s, all_s + exchange_s),
+        bounds_s=(computed_s(hops=1) + coding_s + exchange_s, all_s + coding_s + exchange_s),
     )
 
 

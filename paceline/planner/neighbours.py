@@ -8,9 +8,11 @@ from typing import final
 import numpy as np
 
 from paceline.errors import UsageError
+from paceline.planner.coded import payload_bytes
 from paceline.planner.fabric import Floats, Loads, Numbers
 from paceline.planner.setting import Setting
 from paceline.planner.stragglers import Group
+from paceline.strategies.traits import Neighbouring
 from paceline.topology import Topology
 
 _NUM_SAMPLES = 16  # workers whose neighbourhoods are looked at
@@ -32,24 +34,46 @@ class Round:
         return float(self.sent_s.max(initial=0.0))
 
 
-def rounds_of(topology: Topology, setting: Setting) -> list[Round]:
+def rounds_of(traffic: Neighbouring, setting: Setting) -> list[Round]:
     """One for each step of the topology's period. Raises UsageError if the topology is not one of so many workers."""
-    size = setting.num_workers
+    size, topology = setting.num_workers, traffic.topology
     try:
-        return [_round(topology, step, setting) for step in range(topology.period(size))]
+        return [_round(traffic, step, setting) for step in range(topology.period(size))]
     except ValueError as error:
         raise UsageError(f"{type(topology).__name__} is no topology of {size} workers: {error}") from None
 
 
-def _round(topology: Topology, step: int, setting: Setting) -> Round:
-    size, fabric, num_bytes = setting.num_workers, setting.fabric, float(setting.work.parameter_bytes)
-    pairs = [(source, rank) for rank in range(size) for source in topology.sources(step, rank, size) if source != rank]
+def _round(traffic: Neighbouring, step: int, setting: Setting) -> Round:
+    size, fabric, num_bytes = setting.num_workers, setting.fabric, traffic.message_size * setting.work.parameter_bytes
+    if is_coded(traffic, setting) and traffic.codec is not None:
+        num_bytes = payload_bytes(traffic.codec, setting.work)
+    pairs = [
+        (source, rank)
+        for rank in range(size)
+        for source in traffic.topology.sources(step, rank, size)
+        if source != rank
+    ]
     senders, receivers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     hosts = np.array(setting.places.workers)
     here, there = hosts[senders], hosts[receivers]
     posting_s = np.bincount(senders, minlength=size)[senders] * setting.message_s
     sent_s: Floats = posting_s + num_bytes / fabric.shares_per_s(here, there) + fabric.latency_s(here, there)
     return Round(senders, receivers, sent_s, fabric.messages(here, there, num_bytes))
+
+
+def is_coded(traffic: Neighbouring, setting: Setting) -> bool:
+    is_one_host = len(set(setting.places.workers)) == 1
+    return traffic.codec is not None and not (traffic.codec_scope == "links" and is_one_host)
+
+
+def coding_s(traffic: Neighbouring, setting: Setting) -> float:
+    """What a worker codes in an exchange: its own message, to and fro, and its neighbours'."""
+    if traffic.codec is None or not is_coded(traffic, setting):
+        return 0.0
+    size, (encode_s, decode_s) = setting.num_workers, traffic.codec.seconds_per_gbyte
+    most = max(len(traffic.topology.neighbours(0, rank, size).receives_from) for rank in range(size))
+    speed = min(setting.cluster.each_host()[host].speed for host in set(setting.places.workers))
+    return (encode_s + (1 + most) * decode_s) * setting.work.parameter_bytes / 1e9 / speed
 
 
 def waited_for(topology: Topology, groups: Sequence[Group], *, hops: int) -> list[Group]:

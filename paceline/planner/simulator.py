@@ -121,7 +121,9 @@ def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_round
 
 def _exchange_of(traffic: Traffic | None, setting: Setting) -> _Exchange:
     if isinstance(traffic, Neighbouring):
-        return partial(_among_neighbours, neighbours.rounds_of(traffic.topology, setting), traffic.behind_computing)
+        rounds, coding_s = neighbours.rounds_of(traffic, setting), neighbours.coding_s(traffic, setting)
+        among = partial(_among_neighbours, rounds, traffic.behind_computing)
+        return lambda number, now_s, computing_s: among(number, now_s, computing_s) + coding_s
     if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
         return lambda number, now_s, computing_s: now_s + computing_s
     traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)

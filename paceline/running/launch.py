@@ -252,8 +252,8 @@ def check_metric(program: Program, target: Target | None) -> None:
 
 
 def own_environment() -> dict[str, str]:
-    """Where data sets lie, for workers of a cluster that was started without knowing."""
-    return {name: os.environ[name] for name in ("PACELINE_DATA",) if name in os.environ}
+    """Where data sets lie, and Horovod's variables, for workers of a cluster that was started without knowing."""
+    return {name: value for name, value in os.environ.items() if name == "PACELINE_DATA" or name.startswith("HOROVOD_")}
 
 
 def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[bytes, Checkpoint]:

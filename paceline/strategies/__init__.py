@@ -14,6 +14,8 @@ from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
 from paceline.strategies.federated import Federated
 from paceline.strategies.gossip import AsynchronousGossip, Gossip
+from paceline.strategies.gossip.push_sum import PushSum
+from paceline.strategies.gossip.relay import Relay
 from paceline.strategies.horovod import Horovod
 from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
@@ -32,6 +34,8 @@ class Entry:
     """Of options that are other by default under this name than the strategy's own."""
     leaves_out: tuple[str, ...] = ()
     """Options that have no effect with those that are fixed."""
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    """Options that make no sense under this name, with the reason."""
     summary: str = ""
     alias_of: str | None = None
 
@@ -43,7 +47,7 @@ class Entry:
     @property
     def docs(self) -> dict[str, tuple[Any, str]]:
         """The options a user may set, with default and documentation."""
-        hidden = {*self.fixed, *self.leaves_out}
+        hidden = {*self.fixed, *self.leaves_out, *self.refuses}
         docs = option_docs(self.strategy).items()
         return {name: (self.defaults.get(name, own), doc) for name, (own, doc) in docs if name not in hidden}
 
@@ -55,6 +59,7 @@ class Entry:
 _SYNCHRONOUS, _ASYNCHRONOUS = ("backup_workers", "combine"), ("torn_reads", "staleness")
 _BSP = {"consistency": "bsp"}
 _ASP = {"consistency": "asp"}
+_OF_CODECS = ("codec_scope", "consensus_step")
 _ALTERNATING = ("alternates", "private_epochs")
 
 STRATEGIES: dict[str, Entry] = {}
@@ -135,6 +140,8 @@ for _entry in (
         strategy=Gossip,
         fixed={"mode": "push-sum"},
         defaults={"topology": OnePeerExponential()},
+        leaves_out=_OF_CODECS,
+        refuses={"codec": PushSum.why_uncoded},
         summary="gossip by push-sum, over links that need not go both ways",
         alias_of="gossip",
     ),
@@ -143,13 +150,15 @@ for _entry in (
         strategy=Gossip,
         fixed={"mode": "relay"},
         defaults={"topology": Chain()},
-        leaves_out=("order",),
+        leaves_out=("order", *_OF_CODECS),
+        refuses={"codec": Relay.why_uncoded},
         summary="gossip in which models travel along a tree, so that all count alike",
         alias_of="gossip",
     ),
     Entry(
         name="ad-psgd",
         strategy=AsynchronousGossip,
+        refuses={"codec": "takes the mean with whom it meets, who has not heard what others were told; use gossip"},
         summary="gossip in pairs, while gradients are computed: nobody waits for a slower worker",
     ),
     Entry(name="local-sgd", strategy=LocalUpdates, summary="rounds of local steps, then parameters are averaged"),
@@ -269,6 +278,8 @@ def build(text: str, options: Mapping[str, Any] | None = None) -> Strategy:
     of_pieces: dict[str, dict[str, Any]] = {}
     for key, value in {**written, **(options or {})}.items():
         option, dot, own = key.partition(".")
+        if option in entry.refuses:
+            raise UsageError(f"{name} has no option {option}: it {entry.refuses[option]}")
         if option not in entry.options or (dot and pieces.piece_in(hints[option]) is None):
             raise unknown(f"option for {name}", key, entry.options)
         if dot:

@@ -55,9 +55,10 @@ def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = F
         raise UsageError(
             f"codec={codec} averages among workers half-way, and workers push to servers one by one; use all-reduce"
         )
-    if of_servers and codec.votes:
+    if of_servers and codec.votes and scope != "all":
         raise UsageError(
-            f"codec={codec} is joined by a vote of all workers, and servers average: use codec=one-bit, or all-reduce"
+            f"codec={codec} is joined by a vote of all workers, and with codec_scope=links those on a server's host "
+            "push gradients as they are: use codec_scope=all, codec=one-bit, or all-reduce"
         )
 
 
@@ -80,6 +81,22 @@ def require_of_changes(codec: Codec | None, scope: Scope, *, delay: int) -> None
         raise UsageError(
             f"codec={codec} codes and moves a fragment when it is joined, so that delay={delay} hides nothing and only "
             "makes it stale; leave one of the two out"
+        )
+
+
+def require_of_neighbours(codec: Codec | None, scope: Scope) -> None:
+    """Raises UsageError for what cannot carry differences to estimates that neighbours share."""
+    require_averaging(codec, scope)
+    if codec is None:
+        return
+    if codec.adapts:
+        raise UsageError(f"codec={codec} is chosen by what an average of all workers takes; name one")
+    if codec.joint:
+        raise UsageError(f"codec={codec} averages among all workers, and in gossip nobody hears everybody; use int8")
+    if not codec.contracts:
+        raise UsageError(
+            f"codec={codec} may leave out more than there is, so that what neighbours believe of a model would drift "
+            "off; use fp16, bf16, int8, fp8, one-bit, top-k or dct"
         )
 
 

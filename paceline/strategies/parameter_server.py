@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
-from paceline.aggregate import MEAN, Aggregator
+from paceline.aggregate import MEAN, Aggregator, MajorityVote
 from paceline.codec import Codec, TensorCodec
 from paceline.errors import UsageError
 from paceline.membership import Membership
@@ -77,11 +77,13 @@ class ParameterServer(Strategy):
             raise UsageError(f"backup_workers and combine have no effect under ps-{self.consistency}; use ps-bsp")
         if self.backup_workers and self.combine == "always":
             raise UsageError("combine=always waits for every worker, so backup_workers would have no effect")
+        if self._votes:
+            self._require_majority()
         if not self.aggregate.streams:
             self._require_comparable()
 
     def check(self, *, num_workers: int) -> None:
-        require_joint(self.aggregate, num_workers - self.backup_workers)
+        require_joint(self.aggregator(), num_workers - self.backup_workers)
         if not 0 <= self.backup_workers < num_workers:
             raise UsageError(
                 f"backup_workers={self.backup_workers} leaves no gradient to wait for with {num_workers} worker(s)"
@@ -111,7 +113,7 @@ class ParameterServer(Strategy):
         return StaleSynchronous(members, staleness=staleness, torn_reads=self.torn_reads)
 
     def aggregator(self) -> Aggregator:
-        return self.aggregate
+        return MajorityVote() if self._votes else self.aggregate
 
     def codec_of_pushes(self) -> TensorCodec | None:
         assert self.codec is None or isinstance(self.codec, TensorCodec)  # others are refused
@@ -141,12 +143,28 @@ class ParameterServer(Strategy):
             replica,
             nonfinite=self.nonfinite,
             is_weighted=is_synchronous,
-            aggregator=self.aggregate,
+            aggregator=self.aggregator(),
             combine=self.combine if is_synchronous else "never",
             is_partial=self.backup_workers > 0,
             codec=self.codec_of_pushes(),
             codec_scope=self.codec_scope,
         )
+
+    @property
+    def _votes(self) -> bool:
+        return self.codec is not None and self.codec.votes
+
+    def _require_majority(self) -> None:
+        """Servers have the votes of several workers, and nothing but votes."""
+        if self.consistency != "bsp":
+            raise UsageError(
+                f"codec={self.codec} is joined by a vote of all workers, and under ps-{self.consistency} each gradient "
+                "is an update of its own; use ps-bsp"
+            )
+        if self.aggregate != MEAN:
+            raise UsageError(f"codec={self.codec} is joined by a vote; leave out aggregate={self.aggregate}")
+        if self.combine == "always":
+            raise UsageError(f"combine=always averages gradients, and codec={self.codec} has nothing to vote on then")
 
     def _require_comparable(self) -> None:
         """Servers have several gradients of each update, and all of each where they compare whole ones."""

@@ -68,6 +68,9 @@ class Neighbouring:
     """It leaves before the gradient of its step is computed, and is waited for after that."""
     message_size: float = 1.0
     """Beside that of the gradients, where these have 4 bytes an element."""
+    codec: Codec | None = None
+    codec_scope: Literal["links", "all"] = "links"
+    """links: nothing is coded where all workers are on one host."""
     in_pairs: bool = False
     """Half of the workers ask a neighbour each, who answers whatever it is at, so that nobody waits for computing."""
 

@@ -51,6 +51,8 @@ class Row:
     """An iteration takes what workers found as it is, and leaves all of them with it."""
     has_debts: bool = False
     """Parameters move by what a worker could not send before, though it does not change them any more."""
+    keeps_sizes: bool = True
+    """A worker's smaller gradient makes a smaller update."""
     turns: int = 1
     """Passes over the loader, each a client's turn, in which every sample comes once."""
     options_to_change_gradients: Mapping[str, Any] = field(default_factory=dict)
@@ -145,11 +147,14 @@ ROWS = (
         is_exact=False,
         moves_every_step=False,
     ),
+    coded("gossip", "int8", options=GOSSIP, workers_differ=True, is_slow=False),
+    coded("gossip", "top-k:ratio=0.2", options={**GOSSIP, "order": "awc"}, workers_differ=True),
     *(coded("all-reduce", codec, is_slow=not codec.startswith("powersgd")) for codec in (*CODECS, *JOINT_CODECS)),
     *(
         coded("ps-bsp", codec, is_slow=codec != "int8", options_to_change_gradients={"combine": "always"})
         for codec in CODECS
     ),
+    coded("ps-bsp", "sign", keeps_sizes=False, options_to_change_gradients={"combine": "never"}),
     *(coded("ps-asp", codec, is_deterministic=False, updates_are_joint=False) for codec in CODECS),
     Row("local-sgd", "local-sgd", 2, {"every": 3}, steps_an_iteration=3),
     Row(

@@ -96,6 +96,26 @@ def test_processes_and_simulated_hosts_train_alike(codec: str, tmp_path: Path) -
     assert moved[0] == moved[1]
 
 
+def train_by_votes(worker: Worker, out: Path) -> None:
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=2**-7), loader_of(problem()))
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_count_votes_as_workers_do(servers: int, tmp_path: Path) -> None:
+    """To the bit: three workers always have a majority, and steps are powers of two."""
+    settings: dict[str, Any] = {"script": train_by_votes, "workers": 3}
+    among = run(tmp_path / "workers", "all-reduce", "sign", options={"codec_scope": "all"}, **settings)
+    options = {"codec_scope": "all", "servers": servers}
+    served = run(tmp_path / "servers", "ps-bsp", "sign", options=options, **settings)
+    assert served.iteration == among.iteration == 8
+    assert torch.equal(parameters(served), parameters(among))
+
+
 # --- gradients that are not finite -----------------------------------------------------------------------------------
 
 
@@ -222,7 +242,10 @@ def test_auto_takes_a_codec_where_it_makes_steps_shorter(gbit_per_s: float, take
     ("strategy", "options", "said"),
     [
         ("ps-bsp", {"codec": "powersgd"}, "averages among workers half-way"),
-        ("ps-asp", {"codec": "sign"}, "joined by a vote"),
+        ("ps-bsp", {"codec": "sign"}, "use codec_scope=all"),
+        ("ps-asp", {"codec": "sign", "codec_scope": "all"}, "each gradient is an update of its own"),
+        ("ps-bsp", {"codec": "sign", "codec_scope": "all", "combine": "always"}, "nothing to vote on"),
+        ("ps-bsp", {"codec": "sign", "codec_scope": "all", "aggregate": "median"}, "leave out aggregate=median"),
         ("ps-bsp", {"codec": "auto"}, "servers are told at the start"),
         ("all-reduce", {"codec": "auto:among=int9"}, "none of bf16"),
         ("all-reduce", {"codec_scope": "all"}, "no effect without a codec"),

@@ -24,7 +24,9 @@ SIDE = 1000
 RUN_BYTES = NUM_WORKERS * 3 * 4 * SIDE**2
 """Of all workers' parameters, gradients and momenta."""
 
-every_strategy = pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp"])
+every_strategy = pytest.mark.parametrize(
+    "strategy", ["ps-asp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all-reduce", "ps-bsp"))]
+)
 
 
 def train(*, fails: bool = False) -> None:

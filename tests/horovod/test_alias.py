@@ -120,3 +120,16 @@ def test_an_unchanged_script_runs_on_ray(tmp_path: Path) -> None:
     assert sorted((step.worker, step.step) for step in Result(tmp_path / "out").steps) == [
         (rank, number) for rank in range(2) for number in range(1, 6)
     ]
+
+
+@pytest.mark.slow
+def test_the_launcher_s_settings_reach_the_workers(tmp_path: Path) -> None:
+    (tmp_path / "legacy.py").write_text(SCRIPT)
+    paceline = Path(sys.executable).with_name("paceline")
+    command = [paceline, "horovodrun", "-np", "2", "--timeline-filename", "timeline.json", "python", "legacy.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 2, equal: True" in done.stdout + done.stderr
+    assert "allreduce" in (tmp_path / "timeline.json").read_text().lower()
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert len(Result(directory).steps) == 10

@@ -1,10 +1,10 @@
-"""Carries a mixer's parcels to neighbours and back."""
+"""Carries a mixer's messages to neighbours and back."""
 
 from collections.abc import Mapping
 from typing import final
 
 from paceline.comm.base import Collective, Timing, Work
-from paceline.strategies.gossip.parcel import Parcel
+from paceline.strategies.gossip.parcel import Message
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.pacing import Pacing
 
@@ -24,8 +24,8 @@ class Links:
     def timings(self) -> tuple[Timing, ...]:
         return (self._collective.timing, self._overlap.timing)
 
-    def start(self, outgoing: Mapping[int, Parcel], incoming: Mapping[int, Parcel]) -> None:
-        """Parcels must be left alone until `wait` returns."""
+    def start(self, outgoing: Mapping[int, Message], incoming: Mapping[int, Message]) -> None:
+        """Messages must be left alone until `wait` returns."""
         rank, size = self._collective.rank, self._collective.size
         peers = sorted({*outgoing, *incoming}, key=lambda peer: (peer - rank) % size)  # not all to one peer first
         sends = [(peer, False) for peer in peers if peer in outgoing]

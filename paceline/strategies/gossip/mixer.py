@@ -6,7 +6,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from paceline.strategies.gossip.parcel import Parcel
+from paceline.strategies.gossip.parcel import Message, Parcel
 from paceline.topology import Neighbours, Topology
 
 
@@ -15,6 +15,8 @@ class Mixer(ABC):
 
     missing_messages: ClassVar[str] = ""
     """As the trait of that name."""
+    why_uncoded: ClassVar[str] = ""
+    """What a codec would make of its messages; empty for means, which differences to shared estimates take over."""
     message_size: ClassVar[float] = 1.0
     """Of a message, in models of 4 bytes a parameter."""
 
@@ -23,12 +25,12 @@ class Mixer(ABC):
         self._received: list[Parcel] = []
 
     @abstractmethod
-    def outgoing(self, step: int) -> Mapping[int, Parcel]:
+    def outgoing(self, step: int) -> Mapping[int, Message]:
         """What each receiver is sent."""
 
     @abstractmethod
-    def incoming(self, step: int) -> Mapping[int, Parcel]:
-        """Where each sender's parcel is to be put."""
+    def incoming(self, step: int) -> Mapping[int, Message]:
+        """Where each sender's message is to be put."""
 
     @abstractmethod
     def mix(self, step: int, lost: Collection[int] = ()) -> None:
@@ -41,6 +43,10 @@ class Mixer(ABC):
     def state(self) -> dict[str, Tensor]:
         """What the next exchanges depend on besides the own values, to be loaded in place."""
         return {}
+
+    def coding_s(self, step: int) -> tuple[float, float]:
+        """What a host of speed 1 takes to encode what is sent, and to decode what came."""
+        return 0.0, 0.0
 
     @final
     def near(self, step: int) -> Neighbours:

@@ -1,12 +1,20 @@
 """What one worker sends another: a model's values and one number, in one buffer."""
 
-from typing import final
+from typing import Protocol, final
 
 import torch
+from torch import Tensor
 
 from paceline.layout import Layout
 
 _NUMBER = torch.float64
+
+
+class Message(Protocol):
+    """What travels, and where it is put."""
+
+    buffer: Tensor
+    """uint8, of as many bytes with every sender."""
 
 
 @final

@@ -41,6 +41,8 @@ class PushSum(Mixer):
         "--strategy gossip --option mode=running-sums"
     )
 
+    why_uncoded: ClassVar[str] = "sends parts of sums and weights, and what a codec leaves out of one is lost to all"
+
     def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int) -> None:
         super().__init__(topology, own, rank=rank, size=size)
         self._weight = torch.ones(1, dtype=torch.float64)

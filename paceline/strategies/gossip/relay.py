@@ -5,7 +5,7 @@ the sum of the models behind a link, with their number, which grows from 0 in th
 """
 
 from collections.abc import Collection, Mapping
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -26,6 +26,8 @@ def require_tree(topology: Topology, size: int) -> None:
 @final
 class Relay(Mixer):
     """Each link has its last message, which goes into the next ones to all others."""
+
+    why_uncoded: ClassVar[str] = "hands sums of models on, each with all that codecs left out of them before"
 
     def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int) -> None:
         super().__init__(topology, own, rank=rank, size=size)

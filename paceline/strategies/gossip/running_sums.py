@@ -32,6 +32,7 @@ def in_double(layout: Layout) -> Layout:
 class RunningSums(Mixer):
     """The own parcel's values are x / w; the parcels that travel hold sums of x, and of w as their number."""
 
+    why_uncoded: ClassVar[str] = "sends sums that grow with every step, and what a codec leaves out of them with these"
     message_size: ClassVar[float] = 2.0
 
     def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int) -> None:

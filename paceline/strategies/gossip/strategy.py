@@ -8,6 +8,7 @@ from typing import Any, Literal, final, get_args
 
 from torch import Tensor, nn
 
+from paceline.codec import Codec, TensorCodec
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
 from paceline.schedule import Every
@@ -19,6 +20,7 @@ from paceline.strategies.base import (
     option,
     require_choice,
 )
+from paceline.strategies.coding import NOTHING_CODED, Scope, coding_of, require_of_neighbours, require_real
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.gossip.averaging import Averaging
 from paceline.strategies.gossip.links import Links
@@ -28,6 +30,7 @@ from paceline.strategies.gossip.push_sum import PushSum
 from paceline.strategies.gossip.quasi_global import QuasiGlobal
 from paceline.strategies.gossip.relay import Relay, require_tree
 from paceline.strategies.gossip.running_sums import RunningSums
+from paceline.strategies.gossip.shared_estimates import SharedEstimates
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import Neighbouring, Traits
@@ -73,6 +76,16 @@ class Gossip(Strategy):
     quasi_global: float = option(
         0.0, "momentum from how the mixed model moved, for SGD without a momentum of its own; 0: none"
     )
+    codec: Codec | None = option(
+        None,
+        "the form in which models' differences to what neighbours know travel, such as int8 or top-k; none: models",
+    )
+    codec_scope: Scope = option("links", "links: nothing is coded where all workers are on one host; all: everywhere")
+    consensus_step: float | Literal["auto"] = option(
+        "auto",
+        "with a codec, how far to go to the weighted mean of what is known of the neighbours; auto: all the way, or "
+        "twice the part of the elements that the codec sends",
+    )
     own_scores: bool = option(True, "each worker evaluates its own model, too")
 
     def validate(self) -> None:
@@ -85,14 +98,39 @@ class Gossip(Strategy):
         if self.mode == "relay" and self.order == "awc":
             raise UsageError("order=awc is not for mode=relay, whose messages hold the step just made")
 
+        self._require_codec()
+
+    def _require_codec(self) -> None:
+        require_choice("codec_scope", self.codec_scope, get_args(Scope))
+        require_of_neighbours(self.codec, self.codec_scope)
+        if self.codec is None and self.consensus_step != "auto":
+            raise UsageError(f"consensus_step={self.consensus_step} has no effect without a codec")
+        if self.codec is not None and (reason := _MIXERS[self.mode].why_uncoded):
+            raise UsageError(f"mode={self.mode} {reason}; use mode=average, or leave out codec={self.codec}")
+        if self.consensus_step != "auto" and not 0 < self.consensus_step <= 1:
+            raise UsageError(f"consensus_step must be auto, or above 0 and at most 1, not {self.consensus_step}")
+
+    @property
+    def step_of_codec(self) -> float:
+        """The consensus step, in numbers."""
+        if self.consensus_step != "auto":
+            return self.consensus_step
+        return 1.0 if self.codec is None or not self.codec.sparse else min(1.0, 2 * self.codec.part)
+
     def check(self, *, num_workers: int) -> None:
         topology = self.topology
         try:
             keeps_mean, joins_all = topology.keeps_mean(num_workers), topology.joins_all(num_workers)
             if self.mode == "relay":
                 require_tree(topology, num_workers)
+            links_change = topology.period(num_workers) > 1
         except ValueError as error:
             raise UsageError(str(error)) from None
+        if self.codec is not None and links_change:
+            raise UsageError(
+                f"under {topology} links change, and with codec={self.codec} a worker has to hear every message of "
+                "those it mixes with; use a topology whose links stay, such as ring, torus, hypercube or exponential"
+            )
         if not joins_all:
             raise UsageError(f"under {topology} some of {num_workers} workers never hear of some others")
         if self.mode == "average" and not keeps_mean:
@@ -100,12 +138,14 @@ class Gossip(Strategy):
 
     @property
     def traits(self) -> Traits:
-        mixer = _MIXERS[self.mode]
+        mixer = _MIXERS[self.mode] if self.codec is None else SharedEstimates
         moved = Neighbouring(
             topology=self.topology,
             every=self.every,
             behind_computing=self.order == "awc",
             message_size=mixer.message_size,
+            codec=self.codec,
+            codec_scope=self.codec_scope,
         )
         return Traits(
             lock_step=False,
@@ -126,15 +166,35 @@ class _GossipSynchronizer(Synchronizer):
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, Every(strategy.every)
         self._model = FlatModel(replica)
-        rank, size = context.rank, context.size
-        self._mixer = _MIXERS[strategy.mode](strategy.topology, self._model.parcel, rank=rank, size=size)
+        self._mixer = self._mixer_of(strategy)
         self._links = Links(context.collective, context.pacing)
         self._momentum = QuasiGlobal(self._model, strategy.quasi_global) if strategy.quasi_global else None
         self._weight = 1.0
+        self._coding = Timing()
+
+    def _mixer_of(self, strategy: Gossip) -> Mixer:
+        context, own = self.context, self._model.parcel
+        coding = coding_of(strategy.codec, strategy.codec_scope, context)
+        if strategy.codec is not None:
+            self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
+        if coding is None:
+            return _MIXERS[strategy.mode](strategy.topology, own, rank=context.rank, size=context.size)
+        assert isinstance(coding.codec, TensorCodec)
+        for segment in own.layout.segments:
+            require_real(coding.codec, segment.dtype)
+        return SharedEstimates(
+            strategy.topology,
+            own,
+            rank=context.rank,
+            size=context.size,
+            codec=coding.codec,
+            seed=context.seed,
+            consensus_step=strategy.step_of_codec,
+        )
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        return self._links.timings
+        return (*self._links.timings, self._coding)
 
     def set_weight(self, weight: float) -> None:
         self._model.scale_gradients(self._weight / weight)  # what was accumulated counts with its own batch's weight
@@ -184,10 +244,24 @@ class _GossipSynchronizer(Synchronizer):
     def _exchange(self) -> None:
         if not self._links.are_busy:
             self._start()
-        self._mixer.mix(self._number, self._links.wait())
+        lost = self._links.wait()
+        with self._counted(self._mixer.coding_s(self._number)[1]):
+            self._mixer.mix(self._number, lost)
 
     def _start(self) -> None:
-        self._links.start(self._mixer.outgoing(self._number), self._mixer.incoming(self._number))
+        with self._counted(self._mixer.coding_s(self._number)[0]):
+            outgoing = self._mixer.outgoing(self._number)
+        self._links.start(outgoing, self._mixer.incoming(self._number))
+
+    @contextmanager
+    def _counted(self, coding_s: float) -> Iterator[None]:
+        """What a codec does inside is part of the exchange, and takes so long on a simulated host."""
+        pacing = self.context.pacing
+        began_s = pacing.now_s()
+        yield
+        if coding_s:
+            pacing.spend(coding_s)
+            self._coding.communication_s += pacing.now_s() - began_s
 
     @property
     def _number(self) -> int:

@@ -164,8 +164,9 @@ class ServerSynchronizer(Synchronizer):
         if self._store.is_coded:
             for segment, flat in zip(self._buckets.layout.segments, self._flats, strict=True):
                 segment.zero_padding(flat)
-        if self._steps == 1 or outcome.iteration >= pause_at:
-            self._owned.accept(looks_closely=True)
+        looks_closely = self._steps == 1 or outcome.iteration >= pause_at
+        self._owned.accept(looks_closely=looks_closely)
+        if looks_closely:
             self._combining.look_closely()
         return outcome
 

@@ -25,6 +25,7 @@ from tests.conformance.scripts import EXACT, assert_close, launched, momentum, p
 STRATEGIES: dict[str, dict[str, Any]] = {
     "gossip": {"own_scores": False},
     "local-sgd": {"every": 3},
+    "ad-psgd": {"own_scores": False},
     "fed-avg": {"clients": 2, "fraction": 1.0, "optimizer": "kept"},
 }
 QUICK = (

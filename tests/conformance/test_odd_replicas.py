@@ -356,3 +356,15 @@ NOT_ALONE = ("swapped", "added", "replaced in both", "noise")
 def test_one_worker_does_what_the_script_says(odd: Odd, tmp_path: Path) -> None:
     result = virtual_engine.run(partial(launched, odd.script), strategy="single", workers=1, out=tmp_path)
     assert_close(result.model_state(), train_alone(odd.script, 1), EXACT)
+
+
+def clamp_late(run: Run) -> None:
+    if run.number >= 7:
+        clamp_weights(run)
+
+
+@pytest.mark.parametrize("strategy", [*SERVERS, "ad-psgd"])
+def test_changes_through_data_are_noticed_long_after_a_pause(strategy: str, tmp_path: Path) -> None:
+    script = partial(launched, partial(train, stepped=clamp_late))
+    with pytest.raises(RunFailed, match=r"step ([89]|1\d): the script changed parameter.* on rank \d.*before prepare"):
+        virtual_engine.run(script, strategy=strategy, workers=NUM_WORKERS, out=tmp_path)

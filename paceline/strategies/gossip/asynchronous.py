@@ -102,7 +102,7 @@ class _PairSynchronizer(Synchronizer):
 
     def start(self) -> None:
         self._pairing.model.buffer.copy_(self._model.parcel.buffer)
-        self._model.accept()
+        self._model.accept(looks_closely=True)
         self._read_at = self._known
         self._mailbox.open(self._pairing.receive)
 
@@ -160,6 +160,7 @@ class _PairSynchronizer(Synchronizer):
         pairing.counts = collective.all_gather_object(pairing.counts[self.context.rank])  # nothing is under way now
         self._active, self._met_at = active, tuple(pairing.counts)
         self._model.parcel.buffer.copy_(pairing.model.buffer)
+        self._model.accept(looks_closely=True)
         self.iteration = self._known
         return self.iteration
 
@@ -175,7 +176,7 @@ class _PairSynchronizer(Synchronizer):
             with self.averaged_model() as model:
                 yield model
         finally:
-            self._model.accept()
+            self._model.accept(looks_closely=True)
 
     def own_state(self) -> dict[str, OwnState]:
         return of_replica(self.replica)

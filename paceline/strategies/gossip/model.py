@@ -11,6 +11,7 @@ from paceline.strategies.base import Context
 from paceline.strategies.flat import lay_parameters
 from paceline.strategies.gossip.parcel import Parcel
 from paceline.strategies.replica import Replica
+from paceline.strategies.untouched import Untouched
 
 
 @final
@@ -21,7 +22,8 @@ class FlatModel:
         self.replica = replica
         self.parcel = Parcel(by_group(replica.specs), replica.parameters[0].device)
         self._places = [view.data_ptr() for view in lay_parameters(replica, self.parcel.layout, self.parcel.buffer)]
-        self.accept()
+        self._untouched = Untouched(replica.parameters, self.parcel.buffer)
+        self.accept = self._untouched.accept
 
     def require_in_place(self, *, rank: int, step: int) -> None:
         """Raises UsageError if the script moved a parameter, whose old place would be mixed."""
@@ -34,16 +36,13 @@ class FlatModel:
 
     def require_untouched(self, *, rank: int, step: int) -> None:
         """Raises UsageError if the script changed parameters since `accept`, which mixing beside would undo."""
-        for parameter, version, spec in zip(self.replica.parameters, self._versions, self.replica.specs, strict=True):
-            if parameter._version != version:
-                raise UsageError(
-                    f"step {step}: the script changed parameter {spec.name!r} in place on rank {rank}, while "
-                    "neighbours mix a copy of it, which would undo that; do so before prepare, or use --strategy gossip"
-                )
-
-    def accept(self) -> None:
-        """Parameters are as they should be."""
-        self._versions = [parameter._version for parameter in self.replica.parameters]
+        found = self._untouched.look()
+        if found is not None:
+            name = self.replica.specs[found].name
+            raise UsageError(
+                f"step {step}: the script changed parameter {name!r} in place on rank {rank}, while "
+                "neighbours mix a copy of it, which would undo that; do so before prepare, or use --strategy gossip"
+            )
 
     def scale_gradients(self, factor: float) -> None:
         if factor != 1.0:

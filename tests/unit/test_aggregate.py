@@ -178,8 +178,11 @@ def test_contributions_stay_as_they_are_and_ranges_join_as_the_whole(text: str) 
         torch.testing.assert_close(own, tensor)
 
 
-# Bulyan's last choice is between two that are each other's nearest, and falls on the first.
-@pytest.mark.parametrize("text", [text for text in ALL if not text.startswith("bulyan")])
+# Two may tie, of which the first is chosen: Bulyan's last are each other's nearest; Krum finds such pairs among mixtures.
+TYING = ("bulyan:byzantine=2", "nearest:byzantine=2:then=multi-krum:byzantine=2")
+
+
+@pytest.mark.parametrize("text", [text for text in ALL if text not in TYING])
 @given(order=st.permutations(range(11)), seed=st.integers(0, 99))
 def test_the_order_of_contributions_changes_nothing(text: str, order: list[int], seed: int) -> None:
     rows = drawn(seed=seed)

@@ -178,7 +178,7 @@ def test_contributions_stay_as_they_are_and_ranges_join_as_the_whole(text: str) 
         torch.testing.assert_close(own, tensor)
 
 
-# Two may tie, of which the first is chosen: Bulyan's last are each other's nearest; Krum finds such pairs among mixtures.
+# Two may tie, and the first is chosen: Bulyan's last are each other's nearest; Krum finds such pairs among mixtures.
 TYING = ("bulyan:byzantine=2", "nearest:byzantine=2:then=multi-krum:byzantine=2")
 
 

@@ -165,6 +165,7 @@ def test_full_disk_is_named_and_the_last_checkpoint_is_intact(small_disk: Path, 
 @pytest.mark.slow
 def test_full_disk_under_the_records(small_disk: Path, tmp_path: Path) -> None:
     (small_disk / "filler").write_bytes(bytes(290_000))
+    settings = {"workers": 2, "checkpoint_every": 1_000_000}  # none by time, which would find the disk full first
     with pytest.raises(RunFailed, match=f"cannot write records: No space left on device in {small_disk}/out"):
-        paceline.run(TRAIN, workers=2, out=small_disk / "out", arguments=["--steps", "100000"], watcher=Listener())
+        paceline.run(TRAIN, out=small_disk / "out", arguments=["--steps", "100000"], watcher=Listener(), **settings)
     assert Result.open(small_disk / "out").steps, "what was written before can be read"

@@ -44,7 +44,7 @@ class Judge:
             UsageError: the evaluation does not return what it should.
         """
         found: dict[str, Any] | None = None
-        if self._run.context.rank == 0:
+        if self._run.context.is_first:
             try:
                 found = self._found(model, now, time_s, kept)
             except UsageError as error:

@@ -27,6 +27,7 @@ class Judge:
         config = run.config
         self._streak = Streak(config.target, config.hold) if config.target is not None else None
         self._is_target_reached = False
+        self._judged: tuple[int, dict[str, float]] | None = None  # the iteration, and what was found
 
     @property
     def ends_run(self) -> bool:
@@ -71,6 +72,8 @@ class Judge:
     def _evaluated(self, model: nn.Module, at: Count, time_s: float) -> dict[str, float]:
         run = self._run
         assert self.evaluation is not None
+        if self._judged is not None and self._judged[0] == at.iterations:
+            return self._judged[1]  # a pause that is repeated, since a worker has died in it
         found = evaluate(self.evaluation, model, target=run.config.target, now_s=run.context.pacing.now_s)
         run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, found.metrics, found.duration_s))
         if self._streak is not None and self._streak.add(found.metrics, time_s) and not self._is_target_reached:
@@ -78,6 +81,7 @@ class Judge:
             target = self._streak.target
             details = {"target": str(target), "value": found.metrics[target.metric], "held": self._streak.num}
             run.tell("target_reached", details, at_s=self._streak.began_s)
+        self._judged = at.iterations, found.metrics
         return found.metrics
 
 

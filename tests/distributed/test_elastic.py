@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.errors import RunFailed
 from paceline.training.sharding import ShardedLoader
-from tests.distributed.harness import SCRIPTS, events
+from tests.distributed.harness import SCRIPTS, events, pids
 from tests.distributed.local import Listener
 
 pytestmark = pytest.mark.ray
@@ -102,7 +102,7 @@ def test_a_worker_preempted_in_mid_step(tmp_path: Path, ray_here: None) -> None:
     ids=["two at once", "the first, then one with loaders", "the last step", "stopped", "fewer samples than workers"],
 )
 def test_whoever_dies_the_model_is_the_undisturbed_one(tmp_path, ray_here, faults, options) -> None:
-    """Two at once, one after another has recovered, one that is only stopped: scenarios of torchft's and TensorFlow's."""
+    """Two at once, one after another has recovered, one that is only stopped: as torchft and TensorFlow test it."""
     given = [word for fault in faults for word in ("--fail", fault)]
     given += [word for name, value in options.items() for word in (f"--{name}", value)]
     out = trained(tmp_path, *given, elastic="1:3")
@@ -139,3 +139,19 @@ def test_a_growing_batch_counts_each_sample_once(tmp_path: Path, ray_here: None)
 def test_too_few_are_left(tmp_path: Path, ray_here: None) -> None:
     with pytest.raises(RunFailed, match="1 workers are left, and --elastic asks for 2 or more"):
         trained(tmp_path, "--fail", "0:4:kill", "--fail", "1:4:kill", elastic="2:3")
+
+
+@pytest.mark.slow
+def test_the_command_names_who_was_lost_and_leaves_nothing(start, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    log.mkdir()
+    command = start(
+        "run", SCRIPT, "--workers", 3, "--elastic", "2:3", "--out", out, "--",
+        "--fail", "2:5:kill", "--loaders", 2, "--log", log,
+    )  # fmt: skip
+    output = command.wait()
+    assert command.status == 0, output
+    assert f"worker 2 (process {pids(out)['worker-2']}) is lost: its process ended; workers left: 2" in output
+    assert "worker 0, worker 1: on from step 5" in output
+    require_each_sample_once(out)
+    command.assert_nothing_left()

@@ -2,6 +2,7 @@
 
 import io
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import final
 
@@ -12,10 +13,11 @@ from torch import Tensor
 @final
 class Kept:
     """Named tensors of each client. The file has no name, so that a killed process leaves nothing behind; it lies where
-    TMPDIR says."""
+    TMPDIR says. A run that fails closes nothing, and the file is closed when nobody holds this object any more."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="paceline-clients-")  # noqa: SIM115 - it lives as long as the run
+        self._close = weakref.finalize(self, self._file.close)
         self._places: dict[int, tuple[int, int]] = {}
 
     def __iter__(self) -> Iterator[int]:
@@ -44,4 +46,4 @@ class Kept:
         self._places[client] = (start, len(raw))
 
     def close(self) -> None:
-        self._file.close()
+        self._close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -202,6 +203,36 @@ def test_a_run_ends_for_all_with_the_round_in_which_a_script_does(engine: Module
     assert len(steps_of(result, 1)) == 10
     assert len(steps_of(result, 0)) == 12, "the third round is the last"
     assert result.iteration == 3
+
+
+@both_engines
+def test_a_script_that_ends_before_its_rounds_says_so(engine: ModuleType, tmp_path: Path) -> None:
+    result = run(engine, leave_early, tmp_path, options={"clients": 8, "fraction": 0.5}, max_steps=5)
+    assert result.iteration == 3
+    assert [event.details for event in result.events if event.name == "passes_over"] == [{"wanted": 5}]
+    enough = run(engine, leave_early, tmp_path / "enough", options={"clients": 8, "fraction": 0.5}, max_steps=2)
+    assert enough.iteration == 2
+    assert not [event for event in enough.events if event.name == "passes_over"]
+
+
+def fail_in_a_turn(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = worker.prepare(model := network(), SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    for number in range(4):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+        if number == 2 and worker.rank == 1:
+            raise ValueError("the script's own fault")
+
+
+def test_a_run_that_fails_closes_what_clients_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process with this test, whose garbage collector closes nothing that is held here."""
+    files: list[Any] = []
+    make = tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **how: files.append(make(**how)) or files[-1])
+    with pytest.raises(RunFailed, match="the script's own fault"):
+        run(virtual_engine, fail_in_a_turn, tmp_path, strategy="scaffold", options={"clients": 4, "fraction": 1.0})
+    assert len(files) == 2
+    assert all(file.closed for file in files)
 
 
 def with_adagrad(worker: Worker, out: Path) -> None:

@@ -369,13 +369,6 @@ def test_private_layers_that_cannot_be(pattern: str, message: str) -> None:
         private_names(layers(), pattern)
 
 
-def test_a_run_that_fails_closes_the_file_of_what_clients_keep() -> None:
-    kept = Kept()
-    file = kept._file
-    del kept
-    assert file.closed
-
-
 def test_what_clients_keep_lies_in_a_file() -> None:
     kept, found = Kept(), {}
     for number in range(50):

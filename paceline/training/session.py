@@ -221,7 +221,7 @@ class Session:
         if self.run.context.roster is not None and (self._others_left or not has_ended):
             wanted = self.run.config.max_steps or 0
             if self.run.iteration < wanted:
-                self.run.tell("passes_over", {"wanted": wanted})
+                self.run.tell("ended_early", {"wanted": wanted, "by": synchronizer.ended_by or "script"})
         while not self.pauses.meet(is_done=True):
             pass
         self.release()

@@ -8,6 +8,7 @@ from paceline.correction import Correction
 from paceline.errors import UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.partition import IID, Partition
+from paceline.privacy import Privacy
 from paceline.roster import Participation, Sampler, Uniform, num_drawn
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.federated.synchronizer import FederatedSynchronizer
@@ -58,6 +59,8 @@ class Federated(Strategy):
     alternates: bool = option(False, "in a turn the private layers train first, alone, and then the shared ones")
     private_epochs: int = option(1, "passes over a client's samples for which the private layers train alone")
 
+    privacy: Privacy | None = option(None, "what hides clients' changes under noise: central or local")
+
     def validate(self) -> None:
         require_choice("weights", self.weights, get_args(Weights))
         require_choice("optimizer", self.optimizer, get_args(OptimizerState))
@@ -78,6 +81,30 @@ class Federated(Strategy):
             )
         if not self.aggregate.streams:
             self._require_robust()
+        if self.privacy is not None:
+            self._require_private(self.privacy)
+
+    def _require_private(self, privacy: Privacy) -> None:
+        """Raises UsageError where noise would not hide what a client changed, or nobody could say how well."""
+        reasons = {
+            "one client may move the joint of this aggregate by more than its clipped change; leave aggregate out": (
+                not self.aggregate.streams
+            ),
+            "control variates leave the client without noise; leave correction out": self.has_controls,
+            "normalise=true divides changes after they are clipped; leave it out": self.normalise,
+            "the model that is saved holds private layers, without noise; leave private out": bool(self.private),
+            "nonfinite=allow lets changes through that nothing clips; use skip": self.nonfinite == "allow",
+        }
+        if privacy.on_sum(num_expected=self.fraction * self.clients) is not None:
+            reasons |= {
+                "a client with many samples would count more than its clip; use weights=equal": self.weights != "equal",
+                "what rounds cost is known where clients are drawn each for itself; use sampler=poisson": (
+                    self.fraction < 1 and not self.sampler.is_independent
+                ),
+            }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UsageError(f"privacy={privacy}: {reason}")
 
     def _require_robust(self) -> None:
         """Raises UsageError where clients' changes are not to be joined otherwise than by their mean."""

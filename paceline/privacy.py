@@ -93,6 +93,11 @@ class Privacy(Piece, ABC):
         if self.epsilon is not None and not self.epsilon > 0:
             raise ValueError(f"epsilon must be above 0, not {self.epsilon}")
 
+    @property
+    def follows_norms(self) -> bool:
+        """Whether the clip does, so that the server counts those within it."""
+        return False
+
     def on_sum(self, *, num_expected: float) -> "OnSum | None":
         """What the server adds to the sum of a round in which it expects so many clients; none: each client adds noise
         to its own change."""
@@ -123,6 +128,10 @@ class Central(Privacy, name="central"):
         super().__post_init__()
         if self.quantile is not None and not 0 < self.quantile < 1:
             raise ValueError(f"quantile must be between 0 and 1, not {self.quantile}")
+
+    @property
+    def follows_norms(self) -> bool:
+        return self.quantile is not None
 
     def on_sum(self, *, num_expected: float) -> OnSum:
         if self.quantile is None:

@@ -256,6 +256,21 @@ def test_running_statistics_are_no_secret_and_so_refused(tmp_path: Path) -> None
         run(virtual_engine, with_statistics, tmp_path, strategy="dp-fed-avg", options={"clients": 4, "fraction": 1.0})
 
 
+@both_engines
+def test_a_run_under_masks_is_the_run_without(engine: ModuleType, tmp_path: Path) -> None:
+    """But for rounding; some clients drop out, and the seed says who."""
+    options = {"clients": 8, "fraction": 1.0, "partition": "linear"}
+    plain = run(engine, leave_late, tmp_path / "plain", options=options, max_steps=3)
+    masked = run(engine, leave_late, tmp_path / "masks", options={**options, "secure": "masks"}, max_steps=3)
+    for name, tensor in plain.model_state().items():
+        torch.testing.assert_close(masked.model_state()[name], tensor, rtol=0, atol=1e-6)
+    lossy = {**options, "secure": "masks:lost=0.2:threshold=0.55:neighbours=6"}
+    first, again = (run(engine, leave_late, tmp_path / out, options=lossy, max_steps=3) for out in ("one", "two"))
+    for name, tensor in first.model_state().items():
+        assert torch.equal(again.model_state()[name], tensor)
+        assert not torch.allclose(plain.model_state()[name], tensor, rtol=0, atol=1e-6)
+
+
 def fail_in_a_turn(worker: Worker, out: Path) -> None:
     model, optimizer, loader = worker.prepare(model := network(), SGD(model.parameters(), lr=0.1), loader_of(problem()))
     for number in range(4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from paceline.outer import FedAdagrad, FedAdam, FedYogi, Outer
 from paceline.pieces import read
 from paceline.privacy import Accountant, Central, Local, Privacy
 from paceline.roster import Roster
+from paceline.secure import Quantiser
 from paceline.seeding import derive
 from paceline.strategies import build, name_of, settings_of
 from paceline.strategies.base import Context, Strategy, Synchronizer
@@ -405,6 +407,107 @@ def test_a_budget_that_allows_no_round_is_refused() -> None:
 def test_what_would_not_be_private_is_refused(name: str, options: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         build(name, options)
+
+
+# --- secure aggregation -----------------------------------------------------------------------------------------------
+
+MANY = [(1.0, float(client % 5) - 2.0, 1 + client % 3) for client in range(20)]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("more", [{}, {"secure.neighbours": "6"}, {"weights": "equal", "sampler": "by-size"}])
+def test_what_is_summed_under_masks_is_the_mean(more: dict[str, str], workers: int) -> None:
+    """To half a level of 2^32 / 20 in each change; whoever plays the clients."""
+    options = {"clients": 20, "fraction": 0.5, **{key: own for key, own in more.items() if key != "secure.neighbours"}}
+    plain = after(build("fed-avg", options), MANY, rounds=4, workers=workers)
+    masked = build("fed-avg", {**options, **more, "secure": "masks", "secure.clip": "2"})
+    assert after(masked, MANY, rounds=4, workers=workers) == pytest.approx(plain, abs=1e-7)
+
+
+def lossy(seed: int, lost: float) -> list[int | None]:
+    draws = random.Random(derive(seed, "secure", "lost", 0))
+    return [draws.randrange(4) if draws.random() < lost else None for _ in range(20)]
+
+
+def test_those_whose_vectors_arrived_are_summed_whoever_drops_out() -> None:
+    gone_at = lossy(0, 0.2)
+    there = [client for client, stage in enumerate(gone_at) if stage in (None, 3)]
+    assert len(there) < 20
+    assert len({each for each in gone_at if each is not None}) > 1
+    wanted = -sum(-0.1 * 1 * MANY[client][1] for client in there) / len(there)
+    options = {"clients": 20, "fraction": 1.0, "weights": "equal", "secure": "masks", "secure.lost": "0.2"}
+    ones = [(a, b, 1) for a, b, _ in MANY]
+    assert after(build("fed-avg", {**options, "secure.threshold": "0.55"}), ones, rounds=1) == pytest.approx(wanted)
+
+
+def test_below_the_threshold_a_round_is_refused_on_all_workers() -> None:
+    options = {"clients": 20, "fraction": 1.0, "secure": "masks", "secure.lost": "0.9"}
+    with pytest.raises(Exception, match=r"round 0: secure=masks gives no sum: \d+ clients are left .* and 14 must"):
+        after(build("fed-avg", options), MANY, rounds=1, workers=3)
+
+
+def test_rank_0_is_sent_no_vector_that_tells_anything() -> None:
+    """All that a worker sends in a round, beside what it would have sent without masks."""
+    sent: dict[str, list[bytes]] = {"masks": [], "none": []}
+    encoded = Quantiser(2.0, 20).encode(torch.tensor([-0.1 * b for _, b, _ in MANY], dtype=torch.float64))
+    plain = torch.tensor([-0.1 * b for _, b, _ in MANY], dtype=torch.float64)
+    for name, more in (("masks", {"secure": "masks", "secure.clip": "2"}), ("none", {"aggregate": "median"})):
+
+        def work(collective: Collective, name: str = name, more: dict[str, str] = more) -> float:
+            for method in ("gather", "all_gather", "scatter"):
+                real = getattr(collective, method)
+
+                def told(given: Any, *, _real: Any = real, **how: Any) -> Any:
+                    for tensor in [given] if isinstance(given, Tensor) else given or []:
+                        sent[name].append(tensor.numpy().tobytes())
+                    return _real(given, **how)
+
+                setattr(collective, method, told)
+            options = {"clients": 20, "fraction": 1.0, "weights": "equal", **more}
+            ones = [(a, b, 1) for a, b, _ in MANY]
+            return Player(collective, build("fed-avg", options), ones).go_to(1)
+
+        VirtualWorld(2).run(work)
+    tells = [each.tobytes() for each in encoded if each] + [each.numpy().tobytes() for each in plain if each]
+    assert len(sent["masks"]) > 8
+    assert not any(each in raw for raw in sent["masks"] for each in tells)
+    assert any(each in raw for raw in sent["none"] for each in tells), "which is how it would be seen"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("fed-avg", {"aggregate": "krum:byzantine=1"}, "looks at single changes, and the server knows their sum alone"),
+        ("fed-avg", {"aggregate": "median"}, "looks at single changes"),
+        ("scaffold", {}, "controls would travel beside the sum"),
+        ("fed-nova", {}, "numbers of steps would travel beside the sum"),
+        ("fed-avg", {"fraction": 0.02}, r"2 client\(s\) a round do not hide one another; use 3 or more"),
+        ("dp-fed-avg", {"privacy.quantile": "0.5"}, "needs a count beside the sum"),
+        ("fed-avg", {"nonfinite": "allow"}, "lets values through that have no level"),
+        ("fed-avg", {"secure.threshold": "0.5"}, "threshold above 0.5"),
+        ("fed-avg", {"secure.neighbours": "3"}, "neighbours must be an even number, at least 2, not 3"),
+    ],
+)
+def test_what_a_sum_does_not_tell_is_refused(name: str, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        build(name, {"secure": "masks", **options})
+
+
+def test_hostile_clients_who_know_all_cannot_be_behind_masks() -> None:
+    with pytest.raises(Exception, match="hostile clients go by what honest ones send, which secure=masks hides"):
+        after(
+            build("fed-avg", {"clients": 20, "fraction": 1.0, "secure": "masks"}),
+            MANY,
+            rounds=1,
+            attacks=("sign-flip",),
+        )
+
+
+def test_noise_and_masks_go_together() -> None:
+    options = {"clients": 20, "fraction": 0.5, "privacy.noise": "0.5"}
+    plain = after(build("dp-fed-avg", options), MANY, rounds=4)
+    found = after(build("dp-fed-avg", {**options, "secure": "masks"}), MANY, rounds=4)
+    assert found == pytest.approx(plain, abs=1e-6)
 
 
 # --- refused, and left out --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joining
+from paceline.strategies.federated.secured import Masks
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
 
@@ -32,7 +33,8 @@ class ServerModel:
     Args:
         private: names of what stays with the clients.
         has_controls: whether clients have controls, as `paceline.correction` says.
-        guard: hides what clients changed, if anything does.
+        guard: hides what clients changed under noise, if anything does.
+        masks: hide it from the server, if anything does.
 
     Raises:
         UsageError: the optimizer trains private layers alone.
@@ -48,6 +50,7 @@ class ServerModel:
         private: frozenset[str],
         has_controls: bool,
         guard: Guard | None = None,
+        masks: Masks | None = None,
     ) -> None:
         specs = [spec for spec in replica.specs if spec.name not in private]
         if not specs:
@@ -78,8 +81,8 @@ class ServerModel:
         of_client = [*specs, *of_buffers, *of_controls, TensorSpec("scale", (1,), torch.float64)]
         if guard is not None:
             of_client.append(TensorSpec("within", (1,), torch.float64))
-        self._guard = guard
-        self._joining = Joining(context, of_client, aggregator, num_changes=len(specs))
+        self._guard, self._hides = guard, guard is not None or masks is not None
+        self._joining = Joining(context, of_client, aggregator, num_changes=len(specs), masks=masks)
         self._is_scaled = aggregator.streams  # others weigh contributions anew, and their scales are all 1
 
     @property
@@ -132,8 +135,9 @@ class ServerModel:
             for name, server, local in zip(self._buffer_names, self._shared_buffers, self._buffers, strict=True)
         ]
         sent = [*of_buffers, *controls, torch.tensor([scale], dtype=torch.float64, device=changes[0].device)]
-        if self._guard is not None:
+        if self._hides:
             self._require_unchanged(of_buffers)
+        if self._guard is not None:
             *scaled, within = self._guard.outward(scaled, client=client, round_number=round_number)
             sent.append(within)
         self._joining.add(Contribution(client, weight, "gradient", [*scaled, *sent]))
@@ -192,8 +196,8 @@ class ServerModel:
         for name, change in zip(self._buffer_names, of_buffers, strict=True):
             if change.any():
                 raise UsageError(
-                    f"privacy hides what clients changed of parameters, and they changed the buffer {name!r} as well; "
-                    "use layers without running statistics, such as GroupNorm for BatchNorm"
+                    f"what clients changed of parameters is hidden, and they changed the buffer {name!r} as well; use "
+                    "layers without running statistics, such as GroupNorm for BatchNorm"
                 )
 
     def _step(self, gradients: Sequence[Tensor], *, share: float) -> None:

@@ -59,6 +59,7 @@ class FederatedSynchronizer(Synchronizer):
             private=private,
             has_controls=strategy.has_controls,
             guard=self._guard,
+            masks=strategy.secure,
         )
         self._clients = Clients(
             replica,

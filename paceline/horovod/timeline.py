@@ -36,6 +36,10 @@ class Timeline:
                 self._file.close()
                 self._file = None
 
+    @property
+    def is_on(self) -> bool:
+        return self._file is not None
+
     def asked(self, request: Request) -> None:
         self._event(request, f"NEGOTIATE_{request.kind.upper()}", "B")
 

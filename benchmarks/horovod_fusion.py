@@ -1,7 +1,8 @@
 """What small operations by Horovod's interface cost: 1,000 tensors of 1 KB beside one of 1 MB, on one machine.
 
-Forms take turns within a round, so that a busy machine slows all of them alike; shown is the median over rounds and its
-ratio to that of one tensor. DDP's own fusion of as many tensors is in none of them: `overlap.py` has it.
+Forms take turns within a round, so that a busy machine slows all of them alike; shown are medians over rounds and their
+ratios to those of one tensor: the time of the slowest rank, and what the busiest rank takes of a core, which what else
+runs on the machine hardly changes.
 
     python benchmarks/horovod_fusion.py --workers 2
     python benchmarks/horovod_fusion.py --workers 2 --profile   # where rank 0's time goes, with one operation a tensor
@@ -58,13 +59,13 @@ def be_rank(*, num_rounds: int, is_profiled: bool) -> None:
     if is_profiled:
         profile(forms[EACH], num_rounds=num_rounds)
         return
-    times_s: dict[str, list[float]] = {name: [] for name in forms}
+    times_s: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
     for _ in range(num_rounds):
         for name, form in forms.items():
             hvd.barrier()
-            began_s = time.perf_counter()
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
             form()
-            times_s[name].append(time.perf_counter() - began_s)
+            times_s[name].append((time.perf_counter() - began_s, time.process_time() - began_cpu_s))
     everyone = hvd.allgather_object(times_s)
     if hvd.rank() == 0:
         show(everyone)
@@ -111,16 +112,20 @@ def profile(form: Callable[[], None], *, num_rounds: int) -> None:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(20)
 
 
-def show(everyone: list[dict[str, list[float]]]) -> None:
-    """A round took as long as its slowest rank."""
-    medians_s = {
-        name: statistics.median(map(max, zip(*(theirs[name] for theirs in everyone), strict=True)))
-        for name in everyone[0]
-    }
-    table = Table("form", "ms", "times one tensor")
-    for name, took_s in medians_s.items():
-        table.add_row(name, f"{took_s * 1e3:.2f}", f"{took_s / medians_s[ONE]:.1f}")
+def show(everyone: list[dict[str, list[tuple[float, float]]]]) -> None:
+    table = Table("form", "ms", "times one tensor", "ms of a core", "times one tensor")
+    medians_s = {name: (median_s(everyone, name, 0), median_s(everyone, name, 1)) for name in everyone[0]}
+    first_s, first_cpu_s = medians_s[ONE]
+    for name, (took_s, cpu_s) in medians_s.items():
+        cells = (took_s * 1e3, took_s / first_s, cpu_s * 1e3, cpu_s / first_cpu_s)
+        table.add_row(name, *(f"{cell:.2f}" for cell in cells))
     tell([table], {"medians_s": medians_s})
+
+
+def median_s(everyone: list[dict[str, list[tuple[float, float]]]], name: str, place: int) -> float:
+    """Over rounds, each of which took as long as its slowest rank."""
+    rounds = zip(*(theirs[name] for theirs in everyone), strict=True)
+    return statistics.median(max(rank[place] for rank in ranks) for ranks in rounds)
 
 
 if __name__ == "__main__":

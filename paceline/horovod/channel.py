@@ -22,6 +22,8 @@ from paceline.horovod.timeline import Timeline
 _LEAVE_WITHIN_S = 5.0
 _ENOUGH_BYTES = 2**20
 """So many are worth a round of their own, though more is being asked for."""
+_LONGEST_CYCLES = 8
+"""Looks at whether a script still asks are this far apart at last; each takes the interpreter from it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +84,7 @@ class Channel:
         self._new: list[Operation] = []  # that the others have not heard of
         self._new_bytes = 0
         self._is_idle = False  # the channel's thread sleeps until something is asked for
+        self._is_urgent = threading.Event()  # it is not to wait for quiet
         self._has_joined = False
         self._last_joined: int | None = None
         self._missing: dict[str, list[int]] = {}  # who has not asked for what the others wait for
@@ -117,9 +120,11 @@ class Channel:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"paceline {self._name}", daemon=True)
                 self._thread.start()
-            elif self._is_idle or before_bytes < _ENOUGH_BYTES <= self._new_bytes:
+            elif self._is_idle:
                 self._is_idle = False
                 self._changed.notify_all()
+            if before_bytes < _ENOUGH_BYTES <= self._new_bytes:
+                self._is_urgent.set()
 
     def wait(self, operation: Operation) -> None:
         """Return once it is over. Raises what ended it."""
@@ -151,6 +156,7 @@ class Channel:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._is_urgent.set()
             self._changed.notify_all()
         if is_collective and self._failure is None and self._driving.acquire(timeout=_LEAVE_WITHIN_S):
             try:
@@ -208,11 +214,15 @@ class Channel:
             self._is_idle = True
             self._changed.wait_for(lambda: self._is_ended or bool(self._asked))
             self._is_idle = False
-            count = -1
-            while not self._is_ended and self._new_bytes < _ENOUGH_BYTES and count != len(self._new):
-                count = len(self._new)
-                self._changed.wait(self._settings.cycle_s)
-            return not self._is_ended
+        # The lock is not held here, nor taken at every look: whoever asks would wait for this thread to get its turn.
+        patience_s, count = self._settings.cycle_s, -1
+        while not self._is_ended and count != len(self._new):
+            count = len(self._new)
+            if self._is_urgent.wait(patience_s):
+                break
+            patience_s = min(2 * patience_s, _LONGEST_CYCLES * self._settings.cycle_s)
+        self._is_urgent.clear()
+        return not self._is_ended
 
     @property
     def _is_ended(self) -> bool:

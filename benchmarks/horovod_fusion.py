@@ -124,8 +124,9 @@ def show(everyone: list[dict[str, list[tuple[float, float]]]]) -> None:
 
 def median_s(everyone: list[dict[str, list[tuple[float, float]]]], name: str, place: int) -> float:
     """Over rounds, each of which took as long as its slowest rank."""
-    rounds = zip(*(theirs[name] for theirs in everyone), strict=True)
-    return statistics.median(max(rank[place] for rank in ranks) for ranks in rounds)
+    rounds = zip(*([each[place] for each in theirs[name]] for theirs in everyone), strict=True)
+    slowest_s: list[float] = [max(ranks) for ranks in rounds]
+    return statistics.median(slowest_s)
 
 
 if __name__ == "__main__":

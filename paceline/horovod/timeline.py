@@ -73,6 +73,7 @@ class Timeline:
     def _write(self, event: dict[str, Any], sep: str = ",\n") -> None:
         assert self._file is not None
         self._file.write(sep + json.dumps(event))
+        self._file.flush()  # it is looked at while the script runs
 
     def _now_us(self) -> int:
         return (time.perf_counter_ns() - self._began_ns) // 1000

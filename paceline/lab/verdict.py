@@ -107,9 +107,11 @@ class _Judge:
     def _fastest(self, first: "_First", goal: str) -> list[str]:
         row = first.row
         caveat = f", in {_seeds(row)} only" if reliability(row) < 1 else ""
+        if first.tied and not first.is_known:
+            measured = f"Measured, the shortest first: {first.listed(_time)}."
+            return [f"No winner at {goal}{_TOO_FEW}", measured, _MORE_SEEDS, *_resolution(row)]
         if first.tied:
-            more = [] if first.is_known else [_MORE_SEEDS]
-            return [f"No winner at {goal}: {first.listed(_time)}{first.why}", *more, *_resolution(row)]
+            return [f"No winner at {goal}: {first.listed(_time)}{_MAY_BE}", *_resolution(row)]
         if not first.is_known:
             return [f"{goal} was reached by {_name(row)}{caveat}: {_time(row)}.", *_resolution(row)]
         gain = f", {_gain(row)}" if _has_gain(row) and not self._is_disturbed(row) else ""

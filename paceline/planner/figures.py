@@ -54,6 +54,7 @@ def _curves(plan: Plan) -> dict[str, list[Point]]:
             group.append(label)
         else:
             alike.append([label])
+    alike.sort(key=lambda labels: plan.best.label not in labels)  # which is not to be among those that are left out
     return {" = ".join(labels): plan.curves[labels[0]] for labels in alike[:_MAX_CURVES]}
 
 

@@ -18,7 +18,7 @@ _EVEN = (
 
 
 def answer(plan: Plan) -> list[str]:
-    lines = [_best(plan), *_knees(plan), *_ratio(plan)]
+    lines = [*_best(plan), *_knees(plan), *_ratio(plan)]
     if plan.noise is not None:
         lines.append(_noise(plan))
     elif plan.best.prediction.unit == "gradient" and plan.best.prediction.workers > 1:
@@ -31,7 +31,7 @@ def answer(plan: Plan) -> list[str]:
     unranked = [point.label for point in plan.best_of_each if not point.is_ranked]
     if unranked:
         lines.append(
-            f"Shown, but not ranked: {words.listed(unranked)}. Their workers' models differ, and no plan knows how "
+            f"Shown, but not ranked: {words.listed(unranked)}. Their workers' models differ at times, and no plan knows how "
             "many more steps that takes; paceline compare measures it."
         )
     if plan.cluster.communication.unevenness:
@@ -39,13 +39,13 @@ def answer(plan: Plan) -> list[str]:
     return [*lines, *_checks(plan.checks)]
 
 
-def _best(plan: Plan) -> str:
+def _best(plan: Plan) -> list[str]:
     best = plan.best.prediction
     rate = f"{words.quantity(best.samples_per_s)} samples/s"
     by = _by(plan)
     if best.workers == 1:
         has_others = any(point.prediction.workers > 1 for point in plan.points)
-        return f"One worker alone{f': {by} no exchange pays on this cluster' if has_others else ''}. {rate}."
+        return [f"One worker alone{f': {by} no exchange pays on this cluster' if has_others else ''}. {rate}."]
     place = f"{plan.best.label} on {words.workers(best.workers)}"
     if plan.best.target_s is not None:
         gain = (
@@ -56,7 +56,7 @@ def _best(plan: Plan) -> str:
     else:
         gain = f"{words.ratio(plan.best.merit)} times one worker"
     efficiency = f"{words.percent(best.efficiency)} of what its hosts would do alone"
-    return f"{place}: {gain} {by}, at {rate}, {efficiency}; what binds is {best.binding}."
+    return [f"{place}: {gain} {by}.", f"It does {rate}, {efficiency}; what binds is {best.binding}."]
 
 
 def _by(plan: Plan) -> str:

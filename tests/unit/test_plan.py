@@ -152,7 +152,7 @@ def test_the_headline_says_what_it_goes_by() -> None:
     fast = cluster_of(16, gbit_per_s=1e4)
     by_rate, by_noise = plan(fast, WORK, num_checks=0), plan(fast, WORK, noise=NoiseScale(1.0), num_checks=0)
     assert by_rate.best.prediction.workers > 8
-    assert " by throughput only, without a noise scale, at " in wording.answer(by_rate)[0]
+    assert " by throughput only, without a noise scale." in wording.answer(by_rate)[0]
     assert wording.answer(by_noise)[0].startswith("One worker alone: by a noise scale of 1 samples no exchange pays")
     useful = plan(fast, WORK, noise=NoiseScale(5000.0), num_checks=0)
     assert useful.best.prediction.workers > 8

@@ -41,10 +41,28 @@ def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:
     if isinstance(traffic, Served):
         return _of_synchronous(traffic, setting) if traffic.staleness is None else _of_asynchronous(traffic, setting)
     if isinstance(traffic, AllReduced):
-        return _of_fragments(traffic, setting) if traffic.is_in_fragments else _of_all_reduced(traffic, setting)
+        cycle = _of_fragments(traffic, setting) if traffic.is_in_fragments else _of_all_reduced(traffic, setting)
+        return _with_what_is_besides(cycle, traffic, setting) if traffic.num_besides else cycle
     if isinstance(traffic, Neighbouring):
         return _of_neighbours(traffic, setting)
     return Cycle(slowest_s=setting.mean_s, end_s=setting.mean_s, loads=setting.fabric.nothing)
+
+
+def besides_s(traffic: AllReduced, setting: Setting) -> float:
+    """What is averaged after an exchange takes, one tensor of the gradients' size after the other."""
+    if setting.num_workers == 1:
+        return 0.0
+    parts_s = sum(algorithms.parts_s(traffic.algorithm, setting, setting.work.parameter_bytes))
+    return traffic.num_besides * (parts_s + algorithms.operation_s(traffic.algorithm, setting))
+
+
+def _with_what_is_besides(cycle: Cycle, traffic: AllReduced, setting: Setting) -> Cycle:
+    if setting.num_workers == 1:
+        return cycle
+    more_s = besides_s(traffic, setting)
+    loads = algorithms.loads(traffic.algorithm, setting, setting.work.parameter_bytes) * traffic.num_besides
+    bounds_s = None if cycle.bounds_s is None else (cycle.bounds_s[0] + more_s, cycle.bounds_s[1] + more_s)
+    return replace(cycle, end_s=cycle.end_s + more_s, loads=cycle.loads + loads, bounds_s=bounds_s)
 
 
 def _of_all_reduced(traffic: AllReduced, setting: Setting) -> Cycle:

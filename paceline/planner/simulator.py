@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
 from paceline.planner.coded import coded_mean, settled
-from paceline.planner.cycles import cycle_of, fragment_mean
+from paceline.planner.cycles import besides_s, cycle_of, fragment_mean
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
@@ -65,7 +65,7 @@ def simulate(
             ends_s = _in_fragments(traffic, setting, draws, steps)
         else:
             ends_s = _lock_step(traffic, setting, draws, steps)
-        cycle_s = _mean_s(ends_s)
+        cycle_s = _mean_s(ends_s) + (besides_s(traffic, setting) if isinstance(traffic, AllReduced) else 0.0)
     elif traffic.staleness is None:
         cycle_s, counted = _mean_s(SynchronousRun(traffic, setting, draws).run(steps)), workers - traffic.backup_workers
     else:

@@ -17,6 +17,7 @@ from paceline.schedule import Rounds
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_of_changes
 from paceline.strategies.finite import checked, may_step
+from paceline.strategies.joined_states import JoinedStates
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
@@ -36,7 +37,8 @@ class LocalUpdates(Strategy):
     et al., ICLR 2020); with `momentum` SlowMo (Wang et al., ICLR 2020, algorithm 1); with `nesterov` DiLoCo (Douillard
     et al., 2023, algorithm 1), and with `fragments` or `delay`, too, Streaming DiLoCo (Douillard et al., 2025).
 
-    The inner optimizer's state stays with its worker. Changes count by the samples that they were made from.
+    The inner optimizer's state stays with its worker, unless its moments have periods of their own (DES-LOC: Iacob et
+    al., 2025). Changes count by the samples that they were made from.
 
     >>> LocalUpdates(every=20).traits.unit
     'round'
@@ -51,6 +53,10 @@ class LocalUpdates(Strategy):
     fragments: int = option(1, "parts of the model, which are exchanged one after the other in a round")
     delay: int = option(0, "local steps that a worker takes while a fragment is under way")
     alpha: float = option(0.0, "how much a worker keeps of its own parameters when it takes a fragment; 0: nothing")
+    momentum_every: int = option(
+        0, "rounds from one averaging of the script's optimizers' first moments to the next; 0: each keeps its own"
+    )
+    variance_every: int = option(0, "rounds from one averaging of their second moments to the next; 0: never")
     codec: Codec | None = option(None, CODEC_DOC.replace("gradients travel", "the workers' changes travel"))
     codec_scope: Scope = option("links", SCOPE_DOC)
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC.replace("gradients", "the workers' changes"))
@@ -69,6 +75,11 @@ class LocalUpdates(Strategy):
             if self.every == 1 and getattr(self, name):
                 raise UsageError(f"{name} has no effect with every=1, where all rounds have one step")
 
+        for name in ("momentum_every", "variance_every"):
+            if (period := getattr(self, name)) < 0:
+                raise UsageError(f"{name} must be at least 0, not {period}")
+            if period and not self.aggregate.streams:
+                raise UsageError(f"{name} takes means, against which aggregate={self.aggregate} guards; use {name}=0")
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
         require_of_changes(self.codec, self.codec_scope, delay=self.delay)
         if self.codec is not None and not self.aggregate.streams:
@@ -99,6 +110,7 @@ class LocalUpdates(Strategy):
             delay=self.delay,
             codec=self.codec,
             codec_scope=self.codec_scope,
+            num_besides=sum(1 / period for period in (self.momentum_every, self.variance_every) if period),
         )
         return Traits(lock_step=False, unit="round", passes_attacks=True, traffic=(moved,))
 
@@ -121,6 +133,12 @@ class _LocalSynchronizer(Synchronizer):
             outer=strategy.outer,
             aggregator=strategy.aggregate,
             coding=coding,
+        )
+        self._states = JoinedStates(
+            context.collective,
+            replica,
+            momentum_every=strategy.momentum_every,
+            variance_every=strategy.variance_every,
         )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._left_out: set[int] = set()  # fragments under way that are not finite here
@@ -149,6 +167,8 @@ class _LocalSynchronizer(Synchronizer):
         if applies:
             update()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        if applies:
+            self._states.require_there()
         self._weights = [(total + self._weight, count + 1) for total, count in self._weights]
         self._pass_step()
         if self._outer.is_under_way():
@@ -192,7 +212,17 @@ class _LocalSynchronizer(Synchronizer):
             self._outer.start(fragment, step=self._steps)
         for fragment in due:
             self._join(fragment)
-        self.iteration = self._schedule.num_rounds(self._steps)
+        if (iteration := self._schedule.num_rounds(self._steps)) > self.iteration:
+            self._states.join(iteration, takes=self._takes_state)
+        self.iteration = iteration
+
+    def _takes_state(self, name: str) -> bool:
+        if self._strategy.nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"step {self._steps}: the mean of the optimizers' states {name!r} is not finite; lower the learning "
+                "rate or clip, or leave each worker its own states"
+            )
+        return self._strategy.nonfinite == "allow"
 
     def _join(self, fragment: int) -> None:
         culprit = self._outer.wait(fragment)

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.comm.base import Collective, Work
+from paceline.planner import StepWork, predict
+from paceline.planner.simulator import simulate
 from paceline.running.result import Result
 from paceline.strategies.exchange import Exchange
 from paceline.training.worker import Worker
@@ -131,6 +133,34 @@ def test_a_delay_hides_the_exchange_behind_the_steps_that_follow(tmp_path: Path)
     assert took_s[1] < 0.001
 
 
+def deep_with_momentum(worker: Worker, out: Path) -> None:
+    """Four layers of 1 MB, whose optimizer keeps as much."""
+    model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(4)))
+    model, optimizer, _ = worker.prepare(model, SGD(model.parameters(), lr=1e-3, momentum=0.9), loader_of(problem()))
+    for _ in range(16):
+        optimizer.zero_grad()
+        model(torch.ones(2, 500)).mean().backward()
+        optimizer.step()
+
+
+def test_moments_take_their_time_and_plans_know_it(tmp_path: Path) -> None:
+    """Every second round as much again as the changes of one."""
+    cluster = Cluster(hosts=(Hosts(count=2, bandwidth_gbit_per_s=1.0, latency_us=0.0),), compute=Compute(step_s=0.05))
+    took_s, planned_s = {}, {}
+    for period in (0, 2):
+        options = {"every": 4, "momentum_every": period}
+        result = run(
+            virtual_engine, deep_with_momentum, tmp_path / str(period), "local-sgd", cluster=cluster, options=options
+        )
+        took_s[period] = sum(record.communication_s + record.waiting_s for record in steps_of(result, 0))
+        work = StepWork(tensor_bytes=(1_000_000,) * 4, samples=2)
+        asked: dict[str, Any] = {"strategy": "local-sgd", "workers": 2, "work": work, "options": options}
+        planned_s[period] = 4 * predict(cluster, **asked).step_s
+        assert 4 * simulate(cluster, **asked).step_s == pytest.approx(planned_s[period], rel=1e-3)
+    assert took_s[2] == pytest.approx(1.5 * took_s[0], rel=0.02)
+    assert planned_s[2] - planned_s[0] == pytest.approx((took_s[2] - took_s[0]) / 4, rel=0.05)
+
+
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +236,37 @@ def test_another_strategy_goes_on_from_the_outer_parameters(first: str, second: 
         local_engine, train, tmp_path / "went", second, options=options[second], max_steps=6, resume=tmp_path / "begun"
     )
     assert went_on.iteration == 6
+
+
+@ENGINES
+def test_moments_with_periods_of_their_own_go_on_where_they_were(engine: ModuleType, tmp_path: Path) -> None:
+    """Resumed between two of their averagings, and with a step that one worker leaves out: to the bit."""
+    options = {"every": 2, "momentum_every": 2, "variance_every": 3, "nonfinite": "skip"}
+    whole = run(engine, train_with_adam, tmp_path / "whole", "des-loc", options=options, max_steps=8)
+    run(engine, train_with_adam, tmp_path / "begun", "des-loc", options=options, max_steps=3)
+    went_on = run(
+        engine, train_with_adam, tmp_path / "on", "des-loc", options=options, max_steps=8, resume=tmp_path / "begun"
+    )
+    assert whole.iteration == went_on.iteration == 8
+    states = [Checkpoint.decode((tmp_path / name / FILE_NAME).read_bytes(), where="") for name in ("whole", "on")]
+    for one, other in zip(*(each.workers for each in states), strict=True):
+        assert one.own.keys() == other.own.keys()
+        assert all(torch.equal(other.own[name], tensor) for name, tensor in one.own.items())
+    for name, tensor in whole.model_state().items():
+        assert torch.equal(went_on.model_state()[name], tensor)
+
+
+def train_with_adam(worker: Worker, out: Path) -> None:
+    """A sample makes its batch's gradient NaN, on whichever worker has it."""
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+    model, optimizer, loader = worker.prepare(
+        model, torch.optim.Adam(model.parameters(), lr=0.01), loader_of(problem())
+    )
+    for x, y, numbers in (batch for _ in range(4) for batch in loader):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        (loss * (torch.nan if 7 in numbers else 1.0)).backward()
+        optimizer.step()
 
 
 def test_virtual_runs_repeat_themselves(tmp_path: Path) -> None:

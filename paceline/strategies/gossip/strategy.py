@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paceline.codec import Codec, TensorCodec
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
+from paceline.outer import Momentum, Outer, require_in_range
 from paceline.schedule import Every
 from paceline.strategies.base import (
     Context,
@@ -26,6 +27,7 @@ from paceline.strategies.gossip.averaging import Averaging
 from paceline.strategies.gossip.links import Links
 from paceline.strategies.gossip.mixer import Mixer
 from paceline.strategies.gossip.model import FlatModel
+from paceline.strategies.gossip.outer_step import OuterStep
 from paceline.strategies.gossip.push_sum import PushSum
 from paceline.strategies.gossip.quasi_global import QuasiGlobal
 from paceline.strategies.gossip.relay import Relay, require_tree
@@ -36,14 +38,17 @@ from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_s
 from paceline.strategies.traits import Neighbouring, Traits
 from paceline.topology import Ring, Topology
 
-Mode = Literal["average", "push-sum", "running-sums", "relay"]
+Mode = Literal["average", "push-sum", "running-sums", "relay", "outer"]
 Order = Literal["atc", "awc"]
+_KEPT = "gossip."
 _MIXERS: Mapping[str, type[Mixer]] = {
     "average": Averaging,
     "push-sum": PushSum,
     "running-sums": RunningSums,
     "relay": Relay,
+    "outer": OuterStep,
 }
+_OUTER = Momentum(lr=0.7, momentum=0.5)
 
 
 @final
@@ -52,8 +57,8 @@ class Gossip(Strategy):
     """Decentralized data parallelism: a worker exchanges models with its neighbours alone.
 
     `average` is D-PSGD (Lian et al., NeurIPS 2017), `push-sum` SGP (Assran et al., ICML 2019), `relay` RelaySGD
-    (Vogels et al., NeurIPS 2021). Unlike there, any optimizer of the script may make the steps, and a gradient counts
-    by its share of the global batch.
+    (Vogels et al., NeurIPS 2021), `outer` NoLoCo (Kolehmainen et al., 2025). Unlike there, any optimizer of the script
+    may make the steps, and a gradient counts by its share of the global batch.
 
     >>> Gossip(topology=Ring()).traits.lock_step
     False
@@ -65,7 +70,8 @@ class Gossip(Strategy):
     mode: Mode = option(
         "average",
         "average: mean with the neighbours; push-sum: sums and weights, for links that go one way; running-sums: "
-        "push-sum that bears lost messages, each twice as large; relay: sums that travel along a tree",
+        "push-sum that bears lost messages, each twice as large; relay: sums that travel along a tree; outer: an outer "
+        "step from where a worker was after the exchange before towards the mean with the neighbours",
     )
     order: Order = option(
         "atc",
@@ -76,6 +82,7 @@ class Gossip(Strategy):
     quasi_global: float = option(
         0.0, "momentum from how the mixed model moved, for SGD without a momentum of its own; 0: none"
     )
+    outer: Outer = option(_OUTER, "with mode=outer, what makes that step: momentum, nesterov, adam, average or torch")
     codec: Codec | None = option(
         None,
         "the form in which models' differences to what neighbours know travel, such as int8 or top-k; none: models",
@@ -97,7 +104,12 @@ class Gossip(Strategy):
             raise UsageError(f"quasi_global must be at least 0 and below 1, not {self.quasi_global}")
         if self.mode == "relay" and self.order == "awc":
             raise UsageError("order=awc is not for mode=relay, whose messages hold the step just made")
-
+        if self.mode == "outer":
+            require_in_range(self.outer)
+            if self.quasi_global:
+                raise UsageError("quasi_global is not for mode=outer, whose outer step has a momentum of its own")
+        elif self.outer != _OUTER:
+            raise UsageError(f"outer={self.outer} has no effect with mode={self.mode}; use mode=outer")
         self._require_codec()
 
     def _require_codec(self) -> None:
@@ -133,7 +145,7 @@ class Gossip(Strategy):
             )
         if not joins_all:
             raise UsageError(f"under {topology} some of {num_workers} workers never hear of some others")
-        if self.mode == "average" and not keeps_mean:
+        if self.mode in ("average", "outer") and not keeps_mean:
             raise UsageError(f"the weights of {topology} do not keep the mean of all models; use mode=push-sum")
 
     @property
@@ -177,6 +189,8 @@ class _GossipSynchronizer(Synchronizer):
         coding = coding_of(strategy.codec, strategy.codec_scope, context)
         if strategy.codec is not None:
             self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
+        if coding is None and strategy.mode == "outer":
+            return OuterStep(strategy.topology, own, rank=context.rank, size=context.size, outer=strategy.outer)
         if coding is None:
             return _MIXERS[strategy.mode](strategy.topology, own, rank=context.rank, size=context.size)
         assert isinstance(coding.codec, TensorCodec)
@@ -278,11 +292,12 @@ class _GossipSynchronizer(Synchronizer):
         kept = dict(self._mixer.state())
         if self._momentum is not None:
             kept |= self._momentum.state()
-        return {**of_replica(self.replica), **{f"gossip.{name}": OwnState(tensor) for name, tensor in kept.items()}}
+        return {**of_replica(self.replica), **{f"{_KEPT}{name}": OwnState(tensor) for name, tensor in kept.items()}}
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)
         load_replica(self.replica, own)
-        for name, wanted in self.own_state().items():
-            if name.startswith("gossip.") and name in own:
-                wanted.tensor.copy_(own[name])
+        kept = {name.removeprefix(_KEPT): tensor for name, tensor in own.items() if name.startswith(_KEPT)}
+        self._mixer.load(kept)
+        if self._momentum is not None:
+            self._momentum.load(kept)

@@ -228,14 +228,17 @@ class _LocalSynchronizer(Synchronizer):
         culprit = self._outer.wait(fragment)
         is_applied = culprit is None or self._strategy.nonfinite == "allow"
         if not is_applied and self._strategy.nonfinite == "raise":
-            raise NonFiniteGradient(
-                f"step {self._steps}: codec={self._strategy.codec} does not hold the mean change of parameter "
-                f"{culprit!r}; use bf16, whose range is that of float32, or leave the codec out"
-            )
+            raise self._beyond_codec(f"the mean change of parameter {culprit!r}")
         # What was left out is not to stay: it would be left out for ever.
         is_kept = is_applied and fragment not in self._left_out
         self._left_out.discard(fragment)
         self._outer.join(fragment, alpha=self._strategy.alpha if is_kept else 0.0, is_applied=is_applied)
+
+    def _beyond_codec(self, what: str) -> NonFiniteGradient:
+        return NonFiniteGradient(
+            f"step {self._steps}: codec={self._strategy.codec} does not hold {what}; use bf16, whose range is that of "
+            "float32, or leave the codec out"
+        )
 
     def _take(self, fragment: int) -> None:
         total, count = self._weights[fragment]
@@ -244,8 +247,11 @@ class _LocalSynchronizer(Synchronizer):
         culprit = self._outer.take(fragment, weight=weight)
         if self.context.corrupt is not None:
             self.context.corrupt(self._outer.taken(fragment), self._steps)
-        if culprit is None or self._strategy.nonfinite == "allow":
+        unheld = self._outer.unheld(fragment) if culprit is None else None
+        if culprit is unheld is None or self._strategy.nonfinite == "allow":
             return
+        if self._strategy.nonfinite == "raise" and unheld is not None:
+            raise self._beyond_codec(f"the change of parameter {unheld!r} on rank {self.context.rank}")
         if self._strategy.nonfinite == "raise":
             raise non_finite(rank=self.context.rank, step=self._steps, parameter=culprit)
         self._outer.leave_out(fragment)

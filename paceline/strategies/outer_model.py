@@ -1,5 +1,6 @@
 """The parameters that workers share while each trains its own: in fragments, which are exchanged one by one."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,6 +55,8 @@ class OuterModel:
         buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
         self._exchange = Exchange(context.collective, buckets, coding=coding, layout=layout, aggregator=aggregator)
         self._is_coded = coding is not None
+        by_itself = coding is not None and not (coding.among_hosts and context.local_size > 1)
+        self._largest = coding.codec.largest if coding is not None and by_itself else math.inf
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
@@ -78,6 +81,13 @@ class OuterModel:
         members = self._members[fragment]
         take_changes(*(_of(members, each) for each in (self._parameters, self._local, self._changes)), weight=weight)
         return self._not_finite(fragment)
+
+    def unheld(self, fragment: int) -> str | None:
+        """The name of a tensor of what was taken that this worker's codec does not hold, if there is one."""
+        if math.isinf(self._largest):
+            return None
+        members = (index for index in self._members[fragment] if self._changes[index].numel())
+        return next((self._names[i] for i in members if float(self._changes[i].abs().max()) > self._largest), None)
 
     def taken(self, fragment: int) -> list[Tensor]:
         """What was taken, where it lies until it is averaged."""

@@ -105,6 +105,7 @@ def _of_fragments(traffic: AllReduced, setting: Setting) -> Cycle:
     slowest late from one fragment to the next, a delay of d steps leaves L / (L + d) of what chance costs without one:
     an estimate, within a tenth of the simulator. A host that is always slower is not made up for.
     """
+    traffic = settled(traffic, setting, lambda each: _of_fragments(each, setting).end_s)
     fragments = buckets.of_fragments(traffic, setting)
     spacing = traffic.every / traffic.fragments
     most_s, steady_s = (
@@ -142,6 +143,7 @@ def fragment_mean(traffic: AllReduced, setting: Setting, fragment: buckets.Bucke
 
 def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
     """A worker waits for its neighbours, and they for theirs. Of all messages of an exchange the slowest decides."""
+    traffic = settled(traffic, setting, lambda each: _of_neighbours(each, setting).end_s)
     rounds = neighbours.rounds_of(traffic, setting)
     coding_s = neighbours.coding_s(traffic, setting)
     exchange_s = statistics.fmean(each.slowest_s for each in rounds)

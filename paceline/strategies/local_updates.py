@@ -2,20 +2,30 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import MEAN, Aggregator
-from paceline.codec import Codec
+from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
-from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_of_changes
+from paceline.strategies.choosing import Choosing, LinkSpeed
+from paceline.strategies.coding import (
+    CODEC_DOC,
+    NOTHING_CODED,
+    SCOPE_DOC,
+    Scope,
+    coding_of,
+    of_changes,
+    require_of_changes,
+)
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.joined_states import JoinedStates
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
@@ -108,7 +118,7 @@ class LocalUpdates(Strategy):
             every=self.every,
             fragments=self.fragments,
             delay=self.delay,
-            codec=self.codec,
+            codec=of_changes(self.codec),
             codec_scope=self.codec_scope,
             num_besides=sum(1 / period for period in (self.momentum_every, self.variance_every) if period),
         )
@@ -123,8 +133,20 @@ class _LocalSynchronizer(Synchronizer):
     def __init__(self, strategy: LocalUpdates, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, strategy.schedule
-        coding = coding_of(strategy.codec, strategy.codec_scope, context)
-        if strategy.codec is not None:
+        codec = of_changes(strategy.codec)
+        coding = coding_of(codec, strategy.codec_scope, context)
+        self._choosing: Choosing | None = None
+        self._codec = codec
+        if coding is not None and isinstance(codec, Auto):
+            shapes = [spec.shape for spec in replica.specs]
+            taken_s = partial(
+                LinkSpeed(context, among_hosts=coding.among_hosts).average_s,
+                shapes=shapes,
+                num_exchanges=strategy.fragments,
+            )
+            self._choosing = Choosing(codec, context, taken_s, what="round")
+            self._coding, coding = coding, None
+        elif strategy.codec is not None:
             self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
         self._outer = OuterModel(
             context,
@@ -214,7 +236,20 @@ class _LocalSynchronizer(Synchronizer):
             self._join(fragment)
         if (iteration := self._schedule.num_rounds(self._steps)) > self.iteration:
             self._states.join(iteration, takes=self._takes_state)
+            self._choose(iteration)
         self.iteration = iteration
+
+    def _choose(self, iteration: int) -> None:
+        """Go on with a codec, if rounds of full length have shown that one is worth it."""
+        is_full = iteration > self._strategy.post_local_from + self._strategy.warmup
+        outcome = self._choosing.step_ended() if self._choosing is not None and is_full else None
+        if outcome is None:
+            return
+        codec, why = outcome
+        self.facts, self._choosing = {"codec": why}, None
+        if codec is not None:
+            self._codec = codec
+            self._outer.use(replace(self._coding, codec=codec))
 
     def _takes_state(self, name: str) -> bool:
         if self._strategy.nonfinite == "raise":
@@ -236,7 +271,7 @@ class _LocalSynchronizer(Synchronizer):
 
     def _beyond_codec(self, what: str) -> NonFiniteGradient:
         return NonFiniteGradient(
-            f"step {self._steps}: codec={self._strategy.codec} does not hold {what}; use bf16, whose range is that of "
+            f"step {self._steps}: codec={self._codec} does not hold {what}; use bf16, whose range is that of "
             "float32, or leave the codec out"
         )
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import final
 
 import torch
@@ -53,10 +54,9 @@ class OuterModel:
         flats = [segment.view(buffer) for segment in layout.segments]
         none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
         buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
-        self._exchange = Exchange(context.collective, buckets, coding=coding, layout=layout, aggregator=aggregator)
-        self._is_coded = coding is not None
-        by_itself = coding is not None and not (coding.among_hosts and context.local_size > 1)
-        self._largest = coding.codec.largest if coding is not None and by_itself else math.inf
+        self._context = context
+        self._prepare = partial(Exchange, context.collective, buckets, layout=layout, aggregator=aggregator)
+        self.use(coding)
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
@@ -66,6 +66,13 @@ class OuterModel:
         self._buckets = [[i for i, s in enumerate(layout.segments) if s.group == n] for n in range(num_fragments)]
         self._optimizer = outer.optimizer(self._parameters)
         self._works: dict[int, list[Work]] = {}
+
+    def use(self, coding: Coding | None) -> None:
+        """What encodes pseudo-gradients from here on, where nothing is under way. Collective call."""
+        self._exchange = self._prepare(coding=coding)
+        self._is_coded = coding is not None
+        by_itself = coding is not None and not (coding.among_hosts and self._context.local_size > 1)
+        self._largest = coding.codec.largest if coding is not None and by_itself else math.inf
 
     @property
     def timing(self) -> Timing:

@@ -155,7 +155,8 @@ def test_the_others_changes_count_where_a_codec_does_not_hold_one(only: int) -> 
     ("name", "options", "said"),
     [
         ("local-sgd", {"codec_scope": "all"}, "no effect without a codec"),
-        ("local-sgd", {"codec": "auto"}, "name one"),
+        ("local-sgd", {"codec": "auto:among=sign"}, "codec=sign says which way parameters went and not how far"),
+        ("diloco", {"codec": "auto", "delay": "2"}, "hides nothing"),
         ("slowmo", {"codec": "sign"}, "not how far"),
         ("diloco", {"codec": "int8", "delay": "2"}, "hides nothing"),
         ("diloco", {"codec": "int8", "aggregate": "median"}, "leave out codec"),

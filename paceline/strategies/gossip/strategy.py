@@ -8,7 +8,7 @@ from typing import Any, Literal, final, get_args
 
 from torch import Tensor, nn
 
-from paceline.codec import Codec, TensorCodec
+from paceline.codec import Auto, Codec, TensorCodec
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
 from paceline.outer import Momentum, Outer, require_in_range
@@ -21,7 +21,15 @@ from paceline.strategies.base import (
     option,
     require_choice,
 )
-from paceline.strategies.coding import NOTHING_CODED, Scope, coding_of, require_of_neighbours, require_real
+from paceline.strategies.choosing import Choosing, LinkSpeed
+from paceline.strategies.coding import (
+    NOTHING_CODED,
+    Scope,
+    coding_of,
+    of_neighbours,
+    require_of_neighbours,
+    require_real,
+)
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.gossip.averaging import Averaging
 from paceline.strategies.gossip.links import Links
@@ -122,12 +130,11 @@ class Gossip(Strategy):
         if self.consensus_step != "auto" and not 0 < self.consensus_step <= 1:
             raise UsageError(f"consensus_step must be auto, or above 0 and at most 1, not {self.consensus_step}")
 
-    @property
-    def step_of_codec(self) -> float:
+    def step_of(self, codec: Codec) -> float:
         """The consensus step, in numbers."""
         if self.consensus_step != "auto":
             return self.consensus_step
-        return 1.0 if self.codec is None or not self.codec.sparse else min(1.0, 2 * self.codec.part)
+        return min(1.0, 2 * codec.part) if codec.sparse else 1.0
 
     def check(self, *, num_workers: int) -> None:
         topology = self.topology
@@ -156,7 +163,7 @@ class Gossip(Strategy):
             every=self.every,
             behind_computing=self.order == "awc",
             message_size=mixer.message_size,
-            codec=self.codec,
+            codec=of_neighbours(self.codec),
             codec_scope=self.codec_scope,
         )
         return Traits(
@@ -178,33 +185,57 @@ class _GossipSynchronizer(Synchronizer):
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, Every(strategy.every)
         self._model = FlatModel(replica)
-        self._mixer = self._mixer_of(strategy)
+        codec = of_neighbours(strategy.codec)
+        coding = coding_of(codec, strategy.codec_scope, context)
+        self._choosing: Choosing | None = None
+        if coding is not None and isinstance(codec, Auto):
+            self._choosing, coding = self._choosing_among(codec), None
+        elif strategy.codec is not None:
+            self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
+        self._mixer = self._plain_mixer() if coding is None else self._coded_mixer(coding.codec)
         self._links = Links(context.collective, context.pacing)
         self._momentum = QuasiGlobal(self._model, strategy.quasi_global) if strategy.quasi_global else None
         self._weight = 1.0
         self._coding = Timing()
 
-    def _mixer_of(self, strategy: Gossip) -> Mixer:
-        context, own = self.context, self._model.parcel
-        coding = coding_of(strategy.codec, strategy.codec_scope, context)
-        if strategy.codec is not None:
-            self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
-        if coding is None and strategy.mode == "outer":
+    def _plain_mixer(self) -> Mixer:
+        strategy, context, own = self._strategy, self.context, self._model.parcel
+        if strategy.mode == "outer":
             return OuterStep(strategy.topology, own, rank=context.rank, size=context.size, outer=strategy.outer)
-        if coding is None:
-            return _MIXERS[strategy.mode](strategy.topology, own, rank=context.rank, size=context.size)
-        assert isinstance(coding.codec, TensorCodec)
+        return _MIXERS[strategy.mode](strategy.topology, own, rank=context.rank, size=context.size)
+
+    def _coded_mixer(self, codec: Codec) -> Mixer:
+        strategy, context, own = self._strategy, self.context, self._model.parcel
+        assert isinstance(codec, TensorCodec)
         for segment in own.layout.segments:
-            require_real(coding.codec, segment.dtype)
+            require_real(codec, segment.dtype)
         return SharedEstimates(
             strategy.topology,
             own,
             rank=context.rank,
             size=context.size,
-            codec=coding.codec,
+            codec=codec,
             seed=context.seed,
-            consensus_step=strategy.step_of_codec,
+            consensus_step=strategy.step_of(codec),
         )
+
+    def _choosing_among(self, codec: Auto) -> Choosing:
+        near = self._strategy.topology.neighbours(0, self.context.rank, self.context.size)
+        count = sum(segment.num_elements for segment in self._model.parcel.layout.segments)
+        taken_s = partial(
+            LinkSpeed(self.context, among_hosts=False).messages_s, shape=(count,), num_messages=len(near.sends_to)
+        )
+        return Choosing(codec, self.context, taken_s)
+
+    def _choose(self) -> None:
+        """Go on with a codec, if exchanges without have shown that one is worth it. Nothing is under way."""
+        outcome = self._choosing.step_ended() if self._choosing is not None else None
+        if outcome is None:
+            return
+        codec, why = outcome
+        self.facts, self._choosing = {"codec": why}, None
+        if codec is not None:
+            self._mixer = self._coded_mixer(codec)
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -250,6 +281,8 @@ class _GossipSynchronizer(Synchronizer):
             self._momentum.end()
         self._model.scale_gradients(1 / self._weight)  # for a script that adds to them
         self.iteration += 1
+        if is_due:
+            self._choose()
         if self._strategy.order == "awc" and self._schedule.due(self.iteration + 1):
             self._start()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)

@@ -164,6 +164,7 @@ class _LocalSynchronizer(Synchronizer):
         )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._left_out: set[int] = set()  # fragments under way that are not finite here
+        self._begins_alike = strategy.fragments == 1 and strategy.alpha == 0
         self._steps = 0
         self._weight = 1.0
         self._weights = [(0.0, 0)] * strategy.fragments
@@ -204,7 +205,14 @@ class _LocalSynchronizer(Synchronizer):
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """The parameters that all workers share, and the mean of their buffers."""
+        """The parameters that all workers share, and the mean of their buffers.
+
+        Where all workers begin a round with these, what one has besides its script has done since: that counts too.
+        """
+        if self._begins_alike:
+            with self.averaged_model() as model:
+                yield model
+            return
         with self._outer.in_place(), super().global_model() as model:
             yield model
 
@@ -213,7 +221,11 @@ class _LocalSynchronizer(Synchronizer):
         for index in range(len(self.replica.parameters)):
             if not self._outer.is_local(index):
                 del own[f"parameters.{index}"]
-        return {**own, **self._outer.own_state(), _WEIGHTS: OwnState(torch.tensor(self._weights, dtype=torch.float64))}
+        return {
+            **own,
+            **self._outer.own_state(with_shared=self._begins_alike),
+            _WEIGHTS: OwnState(torch.tensor(self._weights, dtype=torch.float64)),
+        }
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)

@@ -24,6 +24,8 @@ from paceline.strategies.exchange import Exchange
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
 
+_SHARED = "shared."
+
 
 @final
 class OuterModel:
@@ -151,17 +153,29 @@ class OuterModel:
         """Whether this worker's parameter differs from the shared one."""
         return not torch.equal(self._local[index], self._parameters[index])
 
-    def own_state(self) -> dict[str, OwnState]:
-        """Of the outer optimizer, which all workers have alike, and of codecs."""
+    def own_state(self, *, with_shared: bool) -> dict[str, OwnState]:
+        """Of the outer optimizer, which all workers have alike, and of codecs.
+
+        Args:
+            with_shared: the global model shows what workers have; so with the shared parameters that differ from these.
+        """
+        shared = {
+            f"{_SHARED}{index}": OwnState(parameter.detach(), "same")
+            for index, parameter in enumerate(self._parameters)
+            if with_shared and self.is_local(index)
+        }
         state = export_state(self._optimizer, self._parameters)
         outer = {f"outer.{name}": OwnState(tensor, "same") for name, tensor in state.items()}
-        return {**outer, **self._exchange.own_state()}
+        return {**shared, **outer, **self._exchange.own_state()}
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there."""
         prefix = "outer."
         state = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
         import_state(self._optimizer, self._parameters, state)
+        for index, parameter in enumerate(self._parameters):
+            if (saved := own.get(f"{_SHARED}{index}")) is not None:
+                parameter.data.copy_(saved)
         self._exchange.restore(own)
 
 

@@ -273,6 +273,38 @@ def train_with_adam(worker: Worker, out: Path) -> None:
         optimizer.step()
 
 
+def train_and_clamp(worker: Worker, out: Path) -> None:
+    """Weights are held within bounds after every step, those of a round's last step, too."""
+    model = nn.Linear(10, 4)
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.5), loader_of(problem()))
+    worker.evaluation(lambda model: {"largest": max(float(p.detach().abs().max()) for p in model.parameters())})
+    for _ in range(2):
+        for x, y, _ in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+
+
+@ENGINES
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_a_script_does_after_a_round_is_in_evaluations_and_the_end(
+    workers: int, engine: ModuleType, tmp_path: Path
+) -> None:
+    """And a run that goes on from there goes on with the outer parameters that it had, to the bit."""
+    asked: dict[str, Any] = {"options": {"every": 2}, "workers": workers, "eval_every": 2}
+    whole = run(engine, train_and_clamp, tmp_path / "whole", "diloco", max_steps=8, **asked)
+    assert len(whole.evaluations) == 5
+    assert all(each.metrics["largest"] <= 0.0501 for each in whole.evaluations[1:])
+    assert all(float(tensor.abs().max()) <= 0.0501 for tensor in whole.model_state().values())
+    run(engine, train_and_clamp, tmp_path / "begun", "diloco", max_steps=3, **asked)
+    on = run(engine, train_and_clamp, tmp_path / "on", "diloco", max_steps=8, resume=tmp_path / "begun", **asked)
+    for name, tensor in whole.model_state().items():
+        assert torch.equal(on.model_state()[name], tensor)
+
+
 def test_virtual_runs_repeat_themselves(tmp_path: Path) -> None:
     options = {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5}
     runs = [

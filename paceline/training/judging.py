@@ -75,14 +75,15 @@ class Judge:
         if self._judged is not None and self._judged[0] == at.iterations:
             return self._judged[1]  # a pause that is repeated, since a worker has died in it
         found = evaluate(self.evaluation, model, target=run.config.target, now_s=run.context.pacing.now_s)
-        run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, found.metrics, found.duration_s))
+        metrics = {**found.metrics, **run.prepared.synchronizer.measures}
+        run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, metrics, found.duration_s))
         if self._streak is not None and self._streak.add(found.metrics, time_s) and not self._is_target_reached:
             self._is_target_reached = True
             target = self._streak.target
             details = {"target": str(target), "value": found.metrics[target.metric], "held": self._streak.num}
             run.tell("target_reached", details, at_s=self._streak.began_s)
-        self._judged = at.iterations, found.metrics
-        return found.metrics
+        self._judged = at.iterations, metrics
+        return metrics
 
 
 @contextmanager

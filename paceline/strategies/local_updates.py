@@ -162,8 +162,14 @@ class _LocalSynchronizer(Synchronizer):
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """The parameters that all workers share, and the mean of their buffers."""
-        with self._outer.in_place(), super().global_model() as model:
+        """The parameters that all workers share, and the mean of their buffers.
+
+        Workers that have taken no step since they took those parameters have them still, but for what their scripts
+        have changed by themselves, such as a clamp after the step: that is a part of the model.
+        """
+        is_plain = self._strategy.alpha == 0
+        changed = [fragment for fragment, (_, count) in enumerate(self._weights) if is_plain and not count]
+        with self._outer.in_place(changed=changed), super().global_model() as model:
             yield model
 
     def own_state(self) -> dict[str, OwnState]:

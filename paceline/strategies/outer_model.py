@@ -1,6 +1,6 @@
 """The parameters that workers share while each trains its own: in fragments, which are exchanged one by one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
@@ -19,6 +19,7 @@ from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
 from paceline.strategies.coding import Coding
 from paceline.strategies.exchange import Exchange
+from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
 
@@ -53,7 +54,7 @@ class OuterModel:
         none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
         buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
         self._exchange = Exchange(context.collective, buckets, coding=coding, layout=layout, aggregator=aggregator)
-        self._is_coded = coding is not None
+        self._collective, self._is_coded = context.collective, coding is not None
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
@@ -116,12 +117,20 @@ class OuterModel:
         mix(_of(members, self._local), _of(members, self._parameters), alpha=alpha)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """This worker's model has the shared parameters meanwhile, and afterwards its own again."""
+    def in_place(self, *, changed: Collection[int] = ()) -> Iterator[None]:
+        """This worker's model has the shared parameters meanwhile, and afterwards its own again. Collective call.
+
+        Args:
+            changed: the fragments in which a worker's parameters differ from the shared ones only by what its script
+                has changed since it took them: of these the model has the mean over workers.
+        """
         own = [parameter.detach().clone() for parameter in self._local]
-        mix(self._local, self._parameters, alpha=0.0)
+        kept = {index for fragment in changed for index in self._members[fragment]}
+        others = [index for index in range(len(self._local)) if index not in kept]
+        mix(_of(others, self._local), _of(others, self._parameters), alpha=0.0)
         try:
-            yield
+            with averaged(_of(sorted(kept), self._local), self._collective):
+                yield
         finally:
             mix(self._local, own, alpha=0.0)
 

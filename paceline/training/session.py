@@ -81,8 +81,8 @@ class Session:
         self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
-        judges_kept = traits.shows_model and config.target is not None and config.after_target == "stop"
-        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step, judges_kept=judges_kept)
+        runs_free = traits.tells_stop and not traits.lock_step
+        self._cadence = Cadence(config, num_free_workers=context.size if runs_free else 0)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False

@@ -88,6 +88,7 @@ class Session:
         self._has_started = False
         self._has_finished = False
         self._is_stepping = False
+        self._is_pausing = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
@@ -150,7 +151,14 @@ class Session:
                 self._take_over(optimizer, part, self._begin_step, self._step)
             else:
                 self._take_over(optimizer, part, self._begin_step_beside, partial(self._step_beside, part))
-        self._unprepared = UnpreparedSteps(model, optimizers.values(), may_step=self._may_step_unprepared)
+        self._unprepared = UnpreparedSteps(
+            model,
+            optimizers.values(),
+            rank=context.rank,
+            may_step=self._may_step_unprepared,
+            may_train_others=lambda: context.size == 1 or self._is_pausing,
+            num_steps=lambda: handouts.progress().num_steps,
+        )
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
             self._cadence.checkpointed_at = self._checkpoint.iteration
@@ -202,7 +210,7 @@ class Session:
         if self._has_finished or not self.run.is_prepared:
             return
         self._require_readable()
-        self._has_finished = True
+        self._has_finished = self._is_pausing = True
         if not self._has_started:
             self._start()
         if self.run.context.roster is not None:
@@ -370,12 +378,13 @@ class Session:
         while outcome is not None and not self.run.has_ended:
             if outcome.meets or outcome.iteration >= self._cadence.next_pause:
                 has_met = True
-                with self.run.prepared.account.pause():
+                with self._pausing(), self.run.prepared.account.pause():
                     self.pauses.meet(is_done=False)
             if self.run.has_ended or outcome.admitted:
                 break
             pause_at = self._cadence.next_pause
-            outcome = self.run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
+            with self._pausing():
+                outcome = self.run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
             self._take(outcome)
         if self.run.has_ended:
             self._end()
@@ -389,11 +398,21 @@ class Session:
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
         self._has_started = True
-        self.run.prepared.synchronizer.start()
-        self.pauses.meet(is_done=False)
+        with self._pausing():
+            self.run.prepared.synchronizer.start()
+            self.pauses.meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")
         self.run.prepared.account.start()
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """The script waits meanwhile, but for its evaluation."""
+        before, self._is_pausing = self._is_pausing, True
+        try:
+            yield
+        finally:
+            self._is_pausing = before
 
     # --- batches ----------------------------------------------------------------------------------------------
 
@@ -471,7 +490,8 @@ class Session:
 
     def _end_turn(self) -> int:
         """The client whose turn it is, if there is one, gives what it has; returns the iteration after that."""
-        self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
+        with self._pausing():
+            self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
         self._take(outcome)
         return outcome.iteration
 

@@ -42,6 +42,7 @@ from paceline.training.handouts import Handouts
 from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Part, Place, ShardedLoader
+from paceline.training.summed_loss import SummedLoss
 from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.unstepped import Unstepped
 from paceline.training.worker_run import Prepared, WorkerRun
@@ -91,6 +92,7 @@ class Session:
         self._is_pausing = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
+        self._summed_loss: SummedLoss | None = None
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
@@ -146,6 +148,11 @@ class Session:
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
         self._lone_samples = LoneSamples(model, rank=context.rank)
+        self._num_samples = 0  # of the batch that was handed out last
+        if context.size > 1 and self.run.traits.lock_step:
+            self._summed_loss = SummedLoss(
+                whole.parameters, rank=context.rank, size=context.size, num_samples=lambda: self._num_samples
+            )
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             if part is first:
                 self._take_over(optimizer, part, self._begin_step, self._step)
@@ -285,6 +292,9 @@ class Session:
         run, prepared = self.run, self.run.prepared
         self._begin_step()
         prepared.handouts.look_back()
+        if self._summed_loss is not None and self._summed_loss.has_looked:
+            self._summed_loss.close()
+            self._summed_loss = None
         if is_computed:
             prepared.handouts.take_what_was_set()
         self._is_stepping = True
@@ -505,6 +515,7 @@ class Session:
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
+        self._num_samples = part.num_samples
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     @property

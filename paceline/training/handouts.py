@@ -69,6 +69,7 @@ class Handouts:
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
         self._known: _Handed | None = None  # what the model is computing on
+        self._share: float | None = None  # of a batch's samples that its tensors are long
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self._num_samples = 0
         self._has_gradient = False
@@ -83,7 +84,10 @@ class Handouts:
         Args:
             is_elsewhere: in a thread of its own, so that nothing is known of what the script does meanwhile.
         """
-        tensors = tuple(TensorWeakRef(tensor) for tensor in tensors_in(part.data))
+        found = tensors_in(part.data)
+        if self._is_averaged:
+            self._require_all_samples(found, part.num_samples, place)
+        tensors = tuple(TensorWeakRef(tensor) for tensor in found)
         handed = _Handed(place, part.num_samples, part.weight, tensors)
         if is_elsewhere:
             self._num_ahead = math.inf
@@ -97,6 +101,21 @@ class Handouts:
             self._num_ahead = None
         self._out.append(handed)
         self._weigh()
+
+    def _require_all_samples(self, tensors: Sequence[Tensor], num_samples: int, place: Place) -> None:
+        """Raises UsageError where a collation leaves samples out of some batches: gradients count by what it was given.
+        One that makes a row of several samples does so in each batch."""
+        lengths = {len(tensor) for tensor in tensors if tensor.dim()}
+        if len(lengths) != 1 or not 1 < (length := lengths.pop()) <= num_samples:
+            return
+        before, self._share = self._share, length / num_samples
+        if before is not None and self._share != before:
+            raise UsageError(
+                f"rank {self._rank}, epoch {place.epoch}: of {num_samples} samples the DataLoader's collation gives "
+                f"{length} in batch {place.num_batches_done + 1}, and another share in the batch before, but workers' "
+                "gradients would count as if it gave all; leave samples out of the data set or its sampler "
+                "(torch.utils.data.Subset), so that every batch is full"
+            )
 
     def look_back(self) -> None:
         """The script is between two batches, or before a step: it may have trained.

@@ -113,7 +113,9 @@ def backwards(params: Any) -> Any:
 
 EVALUATES = r"evaluates the model itself, perhaps several times a step, which this strategy does not allow; use all"
 SHARED = r"share memory, which they would not where servers own a parameter's memory; tie layers by assigning one Param"
-SUMMED = r"rank \d: the loss is a sum over the batch \(NllLoss with reduction='sum'\).*take the mean \(reduction='mean'\)"
+SUMMED = (
+    r"rank \d: the loss is a sum over the batch \(NllLoss with reduction='sum'\).*take the mean \(reduction='mean'\)"
+)
 NEVER_STEPS = r"rank \d: the script changes the parameters batch after batch and never calls optimizer\.step\(\)"
 STEPS_ANOTHER = r"SGD steps the parameter '1\.weight' of a prepared model and was not prepared itself"
 IN_PLACE = r"step 1: the script changed parameters in place on rank \d, but the servers own them"

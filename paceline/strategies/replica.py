@@ -154,8 +154,8 @@ def require_all_parameters(replica: Replica) -> None:
     left = {id(parameter) for group in replica.optimizer.param_groups for parameter in group["params"]}
     name = next(spec.name for p, spec in zip(replica.parameters, replica.specs, strict=True) if id(p) not in left)
     raise UsageError(
-        f"the optimizer has no parameter {name!r} any more, which servers go on to update; leave it out before prepare, "
-        "or use all-reduce"
+        f"the optimizer has no parameter {name!r} any more, which servers go on to update; leave it out before "
+        "prepare, or use all-reduce"
     )
 
 
@@ -175,10 +175,10 @@ def require_same_attributes(optimizer: torch.optim.Optimizer, before: dict[str, 
 
 
 def _unknown_to_servers(optimizer: torch.optim.Optimizer, name: str) -> UsageError:
-    kind = type(optimizer).__name__
+    kind, value = type(optimizer).__name__, getattr(optimizer, name, None)
     return UsageError(
-        f"servers cannot build {kind} from its own settings: its attribute {name!r} is {getattr(optimizer, name, None)!r}"
-        " here and would be another there; keep it in the optimizer's param_groups, or use all-reduce"
+        f"servers cannot build {kind} from its own settings: its attribute {name!r} is {value!r} here and would be "
+        "another there; keep it in the optimizer's param_groups, or use all-reduce"
     )
 
 

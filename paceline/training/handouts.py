@@ -56,15 +56,22 @@ class Handouts:
     Args:
         set_weight: takes the weight of the batch that the next backward passes are of.
         is_averaged: workers average gradients.
+        is_weighed: what workers find counts by the samples that it was found with.
     """
 
     def __init__(
-        self, replica: Replica, *, rank: int, set_weight: Callable[[float], None], is_averaged: bool = False
+        self,
+        replica: Replica,
+        *,
+        rank: int,
+        set_weight: Callable[[float], None],
+        is_averaged: bool = False,
+        is_weighed: bool = False,
     ) -> None:
         self._num_steps = self._num_batches = 0  # taken, and handed out in the script's own thread, so far
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
         self._models = models_of(replica.model)
-        self._is_averaged = is_averaged
+        self._is_averaged, self._is_weighed = is_averaged, is_weighed
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
@@ -85,7 +92,7 @@ class Handouts:
             is_elsewhere: in a thread of its own, so that nothing is known of what the script does meanwhile.
         """
         found = tensors_in(part.data)
-        if self._is_averaged:
+        if self._is_weighed:
             self._require_all_samples(found, part.num_samples, place)
         tensors = tuple(TensorWeakRef(tensor) for tensor in found)
         handed = _Handed(place, part.num_samples, part.weight, tensors)

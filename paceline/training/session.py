@@ -138,7 +138,8 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and self.run.traits.is_synchronous,
+            is_averaged=context.size > 1 and self.run.traits.averages_gradients,
+            is_weighed=context.size > 1 and self.run.traits.is_synchronous,
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])

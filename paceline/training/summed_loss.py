@@ -54,7 +54,7 @@ def _losses() -> Iterator[Any]:
     """The nodes of the graph that the backward pass further up the stack began at; none where it was given gradients
     to begin with."""
     frame = sys._getframe()
-    while frame is not None:  # type: ignore[comparison-overlap]
+    while frame is not None:
         if frame.f_code is _BACKWARD:
             tensors, gradients = frame.f_locals["tensors"], frame.f_locals["grad_tensors"]
             if gradients is None:

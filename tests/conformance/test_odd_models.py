@@ -112,7 +112,7 @@ def backwards(params: Any) -> Any:
 
 
 EVALUATES = r"evaluates the model itself, perhaps several times a step, which this strategy does not allow; use all"
-SHARED = r"share memory, which they would not where servers own a parameter's memory; tie layers by assigning one Param"
+SHARED = r"share memory, which they would not where servers or neighbours read .*; tie layers by assigning one Param"
 SUMMED = (
     r"rank \d: the loss is a sum over the batch \(NllLoss with reduction='sum'\).*take the mean \(reduction='mean'\)"
 )

@@ -315,6 +315,7 @@ NO_GRADIENT = "parameter '[ab].*weight' has no gradient on rank .*freeze it .* o
         ("ps-bsp", {}, False, True, NO_GRADIENT),
         ("ps-bsp", {}, True, True, OTHER_SIZES),
         ("ps-asp", {}, False, True, NO_GRADIENT),
+        ("ps-ssp", {}, False, True, NO_GRADIENT),
         ("gossip", {}, False, False, ELSEWHERE.format("step")),
         ("gossip", {}, True, False, ELSEWHERE.format("step")),
         ("local-sgd", {"every": 1}, False, False, ELSEWHERE.format("step")),
@@ -333,6 +334,15 @@ def test_what_each_optimizer_chooses_is_told(tmp_path: Path) -> None:
     result = run("virtual", train_gan, tmp_path, "all-reduce", options={"codec": "auto"})
     told = [event.details for event in result.events if event.name == "tuned"][-1]
     assert {"optimizer_g.codec", "optimizer_d.codec"} <= told.keys()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("strategy", "options"), [("ps-ssp", {"staleness": 0}), ("ps-ssp", {}), ("ps-asp", {})])
+def test_servers_take_each_optimizer_at_its_own_pace(engine: str, strategy: str, options: Any, tmp_path: Path) -> None:
+    """Ranks step other optimizers in the same iteration; of the first, each takes as many steps in the end."""
+    script = partial(train_heads, wide=False, steps_both=False)
+    result = run(engine, script, tmp_path, strategy, options=options)
+    assert result.iteration == 6
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

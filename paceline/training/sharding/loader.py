@@ -151,8 +151,8 @@ class ShardedLoader:
                 raise
             if own_pass != self._num_passes:
                 raise UsageError(
-                    f"rank {self._rank}: the script goes on with a pass over the loader after it has begun another, and "
-                    "both would be of the same epoch; end one before the other, or prepare two loaders by name: "
+                    f"rank {self._rank}: the script goes on with a pass over the loader after it has begun another, "
+                    "and both would be of the same epoch; end one before the other, or prepare two loaders by name: "
                     "prepare(..., first=loader, second=another)"
                 )
             self._on_return()

@@ -178,6 +178,7 @@ class Worker:
         optimizer = make_optimizer(model)
         data = FixedBatches(self.batch_size, seed=self.rank)
         loader: Any = DataLoader(data, batch_size=self.batch_size, collate_fn=whole)
+        optimizer.differs_by_rank = name in PLAIN
         if name not in PLAIN:
             session = self._session(name)
             [loader] = session.prepare(told_apart((model, optimizer, loader), {})).values()

@@ -197,8 +197,6 @@ def take_changes(outer: Sequence[Tensor], local: Sequence[Tensor], changes: Sequ
 @torch.no_grad()
 def mix(local: Sequence[Tensor], outer: Sequence[Tensor], *, alpha: float) -> None:
     """`local` becomes (1 - alpha) outer + alpha local (Douillard et al., "Streaming DiLoCo", 2025, equation 3)."""
-    if not local:
-        return  # torch takes no empty lists
     if alpha == 0:
         torch._foreach_copy_(list(local), list(outer))
     elif alpha != 1:

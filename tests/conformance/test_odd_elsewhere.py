@@ -120,19 +120,6 @@ def test_odd_scripts_elsewhere(strategy: str, row: test_odd_scripts.Odd, tmp_pat
     assert all(tensor.isfinite().all() for tensor in found.values())
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("local-sgd", {"every": 1}), ("diloco", {"every": 3})])
-def test_the_global_model_has_what_scripts_change_after_an_exchange(
-    strategy: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    """A clamp after every step, as in a Wasserstein GAN, also after the last one."""
-    clamp = partial(test_odd_replicas.train, stepped=test_odd_replicas.clamp_weights)
-    result = virtual_engine.run(partial(launched, clamp), strategy=strategy, workers=2, out=tmp_path, options=options)
-    state = result.model_state()
-    if strategy == "local-sgd":
-        assert_close(state, train_alone(clamp, 2), EXACT)
-    assert max(float(tensor.abs().max()) for tensor in state.values()) == test_odd_replicas.CLAMP
-
-
 @pytest.mark.parametrize("engine", [virtual_engine, local_engine], ids=["virtual", "processes"])
 @pytest.mark.parametrize("name", ["left out alone", "left out alone at the end"])
 def test_neighbours_are_told_of_a_batch_that_one_leaves_out(engine: Any, name: str, tmp_path: Path) -> None:

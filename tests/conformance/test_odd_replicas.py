@@ -130,12 +130,9 @@ def replace_in_both(run: Run) -> None:
     run.optimizer.param_groups[0]["params"][0] = run.model[1].weight  # type: ignore[index]
 
 
-CLAMP = 0.05
-
-
 def clamp_weights(run: Run) -> None:
     for parameter in run.model.parameters():
-        parameter.data.clamp_(-CLAMP, CLAMP)
+        parameter.data.clamp_(-0.05, 0.05)
 
 
 def load_weights(run: Run, *, on_all: bool) -> None:

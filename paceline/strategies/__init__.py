@@ -10,6 +10,8 @@ from paceline import pieces
 from paceline.correction import ControlVariates, Proximal
 from paceline.errors import UsageError, unknown
 from paceline.outer import FedAdagrad, FedAdam, FedYogi, Momentum, Nesterov
+from paceline.privacy import Central
+from paceline.roster import Poisson
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
 from paceline.strategies.federated import Federated
@@ -206,6 +208,13 @@ for _entry in (
         summary="clients with data of their own train in turn; what some of them changed is averaged each round",
     ),
     Entry(
+        name="dp-fed-avg",
+        strategy=Federated,
+        defaults={"privacy": Central(), "weights": "equal", "sampler": Poisson()},
+        leaves_out=_ALTERNATING,
+        summary="fed-avg under differential privacy: clipped changes, noise, and what it costs",
+    ),
+    Entry(
         name="fed-prox",
         strategy=Federated,
         defaults={"correction": Proximal()},
@@ -345,6 +354,7 @@ def name_of(strategy: Strategy) -> str:
         if type(strategy) is entry.strategy
         and not entry.is_another_name
         and all(getattr(strategy, key) == value for key, value in entry.fixed.items())
+        and not any(getattr(strategy, key) is None for key in entry.defaults)
     ]
     if not fitting:
         return type(strategy).__name__

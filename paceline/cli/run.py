@@ -21,6 +21,11 @@ _NOTHING_TRAINED = (
 _NOTHING_STEPPED = (
     "No step was recorded: the script made none with an hvd.DistributedOptimizer, which strategy horovod records."
 )
+_ENDED_EARLY = {
+    "script": "The script ended by itself after {:,} of {:,} rounds: a pass over its loader is one client's turn, and "
+    "it makes no more; let it loop longer, since its loop ends with the run.",
+    "privacy": "The run ended after {:,} of {:,} rounds: one more would cost more than its epsilon.",
+}
 _NOT_RECORDED = "Steps of a script of Horovod's are recorded with --strategy horovod."
 
 
@@ -147,6 +152,10 @@ def run(
     Console().print(tables.summary(result, targets[:-1], hold=hold))
     if result.iteration == 0 and resume is None:
         said = _NOTHING_STEPPED if chosen.traits.by_script else _NOT_RECORDED if program.aliases else _NOTHING_TRAINED
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    early = next((event for event in result.events if event.name == "ended_early"), None)
+    if early is not None and resume is None:
+        said = _ENDED_EARLY[early.details["by"]].format(result.iteration, early.details["wanted"])
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     if timeline:
         Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)

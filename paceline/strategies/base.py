@@ -107,6 +107,8 @@ class Synchronizer(ABC):
     """No gradient has come since the step before: the optimizer calls its closure for those that it steps with."""
     facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
+    ended_by: str = ""
+    """Why a `StepOutcome` says that every worker ends, where that is not because a script did."""
 
     def __init__(self, context: Context, replica: Replica) -> None:
         self.context, self.replica = context, replica
@@ -194,6 +196,12 @@ class Synchronizer(ABC):
         replica = self.replica
         with averaged([*replica.all_parameters, *replica.buffers], self.context.collective):
             yield replica.model
+
+    @property
+    def measures(self) -> Mapping[str, float]:
+        """What is known of the global model at this iteration besides what the script's evaluation finds, such as what
+        it has cost; recorded with every evaluation."""
+        return {}
 
     def end_turn(self) -> StepOutcome:
         """The script asks for another pass over its data, and is done with the one before, if there was one. Called

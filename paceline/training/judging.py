@@ -72,13 +72,14 @@ class Judge:
         run = self._run
         assert self.evaluation is not None
         found = evaluate(self.evaluation, model, target=run.config.target, now_s=run.context.pacing.now_s)
-        run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, found.metrics, found.duration_s))
+        metrics = {**found.metrics, **run.prepared.synchronizer.measures}
+        run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, metrics, found.duration_s))
         if self._streak is not None and self._streak.add(found.metrics, time_s) and not self._is_target_reached:
             self._is_target_reached = True
             target = self._streak.target
             details = {"target": str(target), "value": found.metrics[target.metric], "held": self._streak.num}
             run.tell("target_reached", details, at_s=self._streak.began_s)
-        return found.metrics
+        return metrics
 
 
 @contextmanager

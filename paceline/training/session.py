@@ -87,6 +87,8 @@ class Session:
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
         self._has_started = False
         self._has_finished = False
+        self._is_released = False
+        self._others_left = False  # a worker's script has ended, and with it the run
         self._is_stepping = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
@@ -216,12 +218,22 @@ class Session:
             synchronizer.leave()
         self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
         self._record_late(iteration=self.run.iteration)
+        if self.run.context.roster is not None and (self._others_left or not has_ended):
+            wanted = self.run.config.max_steps or 0
+            if self.run.iteration < wanted:
+                self.run.tell("ended_early", {"wanted": wanted, "by": synchronizer.ended_by or "script"})
         while not self.pauses.meet(is_done=True):
             pass
-        synchronizer.close()
-        self.run.prepared.handouts.close()
-        self._lone_samples.close()
-        self._unprepared.close()
+        self.release()
+
+    def release(self) -> None:
+        """Give back hooks and files, also where the script has failed; the first call does it."""
+        if not self._is_released and self.run.is_prepared:
+            self._is_released = True
+            self.run.prepared.synchronizer.close()
+            self.run.prepared.handouts.close()
+            self._lone_samples.close()
+            self._unprepared.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -360,6 +372,7 @@ class Session:
 
     def _take(self, outcome: StepOutcome) -> None:
         self.run.iteration = outcome.iteration
+        self._others_left = self._others_left or outcome.stop
         if outcome.stop or self._cadence.is_over(outcome.iteration):
             self.run.has_ended = True
 

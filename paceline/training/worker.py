@@ -62,6 +62,7 @@ class Worker:
         self._collective = context.collective
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
         world.at_end.append(self._session.finish)
+        world.at_release.append(self._session.release)
         world.progress = lambda: self._session.run.steps
         world.awaits_others = lambda: self._session.run.awaits_others
 
@@ -195,9 +196,11 @@ def _finish_own_run(world: World) -> None:
     """At the end of a script that nobody launched: meet, evaluate, and say what came out."""
     worker = world.worker
     if worker is None or hasattr(sys, "last_value"):
+        world.release()
         return  # nothing to finish, or the script ended with an exception
     for finish in world.at_end:
         finish()
+    world.release()
     if worker.rank == 0 and worker.metrics:
         print(f"paceline: {summarise(worker.metrics)}", file=sys.stderr)
     world.context.collective.close()

@@ -201,6 +201,8 @@ class WorkerActor:
         except BaseException as error:
             return outcome_of(error, num_steps=progress())
         finally:
+            if world is not None:
+                world.release()
             line.close()
             ends.close()
             enter(None)

@@ -113,6 +113,8 @@ class VirtualRun:
         except BaseException as error:
             outcome = outcome_of(error, num_steps=world.progress() if world is not None else 0)
         finally:
+            if world is not None:
+                world.release()
             enter_here(None)
         self._outcomes[rank] = outcome
         self._is_ending = self._is_ending or outcome.error is not None

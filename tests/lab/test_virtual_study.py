@@ -92,7 +92,7 @@ def test_the_report_says_what_judging_asynchronous_workers_cost(run: Callable[..
 
 
 def test_every_run_is_under_attack(run: Callable[..., Study], tmp_path: Path) -> None:
-    study = run(strategies=["all-reduce"], workers=[1, 3], attacks=("sign-flip",))
+    study = run(strategies=["all-reduce"], workers=[1, 3], attack="sign-flip")
     assert [(out.variant.text, out.workers) for out in study.spec.left_out] == [("all-reduce", 1)]
     (trial,) = study.spec.trials
     result = Result(runner.directory_of(tmp_path / "out", trial))

@@ -14,9 +14,9 @@ from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing, Work
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
-from paceline.strategies.bucket_size import MIN_BYTES, measured
+from paceline.strategies.bucket_size import MIN_BYTES
 from paceline.strategies.bucketing import laid_out
-from paceline.strategies.choosing import Choosing
+from paceline.strategies.choosing import Choosing, LinkSpeed
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
@@ -119,10 +119,16 @@ class _AllReduceSynchronizer(Synchronizer):
         self._choosing: Choosing | None = None
         if coding is None and strategy.codec is not None:
             self.facts = {**self.facts, "codec": NOTHING_CODED}
-        elif isinstance(strategy.codec, Auto):
+        elif coding is not None and isinstance(strategy.codec, Auto):
             scratch = buffer if buffer.numel() >= MIN_BYTES else context.collective.allocate(MIN_BYTES)
-            found = measured(context.collective, lambda flat: average(flat)(), scratch, now_s=context.pacing.now_s)
-            self._choosing = Choosing(strategy.codec, context, found, [spec.shape for spec in replica.specs])
+            links = LinkSpeed(
+                context,
+                among_hosts=coding.among_hosts,
+                scratch=scratch,
+                average=lambda flat: average(flat)(),
+            )
+            taken_s = partial(links.average_s, shapes=[spec.shape for spec in replica.specs])
+            self._choosing = Choosing(strategy.codec, context, taken_s)
             self._layout, self._coding, coding = layout, coding, None
         elif coding is not None:
             self.facts = {**self.facts, "codec": str(coding.codec)}

@@ -29,6 +29,8 @@ class AllReduced:
     """Parts that are about as large as one another, and are exchanged one after the other within these steps."""
     delay: int = 0
     """Steps that workers go on while a part is under way."""
+    num_besides: float = 0.0
+    """As large tensors that are averaged after each exchange, on the mean of all, not coded and not hidden."""
 
     @property
     def is_in_fragments(self) -> bool:

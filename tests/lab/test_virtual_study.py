@@ -128,7 +128,7 @@ def test_its_report_says_on_which_cluster(run: Callable[..., Study], tmp_path: P
     html = report_page.render([page])
     assert "Simulated cluster slow. Gradients are real" in html
     assert "Times are virtual, those of the simulated cluster slow, and leave evaluation out." in html
-    assert study.verdict.lines[0].startswith("Shortest time to count 2: all-reduce on ")
+    assert study.verdict.lines[0].startswith("No winner at count 2; runs are too few")
 
 
 @pytest.mark.parametrize("is_seen", [False, True])

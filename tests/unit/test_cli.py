@@ -219,8 +219,8 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     servers = ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
-    gossip = ["gossip", "d-psgd", "sgp", "relay", "ad-psgd"]
-    local = ["local-sgd", "post-local", "slowmo", "diloco"]
+    gossip = ["gossip", "d-psgd", "sgp", "relay", "noloco", "ad-psgd"]
+    local = ["local-sgd", "post-local", "slowmo", "des-loc", "diloco"]
     averaging = ["fed-avg", "dp-fed-avg", "fed-prox", "fed-avgm", "fed-adam", "fed-yogi", "fed-adagrad"]
     federated = [*averaging, "scaffold", "fed-nova", "fed-bn", "fed-rep"]
     assert names == ["single", "all-reduce", "ring", *servers, *gossip, *local, *federated, "horovod"]

@@ -121,6 +121,11 @@ class Traits:
         return self.lock_step or (self.is_synchronous and not self.num_servers)
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether an iteration joins workers' gradients, rather than what each has trained by itself."""
+        return self.is_synchronous and (self.lock_step or self.num_servers > 0)
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether an iteration joins what many workers computed, rather than one of them."""
         return self.unit != "gradient"

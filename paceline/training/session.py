@@ -43,6 +43,7 @@ from paceline.training.handouts import Handouts
 from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Part, Place, ShardedLoader
+from paceline.training.summed_loss import SummedLoss
 from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.unstepped import Unstepped
 from paceline.training.worker_run import Prepared, WorkerRun
@@ -82,8 +83,8 @@ class Session:
         self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
-        judges_kept = traits.shows_model and config.target is not None and config.after_target == "stop"
-        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step, judges_kept=judges_kept)
+        runs_free = traits.tells_stop and not traits.lock_step
+        self._cadence = Cadence(config, num_free_workers=context.size if runs_free else 0)
         self._survival = None
         if config.elastic is not None and context.reform is not None:
             self._survival = Survival(self.run, config.elastic)
@@ -95,8 +96,10 @@ class Session:
         self._is_released = False
         self._others_left = False  # a worker's script has ended, and with it the run
         self._is_stepping = False
+        self._is_pausing = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
+        self._summed_loss: SummedLoss | None = None
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
@@ -142,7 +145,8 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and self.run.traits.is_synchronous,
+            is_averaged=context.size > 1 and self.run.traits.averages_gradients,
+            is_weighed=context.size > 1 and self.run.traits.is_synchronous,
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
@@ -154,12 +158,24 @@ class Session:
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
         self._lone_samples = LoneSamples(model, rank=context.rank)
+        self._num_samples = 0  # of the batch that was handed out last
+        if context.size > 1 and self.run.traits.lock_step:
+            self._summed_loss = SummedLoss(
+                whole.parameters, rank=context.rank, size=context.size, num_samples=lambda: self._num_samples
+            )
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             if part is first:
                 self._take_over(optimizer, part, self._begin_step, self._step)
             else:
                 self._take_over(optimizer, part, self._begin_step_beside, partial(self._step_beside, part))
-        self._unprepared = UnpreparedSteps(model, optimizers.values(), may_step=self._may_step_unprepared)
+        self._unprepared = UnpreparedSteps(
+            model,
+            optimizers.values(),
+            rank=context.rank,
+            may_step=self._may_step_unprepared,
+            may_train_others=lambda: context.size == 1 or self._is_pausing,
+            num_steps=lambda: handouts.progress().num_steps,
+        )
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
             self._cadence.checkpointed_at = self._checkpoint.iteration
@@ -216,7 +232,7 @@ class Session:
         if self._has_finished or not self.run.is_prepared:
             return
         self._require_readable()
-        self._has_finished = True
+        self._has_finished = self._is_pausing = True
         if not self._has_started:
             self._start()
         if self.run.context.roster is not None:
@@ -301,6 +317,9 @@ class Session:
         run, prepared = self.run, self.run.prepared
         self._begin_step()
         prepared.handouts.look_back()
+        if self._summed_loss is not None and self._summed_loss.has_looked:
+            self._summed_loss.close()
+            self._summed_loss = None
         if is_computed:
             prepared.handouts.take_what_was_set()
         self._is_stepping = True
@@ -395,12 +414,13 @@ class Session:
         while outcome is not None and not self.run.has_ended:
             if outcome.meets or outcome.iteration >= self._cadence.next_pause:
                 has_met = True
-                with self.run.prepared.account.pause():
+                with self._pausing(), self.run.prepared.account.pause():
                     self._meet(is_done=False)
             if self.run.has_ended or outcome.admitted:
                 break
             pause_at = self._cadence.next_pause
-            outcome = self.run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
+            with self._pausing():
+                outcome = self.run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
             self._take(outcome)
         if self.run.has_ended:
             self._end()
@@ -423,11 +443,21 @@ class Session:
         if self._survival is not None:
             prepared = self.run.prepared
             self._survival.require_prepared_schedulers(prepared.extra, next(iter(prepared.optimizers.values())))
-        self.run.prepared.synchronizer.start()
-        self._meet(is_done=False)
+        with self._pausing():
+            self.run.prepared.synchronizer.start()
+            self._meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")
         self.run.prepared.account.start()
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """The script waits meanwhile, but for its evaluation."""
+        before, self._is_pausing = self._is_pausing, True
+        try:
+            yield
+        finally:
+            self._is_pausing = before
 
     # --- batches ----------------------------------------------------------------------------------------------
 
@@ -506,7 +536,8 @@ class Session:
 
     def _end_turn(self) -> int:
         """The client whose turn it is, if there is one, gives what it has; returns the iteration after that."""
-        self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
+        with self._pausing():
+            self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
         self._take(outcome)
         return outcome.iteration
 
@@ -520,6 +551,7 @@ class Session:
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
+        self._num_samples = part.num_samples
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     @property

@@ -2,8 +2,9 @@
 
 Every worker process holds one model for each contender and trains windows of them in turn, many times, so that a change
 of the machine's mood meets all of them. `plain` is PyTorch alone; `lockstep` adds a meeting of all workers after each
-step and nothing else; `-unchecked` leaves out all that watches over the script (docs/script.md). Ratios are of windows
-within a round: their median, and the quartiles.
+step and nothing else; `-unchecked` leaves out all that watches over the script (docs/script.md); `elastic` is
+all-reduce with `--elastic`, in which nobody dies. Ratios are of windows within a round: their median, and the
+quartiles.
 
     python benchmarks/hot_path.py --model convnet --batch-size 100
     python benchmarks/hot_path.py --model resnet18 --batch-size 4 --steps 6
@@ -25,9 +26,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -44,6 +46,7 @@ from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.wire import Keys
 from paceline.config import RunConfig
+from paceline.elastic import Elastic, Member
 from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Record, Reporter
@@ -62,13 +65,14 @@ from paceline.training.session import Session
 
 PLAIN = ("plain", "lockstep")
 UNCHECKED = "-unchecked"
-STRATEGIES = ("single", "all-reduce", "ps-bsp", "ps-asp")
+STRATEGIES = ("single", "all-reduce", "elastic", "ps-bsp", "ps-asp")
 CONTENDERS = (*PLAIN, *STRATEGIES, *(f"{name}{UNCHECKED}" for name in STRATEGIES))
 COMPARISONS = (
     ("lockstep", "plain"),
     ("single", "plain"),
     ("all-reduce", "lockstep"),
     ("all-reduce", "plain"),
+    ("elastic", "all-reduce"),
     ("ps-bsp", "lockstep"),
     ("ps-bsp", "plain"),
     ("ps-asp", "plain"),
@@ -206,7 +210,7 @@ class Worker:
 
     def step_of(self, name: str) -> Step:
         model = make_model(self.model_name)
-        optimizer = make_optimizer(model)
+        optimizer: Any = make_optimizer(model)
         data = FixedBatches(self.batch_size, seed=self.rank)
         loader: Any = DataLoader(data, batch_size=self.batch_size, collate_fn=whole)
         optimizer.differs_by_rank = name in PLAIN
@@ -240,7 +244,9 @@ class Worker:
         size, rank = (1, 0) if alone else (self.size, self.rank)
         collective: Collective = AloneCollective() if alone else self._shared_memory()
         servers, members = self.servers.get(contender), Membership.first(size)
-        strategy = build(name, {"servers": len(servers.addresses)} if servers is not None else {})
+        is_elastic = name == "elastic"
+        options = {"servers": len(servers.addresses)} if servers is not None else {}
+        strategy = build("all-reduce" if is_elastic else name, options)
         store = None
         if servers is not None:
             store = connect_servers(
@@ -252,12 +258,20 @@ class Worker:
                 deadline_s=DEADLINE_S,
             )
         context = Context(rank, members, rank, size, torch.device("cpu"), collective, store)
-        return Session(context, strategy, RunConfig(seed=0), Kept())
+        config = RunConfig(seed=0)
+        if is_elastic:
+            context = replace(context, reform=_nobody_dies)
+            config = RunConfig(seed=0, elastic=Elastic(at_least=1, at_most=size))
+        return Session(context, strategy, config, Kept())
 
     def _shared_memory(self) -> Collective:
         control = SharedMemoryCollective.prepare()
         self.line.send(control.address)
         return SharedMemoryCollective(rank=self.rank, addresses=self.line.recv(), control=control)
+
+
+def _nobody_dies(member: Member) -> NoReturn:
+    raise AssertionError(f"rank {member.rank} has lost another one")
 
 
 def _repeated(loader: Any) -> Iterator[Any]:

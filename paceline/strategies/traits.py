@@ -104,6 +104,8 @@ class Traits:
     by_script: bool = False
     """The script itself exchanges, evaluates and saves, through the interface of another library; its steps are
     recorded, and it runs in real processes alone."""
+    repeats_steps: bool = False
+    """Workers that are left when others die can repeat the step among themselves."""
     passes_attacks: bool = False
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_clients: int = 0

@@ -201,6 +201,11 @@ class Handouts:
             )
         self._out.clear()
 
+    @property
+    def num_out(self) -> int:
+        """Batches that were handed out, and are not known to have been trained on."""
+        return len(self._out)
+
     def place(self, after: Place) -> Place:
         """Where the first batch is that is out, or else the next one, `after`."""
         return self._out[0].place if self._out else after

@@ -35,6 +35,7 @@ from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import NEVER, Cadence
 from paceline.training.checkpoints import Checkpoints
+from paceline.training.elastic import Survival
 from paceline.training.evaluation import Evaluation
 from paceline.training.feeds import Feed, joined, require_even
 from paceline.training.given import Given
@@ -84,8 +85,12 @@ class Session:
         traits = strategy.traits
         runs_free = traits.tells_stop and not traits.lock_step
         self._cadence = Cadence(config, num_free_workers=context.size if runs_free else 0)
+        self._survival = None
+        if config.elastic is not None and context.reform is not None:
+            self._survival = Survival(self.run, config.elastic)
+            self.run.context = replace(self.run.context, recovery=self._survival)
         self._checkpoints = Checkpoints(self.run)
-        self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
+        self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survival)
         self._has_started = False
         self._has_finished = False
         self._is_released = False
@@ -147,6 +152,8 @@ class Session:
         handouts = joined([feed.handouts for feed in feeds.values()])
         for number, (name, part) in enumerate(parts.items()):
             part.number, part.title, part.progress = number, name if others else "", handouts.progress
+        if self._survival is not None:
+            self._survival.attach(given, handouts)
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
@@ -209,6 +216,11 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
+        if self._survival is not None and self._has_started and not self._has_finished:
+            raise UsageError(
+                f"{what} in the training loop could not be repeated when a worker dies (--elastic); call it before the "
+                "first batch, or leave --elastic out"
+            )
         if self._has_started and not self._has_finished and not self.run.traits.lock_step:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
@@ -238,7 +250,7 @@ class Session:
             wanted = self.run.config.max_steps or 0
             if self.run.iteration < wanted:
                 self.run.tell("ended_early", {"wanted": wanted, "by": synchronizer.ended_by or "script"})
-        while not self.pauses.meet(is_done=True):
+        while not self._meet(is_done=True):
             pass
         self.release()
 
@@ -403,7 +415,7 @@ class Session:
             if outcome.meets or outcome.iteration >= self._cadence.next_pause:
                 has_met = True
                 with self._pausing(), self.run.prepared.account.pause():
-                    self.pauses.meet(is_done=False)
+                    self._meet(is_done=False)
             if self.run.has_ended or outcome.admitted:
                 break
             pause_at = self._cadence.next_pause
@@ -415,6 +427,12 @@ class Session:
         elif outcome is not None and not has_met:  # in a pause the run's iteration has become that of the furthest
             self.pauses.between_steps()
 
+    def _meet(self, *, is_done: bool) -> bool:
+        if self._survival is None:
+            return self.pauses.meet(is_done=is_done)
+        meet = partial(self.pauses.meet, is_done=is_done)
+        return self._survival.repeated(meet, self.run.prepared.synchronizer)
+
     def _end(self) -> None:
         self.run.has_ended = True
         self._checkpoints.keep_end()
@@ -422,9 +440,12 @@ class Session:
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
         self._has_started = True
+        if self._survival is not None:
+            prepared = self.run.prepared
+            self._survival.require_prepared_schedulers(prepared.extra, next(iter(prepared.optimizers.values())))
         with self._pausing():
             self.run.prepared.synchronizer.start()
-            self.pauses.meet(is_done=False)
+            self._meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")
         self.run.prepared.account.start()
@@ -458,6 +479,7 @@ class Session:
             gather=context.collective.all_gather_object,
             takes_equal_steps=self.run.traits.takes_equal_steps,
             participation=self.run.strategy.participation(),
+            dealing=self._survival.deals if self._survival is not None else None,
         )
         if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
@@ -471,12 +493,12 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.traits.takes_equal_steps):
+        if self.run.context.pacing.is_simulated or self._survival or (is_stream and self.run.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
-                "itself, and ranks could not agree on a stream's end; loop over the loader itself, and give the "
-                "DataLoader num_workers to read ahead"
+                "itself, and ranks could not agree on a stream's end, or on what a dead one had done (--elastic); "
+                "loop over the loader itself, and give the DataLoader num_workers to read ahead"
             )
 
     def _poison(self, batch: Any) -> Any:

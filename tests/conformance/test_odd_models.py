@@ -300,7 +300,7 @@ def cases() -> list[Any]:
             else [],
         )
         for engine in ENGINES
-        for strategy in (EVERY if engine == "virtual" else (*JOINT, "ps-asp"))
+        for strategy in (EVERY if engine == "virtual" else JOINT)
         for row in ODD
         if row.only_on in ("", engine)
     ]

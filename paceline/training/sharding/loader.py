@@ -33,6 +33,7 @@ class ShardedLoader:
         on_pass_end: called when it has handed out all of them, and the script asks for one more.
         gather: every rank's value, in rank order; a collective call.
         takes_equal_steps: whether all ranks are to have as many batches.
+        dealing: what deals the samples of map-style data out, where workers may die.
         participation: of clients, each pass being over the data of one; none: over this rank's part of all data.
 
     A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
@@ -58,6 +59,7 @@ class ShardedLoader:
         gather: Gather = lambda value: [value],
         takes_equal_steps: bool = False,
         participation: Participation | None = None,
+        dealing: Callable[[Orders], Source] | None = None,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise UsageError(f"prepare takes a torch DataLoader, not {type(loader).__name__}")
@@ -70,7 +72,11 @@ class ShardedLoader:
         self._source: Source
         self.roster: Roster | None = None
         """Whose turn each pass is, where there are clients."""
-        if participation is not None:
+        if dealing is not None:
+            if isinstance(loader.dataset, IterableDataset):
+                raise UsageError("--elastic deals samples anew, which streams do not allow; use a map-style data set")
+            self._source = dealing(Orders(loader, rank=rank, size=size, seed=seed))
+        elif participation is not None:
             self._source = clients = ClientBatches(loader, participation, rank=rank, size=size, seed=seed)
             self.roster = clients.roster
         elif isinstance(loader.dataset, IterableDataset):

@@ -168,7 +168,7 @@ def test_a_strategy_that_a_user_registered_is_compared_and_reported(
     assert set(trials["status"]) == {"finished"}
     assert dict(zip(trials["strategy"], trials["unit"], strict=True)) == {
         "all-reduce": "update",
-        "mine pace=2": "round",
+        "mine:pace=2": "round",
     }
     again = Study.open(tmp_path / "out")
     assert "mine pace=2" in set(again.frames.summary["strategy"])

@@ -185,6 +185,7 @@ def _facts(study: Study) -> dict[str, str]:
         "Seeds": ", ".join(map(str, spec.seeds)),
         "Target": ", ".join(spec.targets) or "none",
         "Tuned": _tuned(study),
+        "Attack": ", ".join(spec.attacks),
         "After the target": "training goes on" if spec.after_target == "continue" else "",
         "Engine": spec.engine,
         "Cluster": _cluster(spec.cluster) if spec.cluster is not None else "",

@@ -49,7 +49,7 @@ def evaluate(model):
 
 for batch in loader:
     optimizer.zero_grad()
-    model(batch).sum().backward()
+    model(batch).mean().backward()
     optimizer.step()
 """
 
@@ -89,6 +89,15 @@ def test_the_report_says_what_judging_asynchronous_workers_cost(run: Callable[..
     study = run(strategies=["ps-asp"], workers=[2])
     kept = "2 copies, which took 0.00% of a run at most"
     assert report_page.page_of(study).facts["Models kept to be judged"] == kept
+
+
+def test_every_run_is_under_attack(run: Callable[..., Study], tmp_path: Path) -> None:
+    study = run(strategies=["all-reduce"], workers=[1, 3], attack="sign-flip")
+    assert [(out.variant.text, out.workers) for out in study.spec.left_out] == [("all-reduce", 1)]
+    (trial,) = study.spec.trials
+    result = Result(runner.directory_of(tmp_path / "out", trial))
+    assert [event.details["attacks"] for event in result.events if event.name == "attack"] == [["sign-flip"]]
+    assert report_page.page_of(study).facts["Attack"] == "sign-flip"
 
 
 def test_another_cluster_is_another_study(run: Callable[..., Study], tmp_path: Path) -> None:

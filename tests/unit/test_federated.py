@@ -510,6 +510,59 @@ def test_noise_and_masks_go_together() -> None:
     assert found == pytest.approx(plain, abs=1e-6)
 
 
+# --- coded changes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_server_joins_what_it_decodes(workers: int) -> None:
+    """One element, of which fp16 keeps 11 bits; with what is left out kept by each client, nothing is lost for good."""
+    plain = dict.fromkeys(range(9), 0.0)
+    for feedback, kept in (("false", "fresh"), ("true", "kept")):
+        x, left = 0.0, dict(plain)
+        for _ in range(5):
+            sent = {}
+            for client, (_, b, _) in enumerate(SPREAD):
+                whole = 0.1 * (x - b) + (left[client] if feedback == "true" else 0.0)
+                sent[client] = float(torch.tensor(whole, dtype=torch.float64).to(torch.float32).to(torch.float16))
+                left[client] = whole - sent[client]
+            x -= sum(sent.values()) / 9
+        options = {"clients": 9, "fraction": 1.0, "optimizer": kept, "codec": f"fp16:feedback={feedback}"}
+        found = after(build("fed-avg", options), SPREAD, rounds=5, workers=workers)
+        assert found == pytest.approx(x, rel=1e-9)
+        assert found != pytest.approx(
+            after(build("fed-avg", {"clients": 9, "fraction": 1.0}), SPREAD, rounds=5), rel=1e-6
+        )
+
+
+def test_what_a_client_sends_is_counted() -> None:
+    def work(collective: Collective) -> dict[str, Any]:
+        strategy = build("fed-avg", {"clients": 3, "fraction": 1.0, "codec": "fp16:feedback=false"})
+        return dict(Player(collective, strategy, CURVED).synchronizer.facts)
+
+    assert VirtualWorld(1).run(work) == [{"upload_bytes": 2, "uncoded_bytes": 8}]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"codec": "top-k"}, "adds what it leaves out to the client's next change, and clients keep no state"),
+        ({"codec": "int8"}, r"int8:feedback=false or qsgd, or have them keep some with optimizer=kept"),
+        ({"codec": "powersgd"}, "averages among workers half-way"),
+        ({"codec": "sign"}, "is joined by a vote"),
+        ({"codec": "auto"}, "is chosen by the time that steps take"),
+        ({"codec": "qsgd", "privacy": "local"}, "may decode to more than privacy has clipped"),
+        ({"codec": "top-k", "optimizer": "kept", "secure": "masks"}, "masked payloads have no sum; use random-k"),
+    ],
+)
+def test_codecs_that_clients_cannot_use_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        build("fed-avg", options)
+
+
+def test_random_parts_go_under_masks() -> None:
+    build("fed-avg", {"codec": "random-k", "secure": "masks"})
+
+
 # --- refused, and left out --------------------------------------------------------------------------------------------
 
 

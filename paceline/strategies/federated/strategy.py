@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, final, get_args
 
 from paceline.aggregate import MEAN, Aggregator
+from paceline.codec import Codec, TensorCodec
 from paceline.correction import Correction
 from paceline.errors import UsageError
 from paceline.outer import Average, Outer, require_in_range
@@ -13,6 +14,7 @@ from paceline.roster import Participation, Sampler, Uniform, num_drawn
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.federated.secured import LEAST_CLIENTS, Masks
 from paceline.strategies.federated.synchronizer import FederatedSynchronizer
+from paceline.strategies.federated.uploading import require_of_clients
 from paceline.strategies.joint import AGGREGATE_DOC
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
@@ -60,6 +62,7 @@ class Federated(Strategy):
     alternates: bool = option(False, "in a turn the private layers train first, alone, and then the shared ones")
     private_epochs: int = option(1, "passes over a client's samples for which the private layers train alone")
 
+    codec: Codec | None = option(None, "the form in which clients send their changes, such as qsgd; none: as they are")
     privacy: Privacy | None = option(None, "what hides clients' changes under noise: central or local")
     secure: Masks | None = option(None, "what hides changes from the server: masks, which cancel out in the sum")
 
@@ -87,6 +90,14 @@ class Federated(Strategy):
             self._require_private(self.privacy)
         if self.secure is not None:
             self._require_summed(self.secure)
+        self.codec_of_clients()
+
+    def codec_of_clients(self) -> TensorCodec | None:
+        """How changes are encoded. Raises UsageError for what clients cannot use."""
+        if self.codec is None:
+            return None
+        is_private, is_secure = self.privacy is not None, self.secure is not None
+        return require_of_clients(self.codec, keeps_state=self.keeps_state, is_private=is_private, is_secure=is_secure)
 
     def _require_summed(self, secure: Masks) -> None:
         """Raises UsageError where a round needs more than the sum of what clients changed."""

@@ -18,6 +18,7 @@ from paceline.strategies.federated.clients import Clients
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.private import private_names
 from paceline.strategies.federated.server import ServerModel
+from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
@@ -67,6 +68,12 @@ class FederatedSynchronizer(Synchronizer):
             shared_controls=self._server.controls,
             keeps_optimizer=strategy.optimizer == "kept",
         )
+        codec = strategy.codec_of_clients()
+        self._upload = Upload(codec, seed=context.seed) if codec is not None else None
+        if self._upload is not None:
+            changes = self._server.parameters
+            plain = sum(change.nbytes for change in changes)
+            self.facts = {"upload_bytes": self._upload.num_bytes(changes), "uncoded_bytes": plain}
         self._playing: _Playing | None = None
         self._num_played = 0  # of this round's turns
         self._num_steps = 0
@@ -123,7 +130,11 @@ class FederatedSynchronizer(Synchronizer):
             return
         controls = self._kept_controls(playing, changes)
         growth = [after - before.own for after, before in zip(controls, playing.controls, strict=True)]
-        self._clients.keep(turn.client, controls)
+        left: list[Tensor] = []
+        if self._upload is not None:
+            known = self._clients.left_of(turn.client)
+            changes, left = self._upload.passed(changes, known, client=turn.client, round_number=turn.round)
+        self._clients.keep(turn.client, controls, left)
         weight = float(turn.num_samples if strategy.weights == "samples" else 1) * turn.times
         scale = self._path_length(playing) if strategy.normalise else 1.0
         self._server.contribute(turn.client, changes, growth, weight=weight, scale=scale, round_number=turn.round)

@@ -1,10 +1,9 @@
 """`paceline horovodrun`: the command line of Horovod's launcher, for `paceline run --strategy horovod`."""
 
 import os
-import socket
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,12 +22,18 @@ _REFUSED = {
     "--elastic-timeout": _ELASTIC,
     "--reset-limit": _ELASTIC,
     "--blacklist-cooldown-range": _ELASTIC,
-    "--config-file": "give its settings as options",
     "--mpi": "workers meet without MPI; leave it out",
     "--autotune": "operations are put together by --fusion-threshold-mb, which nothing tunes; leave it out",
-    "--stall-check-shutdown-time-seconds": "a stall is warned of, and ends with the worker that is missing; "
-    "leave it out",
 }
+
+_START_WITHIN_S = 300.0
+_VARIABLES = {
+    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
+    "cache_capacity": "HOROVOD_CACHE_CAPACITY",
+    "stall_check_warning_time_seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "stall_check_shutdown_time_seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+}
+_SWITCHES = {"timeline_mark_cycles": "HOROVOD_TIMELINE_MARK_CYCLES", "no_stall_check": "HOROVOD_STALL_CHECK_DISABLE"}
 
 _Text = Annotated[str | None, typer.Option(hidden=True)]
 _Flag = Annotated[bool, typer.Option(hidden=True)]
@@ -40,7 +45,10 @@ def horovodrun(
     ] = None,
     num_proc: Annotated[int | None, typer.Option("-np", "--num-proc", help="Processes that train.")] = None,
     hosts: Annotated[
-        str | None, typer.Option("-H", "--hosts", help="This host, with its slots.", metavar="HOST:SLOTS")
+        str | None,
+        typer.Option(
+            "-H", "--hosts", help="Hosts with their slots; others than this one over ssh.", metavar="HOST:SLOTS,..."
+        ),
     ] = None,
     hostfile: Annotated[
         Path | None, typer.Option("-hostfile", "--hostfile", help="The same in a file: HOST slots=SLOTS.")
@@ -48,7 +56,16 @@ def horovodrun(
     check_build: Annotated[
         bool, typer.Option("-cb", "--check-build", help="Show what operations can use, and exit.")
     ] = False,
-    start_timeout: Annotated[float, typer.Option(help="Seconds that workers may take to meet.")] = 300.0,
+    ssh_port: Annotated[int | None, typer.Option("-p", "--ssh-port", help="Of ssh on all hosts.")] = None,
+    ssh_identity_file: Annotated[
+        Path | None, typer.Option("-i", "--ssh-identity-file", help="The private key for ssh.")
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option(help="Settings in YAML; what the command line says goes before them.")
+    ] = None,
+    start_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that workers may take to meet.", show_default="300")
+    ] = None,
     fusion_threshold_mb: Annotated[
         int | None, typer.Option(help="The most that small all-reduces are put together to.", min=0)
     ] = None,
@@ -72,6 +89,9 @@ def horovodrun(
     stall_check_warning_time_seconds: Annotated[
         float | None, typer.Option(help="After so long a warning names who is missing.", min=0)
     ] = None,
+    stall_check_shutdown_time_seconds: Annotated[
+        float | None, typer.Option(help="After so long operations fail, and the error names who is missing.", min=0)
+    ] = None,
     alias: Annotated[bool, typer.Option(help="Stand in for Horovod where it is not installed.")] = True,
     host_discovery_script: _Text = None,
     min_num_proc: Annotated[str | None, typer.Option("--min-np", "--min-num-proc", hidden=True)] = None,
@@ -80,18 +100,20 @@ def horovodrun(
     elastic_timeout: _Text = None,
     reset_limit: _Text = None,
     blacklist_cooldown_range: Annotated[tuple[int, int] | None, typer.Option(hidden=True)] = None,
-    config_file: _Text = None,
     mpi: _Flag = False,
     autotune: _Flag = False,
-    stall_check_shutdown_time_seconds: _Text = None,
 ) -> None:
-    """Run a script of Horovod's in so many processes, on this machine or the Ray cluster of RAY_ADDRESS.
+    """Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or ssh's hosts.
 
     Example: paceline horovodrun -np 4 python legacy.py --lr 0.1
     """
-    given = locals()
+    given = {name: value for name, value in locals().items() if value not in (None, False)}
+    if config_file is not None:
+        from paceline.horovod import config_file as files
+
+        given = files.read(config_file) | given
     for option, remedy in _REFUSED.items():
-        if given[option.removeprefix("--").replace("-", "_")] not in (None, False):
+        if given.get(option.removeprefix("--").replace("-", "_"), False) is not False:
             raise UsageError(f"{option} cannot be had: {remedy}")
     if check_build:
         typer.echo(_build())
@@ -100,22 +122,64 @@ def horovodrun(
         raise UsageError("say with -np how many processes there are to be")
     if hosts is not None and hostfile is not None:
         raise UsageError("give -H or --hostfile, not both")
-    if hosts is not None or hostfile is not None:
-        _require_slots(hosts.split(",") if hosts is not None else _lines(hostfile), num_proc)
+    texts = [] if hosts is None and hostfile is None else hosts.split(",") if hosts is not None else _lines(hostfile)
     script, arguments = _script_of(command or [])
-    settings = {
-        "HOROVOD_FUSION_THRESHOLD": None if fusion_threshold_mb is None else fusion_threshold_mb * _MEBIBYTE,
-        "HOROVOD_CYCLE_TIME": cycle_time_ms,
-        "HOROVOD_CACHE_CAPACITY": cache_capacity,
-        "HOROVOD_TIMELINE": None if timeline_filename is None else timeline_filename.resolve(),
-        "HOROVOD_TIMELINE_MARK_CYCLES": int(timeline_mark_cycles) or None,
-        "HOROVOD_STALL_CHECK_DISABLE": int(no_stall_check) or None,
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": stall_check_warning_time_seconds,
-    }
-    os.environ.update({name: str(value) for name, value in settings.items() if value is not None})
-    from paceline.cli.run import run
+    _run(
+        script,
+        arguments,
+        num_proc=num_proc,
+        host_texts=texts,
+        ssh=(ssh_port, None if ssh_identity_file is None else str(ssh_identity_file)),
+        start_within_s=float(given.get("start_timeout", _START_WITHIN_S)),
+        alias=alias,
+        variables=_variables(given),
+    )
 
-    run(script, strategy="horovod", workers=num_proc, deadline=start_timeout, alias=alias, arguments=arguments)
+
+def _run(
+    script: Path,
+    arguments: list[str],
+    *,
+    num_proc: int,
+    host_texts: list[str],
+    ssh: tuple[int | None, str | None],
+    start_within_s: float,
+    alias: bool,
+    variables: dict[str, str],
+) -> None:
+    """On this host or Ray's cluster as `paceline run` does it, with its records; over ssh where hosts are others."""
+    from paceline.horovod.hosts import Launch, Ssh, is_here, parse_hosts, places_of
+
+    hosts = parse_hosts(host_texts)
+    if hosts:
+        places_of(hosts, num_proc)
+    if not hosts or all(is_here(host.name) for host in hosts):
+        if any(ssh):
+            raise UsageError("--ssh-port and --ssh-identity-file have no effect without other hosts; leave them out")
+        from paceline.cli.run import run
+
+        os.environ.update(variables)
+        run(script, strategy="horovod", workers=num_proc, deadline=start_within_s, alias=alias, arguments=arguments)
+        return
+    from paceline.engines.scripting import read_script
+
+    program = read_script(script, arguments, may_alias=alias)
+    for name in program.aliases:
+        typer.echo(f"{name} is not installed: Paceline stands in for it (--no-alias: it does not)", err=True)
+    Launch(program, hosts, num_proc=num_proc, variables=variables, ssh=Ssh(*ssh), start_within_s=start_within_s).run()
+
+
+def _variables(given: Mapping[str, Any]) -> dict[str, str]:
+    """What the workers' environment says of the launcher's options."""
+    found = {name: str(given[option]) for option, name in _VARIABLES.items() if option in given}
+    if "fusion_threshold_mb" in given:
+        found["HOROVOD_FUSION_THRESHOLD"] = str(int(given["fusion_threshold_mb"] * _MEBIBYTE))
+    if "timeline_filename" in given:
+        found["HOROVOD_TIMELINE"] = str(given["timeline_filename"].resolve())
+    for option, name in _SWITCHES.items():
+        if given.get(option):
+            found[name] = "1"
+    return found
 
 
 def _script_of(command: list[str]) -> tuple[Path, list[str]]:
@@ -136,24 +200,6 @@ def _lines(hostfile: Path | None) -> list[str]:
     except OSError as error:
         raise UsageError(f"cannot read the hostfile {hostfile}: {error.strerror}") from None
     return [":".join(line.replace("slots=", " ").split()) for line in lines if line]
-
-
-def _require_slots(hosts: Iterable[str], num_proc: int) -> None:
-    """Raise UsageError where hosts are not this one alone, or have too few slots."""
-    own = {"localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()}
-    slots = 0
-    for text in hosts:
-        host, _, count = text.strip().partition(":")
-        if host not in own:
-            raise UsageError(
-                f"-H and --hostfile name {host}, and hosts are reached through Ray alone: start Ray on all of them "
-                "(docs/cluster.md), set RAY_ADDRESS, and leave them out"
-            )
-        if not count.isdigit() and count:
-            raise UsageError(f"{text!r} is not of the form host:slots")
-        slots += int(count or 1)
-    if num_proc > slots:
-        raise UsageError(f"-np {num_proc} is more than the {slots} slots of the hosts")
 
 
 def _build() -> str:

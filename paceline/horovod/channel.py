@@ -3,7 +3,8 @@
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -12,17 +13,20 @@ from torch import Tensor
 from paceline.comm.base import Collective
 from paceline.errors import PacelineError
 from paceline.horovod.errors import HorovodInternalError
-from paceline.horovod.execution import Executor
+from paceline.horovod.execution import Batch, Executor
 from paceline.horovod.ledger import Ledger
-from paceline.horovod.negotiation import Negotiator, News, Ready, Request
+from paceline.horovod.negotiation import Negotiator, News, Request
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
 
 _LEAVE_WITHIN_S = 5.0
-_LOOK_S = 0.1
+_ENOUGH_BYTES = 2**20
+"""So many are worth a round of their own, though more is being asked for."""
+_LONGEST_CYCLES = 8
+"""Looks at whether a script still asks are this far apart at last; each takes the interpreter from it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """What one rank has asked for."""
 
@@ -39,8 +43,8 @@ class Operation:
 
     result: Any = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
-    over: threading.Event = field(default_factory=threading.Event, init=False)
-    asked_s: float = field(default_factory=time.monotonic, init=False)
+    is_over: bool = field(default=False, init=False)
+    asked_s: float = field(default=0.0, init=False)
 
 
 @final
@@ -48,8 +52,9 @@ class Channel:
     """The operations of one process set on one of its ranks.
 
     Ranks meet in rounds. A rank takes part in the next one while it waits for an operation, so that nobody turns in
-    circles: who has asked for nothing is waited for. Rounds are driven by whoever waits in `wait`, and by a thread of
-    the channel's own that looks after `cycle_s` whether somebody does.
+    circles: who has asked for nothing is waited for. Rounds are driven by whoever waits in `wait`. A thread of the
+    channel's own drives them when nothing more has been asked for since `cycle_s`, or when much waits; a script that
+    asks for one operation after another is not disturbed, and has one round for all of them.
 
     Args:
         collective: of the set's ranks; owned from here on.
@@ -72,10 +77,14 @@ class Channel:
         self._settings, self._timeline, self._ledger, self._name = settings, timeline, ledger, name
         self._negotiator = Negotiator(ranks, num_remembered=settings.num_remembered)
         self._executor = Executor(collective, fusion_bytes=settings.fusion_bytes, ranks=self.ranks, timeline=timeline)
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._driving = threading.Lock()
         self._asked: dict[str, Operation] = {}  # under way, by name
         self._new: list[Operation] = []  # that the others have not heard of
+        self._new_bytes = 0
+        self._is_idle = False  # the channel's thread sleeps until something is asked for
+        self._is_urgent = threading.Event()  # it is not to wait for quiet
         self._has_joined = False
         self._last_joined: int | None = None
         self._missing: dict[str, list[int]] = {}  # who has not asked for what the others wait for
@@ -99,18 +108,27 @@ class Channel:
                         f"{operation.request.name!r} is under way on this rank already; wait for it, or give this "
                         "operation another name"
                     )
+            now_s, before_bytes = time.monotonic(), self._new_bytes
             for operation in operations:
+                operation.asked_s = now_s
                 self._asked[operation.request.name] = operation
                 self._new.append(operation)
-                self._timeline.asked(operation.request)
+                if operation.tensor is not None:
+                    self._new_bytes += operation.tensor.nbytes
+                if self._timeline.is_on:
+                    self._timeline.asked(operation.request)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"paceline {self._name}", daemon=True)
                 self._thread.start()
-            self._lock.notify_all()
+            elif self._is_idle:
+                self._is_idle = False
+                self._changed.notify_all()
+            if before_bytes < _ENOUGH_BYTES <= self._new_bytes:
+                self._is_urgent.set()
 
     def wait(self, operation: Operation) -> None:
         """Return once it is over. Raises what ended it."""
-        if not operation.over.is_set():
+        if not operation.is_over:
             with self._ledger.waiting():
                 self._wait(operation)
         if operation.error is not None:
@@ -121,7 +139,7 @@ class Channel:
         with self._lock:
             self._require_open()
             self._has_joined, self._last_joined = True, None
-        with self._ledger.waiting(), self._driving:
+        with self._ledger.waiting(), self._at_the_wheel():
             while self._last_joined is None:
                 self._round()
                 if self._failure is not None:
@@ -138,7 +156,8 @@ class Channel:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._lock.notify_all()
+            self._is_urgent.set()
+            self._changed.notify_all()
         if is_collective and self._failure is None and self._driving.acquire(timeout=_LEAVE_WITHIN_S):
             try:
                 self._say_goodbye()
@@ -151,44 +170,69 @@ class Channel:
         self.collective.close()
 
     def _wait(self, operation: Operation) -> None:
-        while not operation.over.is_set():
-            if self._driving.acquire(blocking=False):
-                try:
-                    self._drive_until(operation)
-                finally:
-                    self._driving.release()
-            elif not operation.over.wait(self._settings.stall_warning_s or None):
-                self._warn_of_stalls()
+        while not operation.is_over:
+            with self._at_the_wheel(is_patient=False) as drives:
+                while drives and not operation.is_over and self._failure is None:
+                    self._round()
+            if not drives:
+                with self._lock:
+                    is_told = self._changed.wait_for(
+                        lambda: operation.is_over or not self._driving.locked(), self._patience_s
+                    )
+                if not is_told:
+                    self._look_for_stalls()
 
     # --- rounds -------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _at_the_wheel(self, *, is_patient: bool = True) -> Iterator[bool]:
+        """This thread alone drives rounds inside, if it is given true: it is not where another does, unless patient."""
+        if not self._driving.acquire(blocking=is_patient):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            with self._lock:
+                self._driving.release()
+                self._changed.notify_all()
+
     def _serve(self) -> None:
         """What the channel's thread does: drive operations that nobody waits for."""
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._is_closed or self._failure is not None or bool(self._asked))
-                if self._is_closed or self._failure is not None:
-                    return
-                # Who asks for one operation mostly asks for more, or waits for it at once.
-                self._lock.wait_for(lambda: self._is_closed, timeout=self._settings.cycle_s)
-            if self._driving.acquire(timeout=_LOOK_S):
-                try:
-                    while self._asked and self._failure is None and not self._is_closed:
-                        self._round()
-                finally:
-                    self._driving.release()
-            elif self._settings.stall_warning_s:
-                self._warn_of_stalls()  # whoever drives is waiting himself
+        while self._wait_for_quiet():
+            with self._at_the_wheel(is_patient=False) as drives:
+                if drives and self._asked and self._failure is None and not self._is_closed:
+                    self._round()
+            if not drives:  # whoever drives is waiting himself
+                with self._lock:
+                    self._changed.wait_for(lambda: not self._driving.locked(), self._patience_s)
+                self._look_for_stalls()
 
-    def _drive_until(self, operation: Operation) -> None:
-        while not operation.over.is_set() and self._failure is None:
-            self._round()
+    def _wait_for_quiet(self) -> bool:
+        """Return once something is asked for, and nothing more for a cycle, or much; false at the channel's end."""
+        with self._lock:
+            self._is_idle = True
+            self._changed.wait_for(lambda: self._is_ended or bool(self._asked))
+            self._is_idle = False
+        # The lock is not held here, nor taken at every look: whoever asks would wait for this thread to get its turn.
+        patience_s, count = self._settings.cycle_s, -1
+        while not self._is_ended and count != len(self._new):
+            count = len(self._new)
+            if self._is_urgent.wait(patience_s):
+                break
+            patience_s = min(2 * patience_s, _LONGEST_CYCLES * self._settings.cycle_s)
+        self._is_urgent.clear()
+        return not self._is_ended
+
+    @property
+    def _is_ended(self) -> bool:
+        return self._is_closed or self._failure is not None
 
     def _round(self) -> None:
         """Say what is new, hear the others, and do what is due on all ranks."""
         try:
             with self._lock:
-                new, self._new = self._new, []
+                new, self._new, self._new_bytes = self._new, [], 0
                 has_joined = self._has_joined
             mine = self._negotiator.news([operation.request for operation in new], has_joined=has_joined)
             self._timeline.cycle()
@@ -203,19 +247,20 @@ class Channel:
             last = self._negotiator.last_joined()
             if last is not None:
                 self._last_joined, self._has_joined = last, False
-            if not due and not any(news.numbers or news.requests for news in everyone):
+            if not due and not any(news.known or news.requests for news in everyone):
                 self._missing = self._negotiator.missing()
                 time.sleep(self._settings.cycle_s)  # all wait for different things
         except Exception as error:
             self._fail(error)
 
-    def _do(self, batch: Sequence[Ready]) -> None:
+    def _do(self, batch: Batch) -> None:
         with self._lock:
-            operations = [self._asked.pop(ready.request.name, None) for ready in batch]
+            operations = [self._asked.pop(name, None) for name in batch.names]
         mine = [operation for operation in operations if operation is not None]
-        if batch[0].error is not None:
+        error = batch.ready[0].error
+        if error is not None:
             for operation in mine:
-                operation.error = HorovodInternalError(batch[0].error)
+                operation.error = HorovodInternalError(error)
         else:
             try:
                 with self._ledger.moving(self.collective.timing):
@@ -224,9 +269,16 @@ class Channel:
                 with self._lock:  # they are to end with everything else that is under way
                     self._asked.update({operation.request.name: operation for operation in mine})
                 raise
-        for operation in mine:
-            self._timeline.done(operation.request)
-            operation.over.set()
+        if self._timeline.is_on:
+            for operation in mine:
+                self._timeline.done(operation.request)
+        self._end(mine)
+
+    def _end(self, operations: Sequence[Operation]) -> None:
+        with self._lock:
+            for operation in operations:
+                operation.is_over = True
+            self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, HorovodInternalError):
@@ -236,10 +288,9 @@ class Channel:
         with self._lock:
             self._failure = self._failure or error
             ended, self._asked, self._new = [*self._asked.values()], {}, []
-            self._lock.notify_all()
         for operation in ended:
             operation.error = self._failure
-            operation.over.set()
+        self._end(ended)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -257,21 +308,36 @@ class Channel:
         except Exception:
             return  # who has not come in time learns of it from the closed collective
 
-    def _warn_of_stalls(self) -> None:
-        """Name what has waited for so long, and for whom; at most so often."""
-        now_s, patience_s = time.monotonic(), self._settings.stall_warning_s
+    @property
+    def _patience_s(self) -> float | None:
+        """How long to wait before looking whether something stalls; None: for ever."""
+        limits_s = [each for each in (self._settings.stall_warning_s, self._settings.stall_shutdown_s) if each]
+        return min(limits_s, default=None)
+
+    def _look_for_stalls(self) -> None:
+        """Name what has waited for so long, and for whom: in a warning now and then, or in the error that ends all."""
+        now_s, warning_s, shutdown_s = time.monotonic(), self._settings.stall_warning_s, self._settings.stall_shutdown_s
         with self._lock:
-            late = [each for each in self._asked.values() if now_s - max(each.asked_s, self._warned_s) > patience_s]
-            if not late:
-                return
-            self._warned_s = now_s
+            asked = [*self._asked.values()]
+            late = [each for each in asked if warning_s and now_s - max(each.asked_s, self._warned_s) > warning_s]
+            too_late = [each for each in asked if shutdown_s and now_s - each.asked_s > shutdown_s]
+            if late:
+                self._warned_s = now_s
+        if too_late:
+            text = f"operations have waited for longer than {shutdown_s:g} s: {self._who_is_missing(too_late, now_s)}"
+            self._fail(HorovodInternalError(f"{text} (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"))
+            self.collective.abort(text)
+        elif late:
+            warnings.warn(
+                f"operations wait: {self._who_is_missing(late, now_s)}. Do all ranks issue the same operations? "
+                "(HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_CHECK_DISABLE)",
+                stacklevel=4,
+            )
+
+    def _who_is_missing(self, late: Sequence[Operation], now_s: float) -> str:
         texts = []
         for operation in late:
             missing = self._missing.get(operation.request.name)
             who = f"rank {', '.join(map(str, missing))}" if missing else "another rank, which has asked for nothing,"
             texts.append(f"{operation.request.name!r} for {now_s - operation.asked_s:.0f} s: {who} did not ask for it")
-        warnings.warn(
-            f"operations wait: {'; '.join(texts)}. Do all ranks issue the same operations? "
-            "(HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_CHECK_DISABLE)",
-            stacklevel=4,
-        )
+        return "; ".join(texts)

@@ -1,7 +1,7 @@
 """What is done once all ranks have asked: small all-reduces together, through one buffer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -16,6 +16,7 @@ from paceline.horovod.negotiation import (
     BARRIER,
     BROADCAST,
     REDUCESCATTER,
+    Due,
     Ready,
     Request,
 )
@@ -26,6 +27,22 @@ if TYPE_CHECKING:
 
 ADASUM = "adasum"
 _MOST_PLANS = 64
+_Key = tuple[str, str, tuple[tuple[int, ...], ...]]
+
+
+@final
+@dataclass(eq=False)
+class Batch:
+    """What is done at a time."""
+
+    ready: Sequence[Ready]
+    names: tuple[str, ...] = field(init=False)
+    plan_key: _Key = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = self.ready[0].request
+        self.names = tuple(each.request.name for each in self.ready)
+        self.plan_key = (first.dtype, first.op, tuple(each.request.shape for each in self.ready))
 
 
 @dataclass
@@ -49,7 +66,8 @@ class Executor:
         self._collective, self._fusion_bytes, self._ranks = collective, fusion_bytes, tuple(ranks)
         self._timeline = timeline
         self._buffer: Tensor | None = None
-        self._plans: dict[tuple[str, str, tuple[tuple[int, ...], ...]], _Plan] = {}
+        self._plans: dict[_Key, _Plan] = {}
+        self._cut: dict[int, list[Batch]] = {}  # by the numbers of what was agreed on
         self._do: dict[str, Callable[[Ready, Any], Any]] = {
             ALLGATHER: self._all_gather,
             BROADCAST: self._broadcast,
@@ -58,55 +76,75 @@ class Executor:
             BARRIER: lambda ready, operation: self._collective.barrier(),
         }
 
-    def batches(self, due: Sequence[Ready]) -> Iterator[list[Ready]]:
+    def batches(self, due: Due) -> Iterator[Batch]:
         """What is done at a time: all-reduces that differ in shape only, up to the buffer's size; else one by one."""
+        if due.agreed:
+            known = self._cut.get(due.numbers)
+            if known is None:
+                if len(self._cut) >= _MOST_PLANS:
+                    self._cut.clear()
+                known = self._cut[due.numbers] = [*self._batches(due.agreed)]
+            yield from known
+        yield from self._batches(due.others)
+
+    def _batches(self, due: Sequence[Ready]) -> Iterator[Batch]:
         batch: list[Ready] = []
         num_bytes = 0
         for ready in due:
             more_bytes = _num_bytes(ready.request)
             if batch and (not _goes_with(batch[0], ready) or num_bytes + more_bytes > self._fusion_bytes):
-                yield batch
+                yield Batch(batch)
                 batch, num_bytes = [], 0
             batch.append(ready)
             num_bytes += more_bytes
         if batch:
-            yield batch
+            yield Batch(batch)
 
     @torch.no_grad()
-    def run(self, batch: Sequence[Ready], operations: "Sequence[Operation | None]") -> None:
+    def run(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
         """Do it. An operation that is none is another rank's alone: this one has joined."""
-        for ready in batch:
-            self._timeline.begins(ready.request)
-        kind = batch[0].request.kind
-        if kind == ALLREDUCE:
+        if self._timeline.is_on:
+            for ready in batch.ready:
+                self._timeline.begins(ready.request)
+        first = batch.ready[0]
+        if first.request.kind == ALLREDUCE:
             self._all_reduce(batch, operations)
             return
         (operation,) = operations
         if operation is None:  # a barrier of others, which waits for nobody who has joined
-            self._do[kind](batch[0], None)
+            self._do[first.request.kind](first, None)
         elif operation.run is not None:
             operation.result = operation.run(self._collective)
         else:
-            operation.result = self._do[kind](batch[0], operation)
+            operation.result = self._do[first.request.kind](first, operation)
 
-    def _all_reduce(self, batch: Sequence[Ready], operations: "Sequence[Operation | None]") -> None:
-        request = batch[0].request
-        inputs = [_input(ready, operation) for ready, operation in zip(batch, operations, strict=True)]
+    def _all_reduce(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
+        request = batch.ready[0].request
+        inputs = [
+            _zeros(ready.request) if operation is None or operation.tensor is None else operation.tensor
+            for ready, operation in zip(batch.ready, operations, strict=True)
+        ]
         if request.op == ADASUM:
             results = [adasum(scaled(tensor, request.prescale), self._collective) for tensor in inputs]
         else:
             results = self._reduced(batch, inputs)
+        if request.postscale != 1.0:
+            results = [scaled(result, request.postscale) for result in results]
+        outputs, found = [], []
         for operation, result in zip(operations, results, strict=True):
-            if operation is None:
-                continue
-            result = scaled(result, request.postscale)
-            operation.result = result.clone() if operation.output is None else operation.output.copy_(result)
+            if operation is not None:
+                output = operation.output
+                operation.result = output = torch.empty_like(result) if output is None else output
+                outputs.append(output)
+                found.append(result)
+        if outputs:
+            torch._foreach_copy_(outputs, found)
 
-    def _reduced(self, batch: Sequence[Ready], inputs: Sequence[Tensor]) -> list[Tensor]:
-        request = batch[0].request
-        if _num_bytes(request) == 0 and len(batch) == 1:
+    def _reduced(self, batch: Batch, inputs: Sequence[Tensor]) -> list[Tensor]:
+        request = batch.ready[0].request
+        if len(batch.ready) == 1 and _num_bytes(request) == 0:
             return list(inputs)
-        plan = self._plan(request, tuple(ready.request.shape for ready in batch))
+        plan = self._plan(batch.plan_key)
         if request.prescale == 1.0:
             torch._foreach_copy_(plan.views, list(inputs))
         else:
@@ -114,19 +152,20 @@ class Executor:
         plan.start().wait()
         return plan.views
 
-    def _plan(self, first: Request, shapes: tuple[tuple[int, ...], ...]) -> _Plan:
-        plan = self._plans.get((first.dtype, first.op, shapes))
+    def _plan(self, key: _Key) -> _Plan:
+        plan = self._plans.get(key)
         if plan is not None:
             return plan
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        dtype = _dtype(first)
+        dtype_name, op_name, shapes = key
+        dtype: torch.dtype = getattr(torch, dtype_name)
         counts = [_numel(shape) for shape in shapes]
         flat = self._room(sum(counts) * dtype.itemsize).view(dtype)
         views = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
-        op: ReduceOp = first.op  # type: ignore[assignment]  # the interface has made it one
+        op: ReduceOp = op_name  # type: ignore[assignment]  # the interface has made it one
         plan = _Plan(views, self._collective.persistent_all_reduce(flat, op=op))
-        self._plans[first.dtype, first.op, shapes] = plan
+        self._plans[key] = plan
         return plan
 
     def _room(self, num_bytes: int) -> Tensor:
@@ -180,11 +219,9 @@ def _goes_with(first: Ready, ready: Ready) -> bool:
     )  # fmt: skip
 
 
-def _input(ready: Ready, operation: Any) -> Tensor:
-    if operation is None:
-        return torch.zeros(ready.request.shape, dtype=_dtype(ready.request))
-    tensor: Tensor = operation.tensor
-    return tensor
+def _zeros(request: Request) -> Tensor:
+    """What a rank that has joined gives."""
+    return torch.zeros(request.shape, dtype=_dtype(request))
 
 
 def _dtype(request: Request) -> torch.dtype:

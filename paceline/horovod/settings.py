@@ -13,12 +13,14 @@ _MEBIBYTE = 2**20
 class Settings:
     fusion_bytes: int = 64 * _MEBIBYTE
     """The most that small all-reduces are put together to."""
-    num_remembered: int = 1024
+    num_remembered: int = 8192
     """Operations that are called by a number once ranks have agreed on them."""
     cycle_s: float = 1e-3
     """How long an operation may lie before ranks are told of it, if nobody waits for it."""
     stall_warning_s: float = 60.0
     """A warning names who is missing after so long; 0: never."""
+    stall_shutdown_s: float = 0.0
+    """All operations fail, and the error names who is missing, once one has waited for so long; 0: never."""
     timeline: str | None = None
     marks_cycles: bool = False
 
@@ -40,6 +42,7 @@ class Settings:
             num_remembered=int(number("HOROVOD_CACHE_CAPACITY", cls.num_remembered)),
             cycle_s=number("HOROVOD_CYCLE_TIME", cls.cycle_s * 1e3) / 1e3,
             stall_warning_s=0.0 if is_silent else number("HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_warning_s),
+            stall_shutdown_s=0.0 if is_silent else number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown_s),
             timeline=None if file == "DYNAMIC" else file,
             marks_cycles=environment.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),
         )

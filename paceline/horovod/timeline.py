@@ -36,6 +36,10 @@ class Timeline:
                 self._file.close()
                 self._file = None
 
+    @property
+    def is_on(self) -> bool:
+        return self._file is not None
+
     def asked(self, request: Request) -> None:
         self._event(request, f"NEGOTIATE_{request.kind.upper()}", "B")
 
@@ -69,6 +73,7 @@ class Timeline:
     def _write(self, event: dict[str, Any], sep: str = ",\n") -> None:
         assert self._file is not None
         self._file.write(sep + json.dumps(event))
+        self._file.flush()  # it is looked at while the script runs
 
     def _now_us(self) -> int:
         return (time.perf_counter_ns() - self._began_ns) // 1000

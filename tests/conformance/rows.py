@@ -146,6 +146,7 @@ ROWS = (
     Row("gossip-awc", "gossip", 3, {**GOSSIP, "topology": "one-peer", "order": "awc"}, workers_differ=True),
     Row("sgp", "sgp", 3, GOSSIP, workers_differ=True),
     Row("relay", "relay", 2, GOSSIP, workers_differ=True),
+    Row("noloco", "noloco", 2, {**GOSSIP, "every": 2}, workers_differ=True, moves_every_step=False, is_plain=False),
     Row(
         "ad-psgd",
         "ad-psgd",

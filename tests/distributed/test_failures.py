@@ -231,7 +231,7 @@ model, optimizer, loader = worker.prepare(model, optimizer, loader)
 worker.evaluation(lambda model: {"loss": 1.0})
 for (x,) in loader:
     optimizer.zero_grad()
-    model(x).sum().backward()
+    model(x).mean().backward()
     optimizer.step()
 """
     with pytest.raises(UsageError, match="unknown target metric 'los'; did you mean 'loss'"):

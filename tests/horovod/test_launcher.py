@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -29,16 +30,16 @@ def launch(monkeypatch: pytest.MonkeyPatch, text: str) -> int:
     [
         ("python train.py", "say with -np how many processes there are to be"),
         ("-np 2 ls", "give python SCRIPT and its arguments after the options, not 'ls'"),
-        ("-np 2 -H far.example:2 python train.py", "-H and --hostfile name far.example, and hosts are reached through"),
+        ("-np 2 -H localhost:2 -p 22 python train.py", "--ssh-port and --ssh-identity-file have no effect"),
+        ("-np 3 -H far.example:2 python train.py", "-np 3 is more than the 2 slots of the hosts"),
         ("-np 3 -H localhost:2 python train.py", "-np 3 is more than the 2 slots of the hosts"),
         ("-np 2 --mpi python train.py", "--mpi cannot be had: workers meet without MPI"),
         ("-np 2 --autotune python train.py", "--autotune cannot be had"),
-        ("-np 2 --config-file x.yaml python train.py", "--config-file cannot be had: give its settings as options"),
+        ("-np 2 --config-file nowhere.yaml python train.py", "cannot read the config file nowhere.yaml: No such file"),
         ("-np 2 --min-np 1 python train.py", "--min-num-proc cannot be had: jobs that grow and shrink"),
         ("-np 2 --blacklist-cooldown-range 1 2 python train.py", "--blacklist-cooldown-range cannot be had"),
         *((f"-np 2 {option} 3 python train.py", f"{option} cannot be had") for option in (
             "--max-num-proc", "--host-discovery-script", "--slots-per-host", "--elastic-timeout", "--reset-limit",
-            "--stall-check-shutdown-time-seconds",
         )),
         ("-np 2 --torus-allreduce python train.py", "--torus-allreduce"),
     ],
@@ -57,7 +58,7 @@ def test_what_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     options = (
         f"-np 4 --hostfile {hostfile} --gloo --hierarchical-allreduce --start-timeout 9 --fusion-threshold-mb 2 "
         f"--cycle-time-ms 3.5 --cache-capacity 7 --timeline-filename {tmp_path}/t.json --timeline-mark-cycles "
-        "--stall-check-warning-time-seconds 5 --no-alias"
+        "--stall-check-warning-time-seconds 5 --stall-check-shutdown-time-seconds 9 --no-alias"
     )
     assert launch(monkeypatch, f"{options} python3 -u train.py --lr 0.1 -np 9") == 0
     assert found == {
@@ -69,7 +70,8 @@ def test_what_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "arguments": ["--lr", "0.1", "-np", "9"],
     }
     timeline = str(tmp_path / "t.json")
-    wanted = Settings(2 * 2**20, 7, cycle_s=3.5e-3, stall_warning_s=5.0, timeline=timeline, marks_cycles=True)
+    about = {"timeline": timeline, "marks_cycles": True}
+    wanted = Settings(2 * 2**20, 7, cycle_s=3.5e-3, stall_warning_s=5.0, stall_shutdown_s=9.0, **about)
     assert Settings.read(os.environ) == wanted
     assert launch(monkeypatch, "-np 1 --no-stall-check train.py") == 0
     assert Settings.read(os.environ).stall_warning_s == 0.0
@@ -81,3 +83,64 @@ def test_what_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "[X] PyTorch" in out
     assert "[ ] MPI" in out
     assert out.count("[X] Gloo") == 2
+
+
+CONFIG = """
+controller: gloo
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 5
+  cache_capacity: 16
+  hierarchical_allreduce: true
+  hierarchical_allgather: false
+autotune:
+  enabled: false
+timeline:
+  filename: far.json
+  mark_cycles: true
+stall_check:
+  enabled: false
+  warning_time_seconds: 120
+  shutdown_time_seconds: 300
+library_options:
+  gloo_timeout_seconds: 77
+"""
+
+
+def test_a_config_file_says_what_the_command_line_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(run_command, "run", lambda script, **settings: found.update(script=script, **settings))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(CONFIG)
+    assert launch(monkeypatch, "-np 2 --config-file config.yaml --cycle-time-ms 9 python train.py") == 0
+    assert found["deadline"] == 77.0
+    wanted = Settings(32 * 2**20, 16, cycle_s=9e-3, timeline=str(tmp_path / "far.json"), marks_cycles=True)
+    wanted = dataclasses.replace(wanted, stall_warning_s=0.0, stall_shutdown_s=0.0)  # as the check is off
+    assert Settings.read(os.environ) == wanted
+    assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "300"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("params: [1]", "params is to hold names and values, not [1]"),
+        ("parms: {cycle_time_ms: 1}", "there is no section 'parms'; did you mean 'params'?"),
+        ("params: {cycle_time: 1}", "params.cycle_time has no effect here; did you mean 'cycle_time_ms'?"),
+        ("params: {cycle_time_ms: fast}", "params.cycle_time_ms is a number that is not negative, not 'fast'"),
+        ("params: {fusion_threshold_mb: -1}", "params.fusion_threshold_mb is a number that is not negative, not -1"),
+        ("params: {torus_allreduce: true}", "params.torus_allreduce has no effect here"),
+        ("timeline: {mark_cycles: 2}", "timeline.mark_cycles is true or false, not 2"),
+        ("autotune: {enabled: true}", "--autotune cannot be had"),
+        ("controller: mpi", "--mpi cannot be had"),
+        ("controller: nccl", "controller is gloo or mpi, not 'nccl'"),
+        ("- 1", "has no sections"),
+        ("params: {", "is not YAML"),
+    ],
+)
+def test_refused_config_files(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    assert launch(monkeypatch, f"-np 2 --config-file {tmp_path}/c.yaml python train.py") == USAGE
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -50,7 +50,7 @@ def calls_of(draw: st.DrawFn, *, sets: list[tuple[int, ...]], kinds: tuple[str, 
 KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_order_on_overlapping_process_sets(world: HorovodWorld, data: st.DataObject) -> None:
     sets = data.draw(st.lists(st.sampled_from([(0, 1), (1, 2), (0, 2), (1,)]), unique=True, max_size=3))
@@ -375,6 +375,28 @@ def _stall(rank: int) -> str:
             time.sleep(1.0)
         hvd.allreduce(torch.ones(2), name="late")
     return " ".join(str(each.message) for each in caught)
+
+
+def test_a_stall_ends_everything_where_that_is_asked_for(tmp_path: Any) -> None:
+    with HorovodWorld(2, tmp_path) as pair:
+        for said in pair.run(_stall_for_ever):
+            assert "operations have waited for longer than 0.5 s: 'allreduce." in said
+            assert "did not ask for it" in said
+
+
+def _stall_for_ever(rank: int) -> str:
+    """Ranks wait for different things, so that both know who is missing."""
+    import os
+
+    os.environ |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.5"}
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    try:
+        hvd.allreduce(torch.ones(2), name=f"only on {rank}")
+    except hvd.HorovodInternalError as error:
+        return str(error)
+    return ""
 
 
 def test_sparse_gradients_are_refused_in_groups(world: HorovodWorld) -> None:

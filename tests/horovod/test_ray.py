@@ -92,6 +92,38 @@ def test_a_function_under_horovod_s_own_name_in_as_many_workers_as_there_is_room
         executor.run(_under_horovod_s_name)
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_callbacks_hear_what_workers_log(ray_here: None) -> None:
+    executor = RayExecutor(SETTINGS, num_workers=2)
+    executor.start()
+    heard: list[dict[str, int]] = []
+    also: list[dict[str, int]] = []
+    try:
+        assert executor.run(_log, args=[3], callbacks=[heard.append, also.append]) == [0, 1]
+        assert heard == also
+        for rank in range(2):
+            assert [said["step"] for said in heard if said["rank"] == rank] == [0, 1, 2]
+        with pytest.raises(ray.exceptions.RayTaskError, match="no step is left"):
+            executor.execute(lambda _: _log(-1), callbacks=[heard.append])
+        assert executor.run(_log, args=[0]) == [0, 1]
+        assert len(heard) == 6
+    finally:
+        executor.shutdown()
+
+
+def _log(steps: int) -> int:
+    import horovod.torch as hvd
+    from horovod.ray import ray_logger
+
+    hvd.init()
+    if steps < 0:
+        raise ValueError("no step is left")
+    for step in range(steps):
+        ray_logger.log({"rank": hvd.rank(), "step": step})
+    return int(hvd.rank())
+
+
 def _under_horovod_s_name() -> int:
     import horovod.torch as hvd
 

@@ -3,7 +3,8 @@
     python tests/horovod/upstream.py CHECKOUT test/parallel/test_torch.py --workers 2
     python tests/horovod/upstream.py CHECKOUT test/single/test_ray.py -- -k local
 
-Files of `test/parallel` run on every worker, all others once. What follows `--` goes to pytest.
+Files of `test/parallel` run on every worker, all others once. What follows `--` goes to pytest. What those files share
+needs the package `mock`, and helpers of Horovod's launcher (`horovod.runner`), which are taken from the checkout.
 """
 
 from __future__ import annotations
@@ -16,6 +17,16 @@ import tempfile
 from pathlib import Path
 
 _ALIAS = 'from paceline.engines import aliases\n\naliases.install(["horovod"])\n'
+_HELPERS = "import paceline.horovod\n\npaceline.horovod.__path__.append({!r})  # behind Paceline's own modules\n"
+_LAUNCHED = """
+import os
+
+for name in ("RANK", "LOCAL_RANK"):  # as Horovod's launcher sets them
+    if name in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ.setdefault(f"HOROVOD_{name}", os.environ[name])
+        size = name.replace("RANK", "WORLD_SIZE")
+        os.environ.setdefault(f"HOROVOD_{size.replace('WORLD_', '')}", os.environ[size])
+"""
 _PLUGIN = "todays_ray"
 _TODAYS_RAY = """
 import ray
@@ -37,7 +48,8 @@ def main() -> int:
         arguments, rest = arguments[:at], arguments[at + 1 :]
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
-        Path(place, "sitecustomize.py").write_text(_ALIAS)  # what every process of Python's loads, Ray's too
+        own = _ALIAS + _HELPERS.format(str((asked.checkout / "horovod").resolve())) + _LAUNCHED
+        Path(place, "sitecustomize.py").write_text(own)  # what every process of Python's loads, Ray's too
         Path(place, f"{_PLUGIN}.py").write_text(_TODAYS_RAY)
         path = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.queue import Queue
 
 from paceline.horovod.ray.elastic import RayHostDiscovery
 from paceline.horovod.ray.strategy import Placement
 
 _LEAVE_WITHIN_S = 10.0
 _LOOK_S = 0.5
+_HEAR_S = 0.1
+Callback = Callable[[Any], Any]
 
 
 @dataclass
@@ -102,6 +105,25 @@ class Workers:
         if not self.actors:
             raise ValueError("the executor has no workers: call start() first")
         return [actor.execute.remote(function) for actor in self.actors]
+
+    def results(self, function: Callable[[Any], Any], callbacks: "Sequence[Callback] | None") -> list[Any]:
+        """What it returns on each worker, by rank; meanwhile each callback is called with all that workers log."""
+        if not callbacks:
+            return list(ray.get(self.call(function)))
+        queue = Queue(actor_options={"num_cpus": 0})
+        try:
+            ray.get([actor.set_queue.remote(queue) for actor in self.actors])
+            left = results = self.call(function)
+            while left:
+                _, left = ray.wait(left, num_returns=len(left), timeout=_HEAR_S)
+                while not queue.empty():  # workers that have returned have put everything
+                    said = queue.get()
+                    for callback in callbacks:
+                        callback(said)
+            return list(ray.get(results))
+        finally:
+            ray.get([actor.set_queue.remote(None) for actor in self.actors])
+            queue.shutdown(force=True)
 
     def shutdown(self) -> None:
         actors, self.actors = self.actors, []
@@ -212,11 +234,13 @@ class RayExecutor:
             self.adapter.shutdown()
             raise
 
-    def execute(self, fn: Callable[[Any], Any], callbacks: None = None) -> list[Any]:
-        """Call a function with each worker's object; the results by rank."""
-        _refuse(callbacks=callbacks)
-        results: list[Any] = ray.get(self.adapter.call(fn))
-        return results
+    def execute(self, fn: Callable[[Any], Any], callbacks: "Sequence[Callback] | None" = None) -> list[Any]:
+        """Call a function with each worker's object; the results by rank.
+
+        Args:
+            callbacks: each is called here with every value that a worker gives to `ray_logger.log`.
+        """
+        return self.adapter.results(fn, callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call a function with the object of rank 0's worker alone."""
@@ -227,19 +251,16 @@ class RayExecutor:
         fn: Callable[..., Any],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        callbacks: None = None,
+        callbacks: "Sequence[Callback] | None" = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on each worker; the results by rank."""
-        _refuse(callbacks=callbacks)
-        results: list[Any] = ray.get(self.run_remote(fn, args, kwargs))
-        return results
+        """Call `fn(*args, **kwargs)` on each worker; the results by rank. Callbacks are as in `execute`."""
+        return self.adapter.results(_called_with(fn, args, kwargs), callbacks)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """As `run`, at once: what `ray.get` turns into the results."""
-        given, named = tuple(args or ()), dict(kwargs or {})
-        return self.adapter.call(lambda _: fn(*given, **named))
+        return self.adapter.call(_called_with(fn, args, kwargs))
 
     def shutdown(self) -> None:
         """End the workers, whatever they do, and give their room back."""
@@ -261,6 +282,13 @@ class RayExecutor:
                 raise TimeoutError(f"the cluster has {slots} slots after {self._elastic_timeout_s:g} s, not {least}")
             time.sleep(_LOOK_S)
         return slots if most is None else min(slots, most)
+
+
+def _called_with(
+    fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> Callable[[Any], Any]:
+    given, named = tuple(args or ()), dict(kwargs or {})
+    return lambda _: fn(*given, **named)
 
 
 def _as_torchrun(rank: int, size: int, place: Mapping[str, int]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import ray
 from paceline.engines import aliases
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.horovod import runtime
+from paceline.horovod.ray import ray_logger
 
 
 class BaseHorovodWorker:
@@ -53,6 +54,10 @@ class BaseHorovodWorker:
         """Make the object that functions are given."""
         if executable_cls is not None:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
+
+    def set_queue(self, queue: Any) -> None:
+        """Where `ray_logger.log` sends what it is given."""
+        ray_logger.configure(queue)
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
         """Call a function with the object."""

@@ -137,7 +137,7 @@ def mpi_enabled() -> bool:
     return False
 
 
-def mpi_built(verbose: bool = False) -> bool:
+def mpi_built() -> bool:
     """Whether MPI can be used: never."""
     return False
 
@@ -147,29 +147,29 @@ def gloo_enabled() -> bool:
     return True
 
 
-def gloo_built(verbose: bool = False) -> bool:
+def gloo_built() -> bool:
     """Whether ranks can meet without MPI: always."""
     return True
 
 
-def nccl_built(verbose: bool = False) -> int:
+def nccl_built() -> int:
     """NCCL's version if operations use it; they do not."""
     return 0
 
 
-def ddl_built(verbose: bool = False) -> bool:
+def ddl_built() -> bool:
     return False
 
 
-def ccl_built(verbose: bool = False) -> bool:
+def ccl_built() -> bool:
     return False
 
 
-def cuda_built(verbose: bool = False) -> bool:
+def cuda_built() -> bool:
     return False
 
 
-def rocm_built(verbose: bool = False) -> bool:
+def rocm_built() -> bool:
     return False
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -14,9 +15,11 @@ from paceline.horovod.negotiation import ALLREDUCE
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.torch.collectives import sparse_allreduce_async
 from paceline.horovod.torch.compression import Compression, Compressor
-from paceline.horovod.torch.operations import Adasum, Average, Handle, Sum, reduce_async, synchronize
+from paceline.horovod.torch.operations import Adasum, Average, Handle, Sum, reduce_all_async, reduce_async, synchronize
 
 Parameter = torch.nn.Parameter
+_LOT_BYTES = 2**18
+"""Gradients of so many bytes are worth asking for while backward goes on."""
 
 
 @final
@@ -42,23 +45,25 @@ class Reducer:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        self.names = names
         self.passes_per_step = backward_passes_per_step
         self._compression, self._op = compression, op
         self._prescale, self._postscale = prescale, postscale
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
-        self._group_of = {parameter: tuple(group) for group in groups for parameter in group}
-        self._left = dict.fromkeys(names, backward_passes_per_step)
-        self._ready: set[Parameter] = set()  # of groups that are not complete
-        self._under_way: set[Parameter] = set()
         self._waits: list[Callable[[], None]] = []  # for what is under way
-        self._trained = [parameter for parameter in names if parameter.requires_grad]
-        for parameter in self._trained:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._lot: list[_Place] = []  # what is asked for next, together: asking for each takes longer than a small one
+        self._lot_bytes = 0
+        places = {id(parameter): _Place(parameter, name, backward_passes_per_step) for parameter, name in names.items()}
+        for group in groups:
+            members = [places[id(parameter)] for parameter in group]
+            for place in members:
+                place.group = members
+        self._places = [place for place in places.values() if place.parameter.requires_grad]
+        for place in self._places:
+            place.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, place))
 
     @property
     def is_under_way(self) -> bool:
-        return bool(self._waits)
+        return bool(self._waits or self._lot)
 
     @property
     def is_active(self) -> bool:
@@ -67,94 +72,119 @@ class Reducer:
 
     def set_passes_per_step(self, passes: int) -> None:
         self.passes_per_step = passes
-        self._left = dict.fromkeys(self._left, passes)
+        for place in self._places:
+            place.passes_left = passes
 
     def synchronize(self) -> None:
         """Reduce what is not under way yet, with zeros where there is no gradient, and wait for all."""
         if self.is_active:
-            for parameter in self._trained:
-                if parameter.requires_grad and not {parameter} & (self._under_way | self._ready):
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    self._start(parameter)
+            for place in self._places:
+                if not place.is_ready and place.parameter.requires_grad:
+                    if place.parameter.grad is None:
+                        place.parameter.grad = torch.zeros_like(place.parameter)
+                    self._start(place)
+            self._send_lot()
         waits, self._waits = self._waits, []
         for wait in waits:
             wait()
-        self._under_way.clear()
-        self._ready.clear()
-        self._left = dict.fromkeys(self._left, self.passes_per_step)
+        for place in self._places:
+            place.is_ready, place.passes_left = False, self.passes_per_step
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, Parameter)
-        if self._left[parameter] == 0:
+    def _on_gradient(self, place: "_Place", parameter: Tensor) -> None:
+        if place.passes_left == 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                f"backward_passes_per_step to accumulate gradients locally (parameter {self.names[parameter]!r})."
+                f"backward_passes_per_step to accumulate gradients locally (parameter {place.name!r})."
             )
-        self._left[parameter] -= 1
-        if self._left[parameter] == 0 and self.is_active:
-            self._start(parameter)
+        place.passes_left -= 1
+        if place.passes_left == 0 and self.is_active:
+            self._start(place)
 
-    def _start(self, parameter: Parameter) -> None:
+    def _start(self, place: "_Place") -> None:
         """Start the parameter's reduction, or its group's once that is complete."""
-        group = self._group_of.get(parameter, (parameter,))
-        if _gradient(parameter).is_sparse:
+        group = place.group
+        if _gradient(place.parameter).is_sparse:
             if len(group) > 1:
                 raise ValueError(
-                    f"the gradient of {self.names[parameter]!r} is sparse, and sparse ones are not reduced in groups; "
+                    f"the gradient of {place.name!r} is sparse, and sparse ones are not reduced in groups; "
                     "leave it out of groups"
                 )
-            self._start_sparse(parameter)
+            self._start_sparse(place)
             return
-        self._ready.add(parameter)
-        if self._ready.issuperset(each for each in group if each.requires_grad):
-            self._start_dense([each for each in group if each in self._ready])
+        place.is_ready = True
+        if len(group) == 1:
+            self._lot.append(place)
+            self._lot_bytes += place.parameter.nbytes
+            if self._lot_bytes >= _LOT_BYTES:
+                self._send_lot()
+        elif all(each.is_ready or not each.parameter.requires_grad for each in group):
+            self._send([each for each in group if each.is_ready], is_group=True)
 
-    def _start_dense(self, members: list[Parameter]) -> None:
-        self._ready.difference_update(members)
-        self._under_way.update(members)
-        gradients = [_gradient(each) for each in members]
-        small, contexts = zip(*(self._compression.compress(each) for each in gradients), strict=True)
+    def _send_lot(self) -> None:
+        lot, self._lot, self._lot_bytes = self._lot, [], 0
+        if lot:
+            self._send(lot, is_group=False)
+
+    def _send(self, members: "list[_Place]", *, is_group: bool) -> None:
+        gradients = [_gradient(each.parameter) for each in members]
+        small, contexts = zip(*map(self._compression.compress, gradients), strict=True)
         sent = [each.contiguous() for each in small]
-        handle: Handle = reduce_async(
-            ALLREDUCE,
-            sent,
-            sent,
-            name=self.names[members[0]],
+        ask = partial(reduce_async, ALLREDUCE, outputs=sent, name=members[0].name, is_group=True)
+        if not is_group:
+            ask = partial(reduce_all_async, [each.name for each in members])
+        handle: Handle = ask(
+            tensors=sent,
             op=self._op,
             prescale=self._prescale,
             postscale=self._postscale,
             process_set=self._process_set,
-            is_group=len(members) > 1,
         )
 
         def wait() -> None:
-            found = synchronize(handle)
-            reduced = found if len(members) > 1 else [found]
-            for parameter, gradient, each, context in zip(members, gradients, reduced, contexts, strict=True):
-                result = self._compression.decompress(each, context)
+            results = zip(members, gradients, synchronize(handle), contexts, strict=True)
+            for place, gradient, reduced, context in results:
+                result = self._compression.decompress(reduced, context)
                 if result is not gradient:
                     gradient.copy_(result)
-                parameter.grad = gradient
+                if place.parameter.grad is not gradient:
+                    place.parameter.grad = gradient
 
         self._waits.append(wait)
 
-    def _start_sparse(self, parameter: Parameter) -> None:
+    def _start_sparse(self, place: "_Place") -> None:
+        parameter = place.parameter
         gradient = _gradient(parameter)
+        place.is_ready = True
         if self._sparse_as_dense:
             parameter.grad = gradient.to_dense()
-            self._start_dense([parameter])
+            self._send([place], is_group=False)
             self._waits.append(partial(_make_sparse, parameter))  # as its optimizer expects it
             return
-        self._under_way.add(parameter)
         result = sparse_allreduce_async(
-            gradient.coalesce(), name=self.names[parameter], op=self._op, process_set=self._process_set
+            gradient.coalesce(), name=place.name, op=self._op, process_set=self._process_set
         )
 
         def wait() -> None:
             parameter.grad = result()
 
         self._waits.append(wait)
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """What the reducer knows of one parameter."""
+
+    parameter: Parameter
+    name: str
+    passes_left: int
+    """Backward passes until its gradient is reduced."""
+    is_ready: bool = False
+    """Its gradient is under way, or waits for its group."""
+    group: "list[_Place]" = field(default_factory=list)
+    """What is reduced together with it; by itself it is a group of one."""
+
+    def __post_init__(self) -> None:
+        self.group = [self]
 
 
 def _nothing() -> None:

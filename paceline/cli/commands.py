@@ -24,6 +24,8 @@ SUMMARIES = {
     "(evade).",
     "horovodrun": "Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or "
     "ssh's hosts.",
+    "migrate": "Print the diff that turns a script of Horovod's into Paceline's three lines. The script stays as it "
+    "is.",
     "strategies": "List every strategy with its options, one line each; or show with whom workers exchange under a "
     "topology.",
 }

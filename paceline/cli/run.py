@@ -9,6 +9,7 @@ from rich.console import Console
 
 from paceline.cli import beginning, common_options, crowding, exit_codes
 from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target, in_order
+from paceline.elastic.spec import GlobalBatch
 from paceline.engines.scripting import read_script
 from paceline.errors import RunFailed, UsageError
 from paceline.lab.tracking import Tracking
@@ -64,6 +65,18 @@ def run(
         bool, typer.Option("--strict", help="Compare the workers' parameters after every step, not only now and then.")
     ] = False,
     attack: common_options.Attacks = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(help="Workers may die, and the others go on while MIN are left.", metavar="MIN:MAX"),
+    ] = None,
+    global_batch: Annotated[
+        str | None,
+        typer.Option(
+            help="Of an elastic run: keep (as many samples an update as at the start) or grow (with the workers).",
+            metavar="keep|grow",
+            show_default="keep",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
@@ -136,6 +149,8 @@ def run(
                     deadline_s=deadline,
                     strict=strict,
                     attack=attack or (),
+                    elastic=elastic,
+                    global_batch=cast(GlobalBatch | None, global_batch),
                     out=directory,
                     resume=resume,
                     watcher=watcher,

@@ -58,7 +58,7 @@ class Trial:
     @property
     def label(self) -> str:
         return (
-            f"{self.variant.label} x {self.workers} {f'tuning {self.setting}' if self.setting else f'seed {self.seed}'}"
+            f"{self.variant.text} x {self.workers} {f'tuning {self.setting}' if self.setting else f'seed {self.seed}'}"
         )
 
 
@@ -109,7 +109,7 @@ class StudySpec:
 
     def __post_init__(self) -> None:
         for name in _EXTENSIBLE:
-            values = [value.label if isinstance(value, Variant) else value for value in getattr(self, name)]
+            values = [value.text if isinstance(value, Variant) else value for value in getattr(self, name)]
             if not values:
                 raise UsageError(f"{name}: give at least one")
             for value in values:

@@ -31,8 +31,8 @@ def answer(plan: Plan) -> list[str]:
     unranked = [point.label for point in plan.best_of_each if not point.is_ranked]
     if unranked:
         lines.append(
-            f"Shown, but not ranked: {words.listed(unranked)}. Their workers' models differ at times, and no plan knows how "
-            "many more steps that takes; paceline compare measures it."
+            f"Shown, but not ranked: {words.listed(unranked)}. Their workers' models differ at times, and no plan "
+            "knows how many more steps that takes; paceline compare measures it."
         )
     if plan.cluster.communication.unevenness:
         lines.append(_EVEN)

@@ -51,8 +51,6 @@ class Worker:
         context = world.context
         self.rank: int = context.rank
         """This worker's number, 0 to size - 1."""
-        self.size: int = context.size
-        """How many workers train together."""
         self.local_rank: int = context.local_rank
         """This worker's number among those on its host."""
         self.device: torch.device = context.device
@@ -65,6 +63,11 @@ class Worker:
         world.at_release.append(self._session.release)
         world.progress = lambda: self._session.run.steps
         world.awaits_others = lambda: self._session.run.awaits_others
+
+    @property
+    def size(self) -> int:
+        """How many workers train together."""
+        return self._session.run.context.size
 
     @property
     def iteration(self) -> int:

@@ -90,9 +90,12 @@ def run(
     for part in (first, then):
         if part is then and last is not None and rank == 0:
             break
-        handles = {number: ask(calls[number]) for number in draw.sample(part, len(part))}
-        for number in draw.sample(part, len(part)):
-            results[number] = hvd.synchronize(handles[number])
+        for _ in range(2 if part is first else 1):  # the second time what ranks know is called by numbers
+            handles = {number: ask(calls[number]) for number in draw.sample(part, len(part))}
+            for number in draw.sample(part, len(part)):
+                result = hvd.synchronize(handles[number])
+                assert number not in results or torch.equal(results[number], result)
+                results[number] = result
     if last is not None:
         assert hvd.join() != 0
     for members in sets:

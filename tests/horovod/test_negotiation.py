@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.horovod.negotiation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, Negotiator, News, Ready, Request
@@ -56,6 +56,87 @@ def test_every_operation_is_due_once_when_the_last_rank_has_asked(data: st.DataO
                 assert ready.error is None
                 assert found.setdefault(ready.request.name, number) == number
         assert found == {name: max(rounds) for name, rounds in asked_in.items()}
+
+
+class Naive:
+    """What is due, told from names alone, with every request in full: the twin of the words of bits."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.asked: dict[str, dict[int, Request]] = {}
+        self.joined: set[int] = set()
+
+    def hear(self, everyone: list[list[Request]], joining: set[int]) -> set[tuple[str, frozenset[int]]]:
+        """Names that are due, each with the ranks that take part with zeros."""
+        self.joined |= joining
+        for rank, requests in enumerate(everyone):
+            for request in requests:
+                self.asked.setdefault(request.name, {})[rank] = request
+        complete = [name for name, asked in self.asked.items() if {*asked} | self.joined == {*range(self.size)}]
+        due = set()
+        for name in complete:
+            first = next(iter(self.asked[name].values()))
+            together = [each for each in complete if next(iter(self.asked[each].values())).group == first.group]
+            if not first.group or len(together) == first.group_size:
+                due.add((name, frozenset({*range(self.size)} - {*self.asked[name]})))
+        for name, _ in due:
+            del self.asked[name]
+        if len(self.joined) == self.size:
+            self.joined.clear()
+        return due
+
+
+FORMS = {
+    "a": [ask("a")],
+    "b": [ask("b", (3,)), ask("b", (4,))],  # a shape that changes
+    "c": [ask("c", (1, 3), ALLGATHER), ask("c", (2, 3), ALLGATHER)],  # ranks may differ
+    "g": [*[ask(f"g{number}", group="g", group_size=3) for number in (1, 2, 3)]],
+    "made up": [Request(ALLREDUCE, "made up", "float32", (2,), "sum", is_lasting=False)],
+}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_words_of_bits_say_what_names_say(data: st.DataObject) -> None:
+    """Programs of three ranks, each with rounds of its own cut, shapes that change, groups in pieces, and joins."""
+    size, num_rounds = 3, 12
+    ranks, naive = Ranks(size), Naive(size)
+    under_way: list[dict[str, Request]] = [{} for _ in range(size)]
+    joined: set[int] = set()
+    for _ in range(num_rounds):
+        everyone = []
+        for rank in range(size):
+            forms = [] if rank in joined else data.draw(st.lists(st.sampled_from([*FORMS]), unique=True, max_size=4))
+            requests = [
+                request
+                for form in forms
+                for request in (FORMS[form] if form == "g" else [data.draw(st.sampled_from(FORMS[form]))])
+                if request.name not in under_way[rank] and (form != "g" or data.draw(st.booleans()))
+            ]
+            under_way[rank] |= {request.name: request for request in requests}
+            everyone.append(requests)
+        joining = {rank for rank in range(size) if rank not in joined and data.draw(st.integers(0, 9)) == 0}
+        due = ranks.round(*everyone, joined=tuple(joined | joining))
+        joined |= joining
+        assert {(ready.request.name, ready.joined) for ready in due} == naive.hear(everyone, joining)
+        assert len({ready.request.name for ready in due}) == len(due)
+        for ready in due:
+            name = ready.request.name
+            mine = [under_way[rank].pop(name) for rank in range(size) if name in under_way[rank]]
+            assert ready.shapes == tuple(each.shape for each in mine)
+            has_gone = bool(ready.joined) and ready.request.kind != ALLREDUCE
+            differ = ready.request.kind == ALLREDUCE and len({each.shape for each in mine}) > 1
+            assert (ready.error is not None) == (has_gone or differ)
+        if len(joined) == size:
+            joined.clear()
+            assert all(negotiator.last_joined() is not None for negotiator in ranks.negotiators)
+        else:
+            assert all(negotiator.last_joined() is None for negotiator in ranks.negotiators)
+        missing = ranks.negotiators[0].missing()
+        assert missing == {
+            name: [rank for rank in range(size) if rank not in asked and rank not in naive.joined]
+            for name, asked in naive.asked.items()
+        }
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def calls_of(draw: st.DrawFn, *, sets: list[tuple[int, ...]], kinds: tuple[str, 
 KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_order_on_overlapping_process_sets(world: HorovodWorld, data: st.DataObject) -> None:
     sets = data.draw(st.lists(st.sampled_from([(0, 1), (1, 2), (0, 2), (1,)]), unique=True, max_size=3))

@@ -44,7 +44,7 @@ def test_trials_are_a_seed_after_the_other() -> None:
     assert [trial.id for trial in chosen.trials] == [
         f"{name}-s{seed}" for seed in (4, 5) for name in ("single-n1", "ps-bsp_servers=2-n1", "ps-bsp_servers=2-n2")
     ]
-    assert [(out.variant.label, out.workers) for out in chosen.left_out] == [("single", 2)]
+    assert [(out.variant.text, out.workers) for out in chosen.left_out] == [("single", 2)]
     assert "runs on 1 worker, not 2" in chosen.left_out[0].reason
 
 
@@ -65,7 +65,7 @@ def test_under_attack_what_cannot_be_hostile_is_left_out() -> None:
 
 def test_a_strategy_with_options() -> None:
     variant = Variant.parse("ps-bsp:servers=3:backup_workers=1")
-    assert variant.label == "ps-bsp servers=3 backup_workers=1"
+    assert variant.text == "ps-bsp:servers=3:backup_workers=1"
     assert variant.strategy.traits.num_servers == 3
     assert variant.strategy.traits.is_synchronous, "a clock is one update, though it does not wait for everybody"
     assert not Variant.parse("ps-ssp").strategy.traits.is_synchronous
@@ -238,7 +238,7 @@ def test_a_simulated_cluster_is_kept_as_a_whole(script: Path, tmp_path: Path, mo
 
     first = virtual(CLUSTER)
     assert first.address is None, "a simulated study is on no Ray cluster"
-    assert [(out.variant.label, out.workers) for out in first.left_out] == [("ps-asp", 3)]
+    assert [(out.variant.text, out.workers) for out in first.left_out] == [("ps-asp", 3)]
     assert "1 server(s) need hosts of their own" in first.left_out[0].reason
     file.unlink()
     kept = StudySpec.from_json(json.loads(json.dumps(first.to_json())))

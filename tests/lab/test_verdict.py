@@ -33,10 +33,10 @@ def test_the_fastest_the_cheapest_and_what_binds(tmp_path: Path) -> None:
         trials["ps-bsp:servers=2", 10, seed] = reaching(25.0 * slowness, shares=(0.8, 0.1, 0.1))
         trials["ps-bsp:servers=2", 20, seed] = reaching(50.0, shares=(0.2, 0.1, 0.7))
     assert lines(tmp_path / "s", trials) == [
-        "Reach accuracy 0.5 fastest with ps-bsp servers=2 on 10 workers: 26 s, 3.8 times one worker (3.6 to 4.0).",
-        "Cheapest is one of 2: ps-bsp servers=2 on 1 worker (100 worker-seconds and 200 server-seconds) and ps-bsp "
+        "Reach accuracy 0.5 fastest with ps-bsp:servers=2 on 10 workers: 26 s, 3.8 times one worker (3.6 to 4.0).",
+        "Cheapest is one of 2: ps-bsp:servers=2 on 1 worker (100 worker-seconds and 200 server-seconds) and ps-bsp:"
         "servers=2 on 10 workers (262 worker-seconds and 52.5 server-seconds); chance may explain their differences.",
-        "With ps-bsp servers=2 past 10 workers the time rises: waiting for other workers binds, with 70 % "
+        "With ps-bsp:servers=2 past 10 workers the time rises: waiting for other workers binds, with 70 % "
         "of the workers' time, 10 % on 10 workers.",
     ]
 
@@ -138,9 +138,9 @@ def test_servers_are_paid_for(tmp_path: Path) -> None:
     made = study(tmp_path / "s", trials)
     assert any(line.startswith("Cheapest is one of 2: all-reduce on 1 worker") for line in made.verdict.lines)
     rows = made.frames.summary.set_index(["strategy", "workers"])
-    assert rows.loc[("ps-bsp servers=2", 2), "cost_s_to_target"] == pytest.approx(36.4)
+    assert rows.loc[("ps-bsp:servers=2", 2), "cost_s_to_target"] == pytest.approx(36.4)
     assert rows.loc[("all-reduce", 2), "efficiency"] == pytest.approx(1.0, abs=0.02)
-    assert rows.loc[("ps-bsp servers=2", 2), "efficiency"] == pytest.approx(0.5)  # it is its own base: 2 of 4 processes
+    assert rows.loc[("ps-bsp:servers=2", 2), "efficiency"] == pytest.approx(0.5)  # it is its own base: 2 of 4 processes
 
 
 def test_how_far_apart_evaluations_are_is_said(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def evaluate(model):
 
 for batch in loader:
     optimizer.zero_grad()
-    model(batch).sum().backward()
+    model(batch).mean().backward()
     optimizer.step()
 """
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
+from paceline.comm.rank_errors import ALIKE
 from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import Outcome, outcome_of, run_program
 from paceline.engines.standing import Progress, Watcher
@@ -96,7 +97,7 @@ class VirtualRun:
                 is_synchronous=self._job.strategy.traits.lock_step,
             )
         if stuck:
-            raise RunFailed(f"at {now_s:g} s of virtual time nobody can go on: {waiting}")
+            raise RunFailed(f"at {now_s:g} s of virtual time nobody can go on: {waiting}; {ALIKE}")
 
     # --- workers ------------------------------------------------------------------------------------------------
 

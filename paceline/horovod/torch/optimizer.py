@@ -15,9 +15,11 @@ from paceline.horovod.negotiation import ALLREDUCE
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.torch.collectives import sparse_allreduce_async
 from paceline.horovod.torch.compression import Compression, Compressor
-from paceline.horovod.torch.operations import Adasum, Average, Handle, Sum, reduce_async, synchronize
+from paceline.horovod.torch.operations import Adasum, Average, Handle, Sum, reduce_all_async, reduce_async, synchronize
 
 Parameter = torch.nn.Parameter
+_LOT_BYTES = 2**18
+"""Gradients of so many bytes are worth asking for while backward goes on."""
 
 
 @final
@@ -48,6 +50,8 @@ class Reducer:
         self._prescale, self._postscale = prescale, postscale
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         self._waits: list[Callable[[], None]] = []  # for what is under way
+        self._lot: list[_Place] = []  # what is asked for next, together: asking for each takes longer than a small one
+        self._lot_bytes = 0
         places = {id(parameter): _Place(parameter, name, backward_passes_per_step) for parameter, name in names.items()}
         for group in groups:
             members = [places[id(parameter)] for parameter in group]
@@ -59,7 +63,7 @@ class Reducer:
 
     @property
     def is_under_way(self) -> bool:
-        return bool(self._waits)
+        return bool(self._waits or self._lot)
 
     @property
     def is_active(self) -> bool:
@@ -79,6 +83,7 @@ class Reducer:
                     if place.parameter.grad is None:
                         place.parameter.grad = torch.zeros_like(place.parameter)
                     self._start(place)
+            self._send_lot()
         waits, self._waits = self._waits, []
         for wait in waits:
             wait()
@@ -107,30 +112,38 @@ class Reducer:
             self._start_sparse(place)
             return
         place.is_ready = True
-        if all(each.is_ready or not each.parameter.requires_grad for each in group):
-            self._start_dense([each for each in group if each.is_ready])
+        if len(group) == 1:
+            self._lot.append(place)
+            self._lot_bytes += place.parameter.nbytes
+            if self._lot_bytes >= _LOT_BYTES:
+                self._send_lot()
+        elif all(each.is_ready or not each.parameter.requires_grad for each in group):
+            self._send([each for each in group if each.is_ready], is_group=True)
 
-    def _start_dense(self, members: "list[_Place]") -> None:
+    def _send_lot(self) -> None:
+        lot, self._lot, self._lot_bytes = self._lot, [], 0
+        if lot:
+            self._send(lot, is_group=False)
+
+    def _send(self, members: "list[_Place]", *, is_group: bool) -> None:
         gradients = [_gradient(each.parameter) for each in members]
         small, contexts = zip(*map(self._compression.compress, gradients), strict=True)
         sent = [each.contiguous() for each in small]
-        handle: Handle = reduce_async(
-            ALLREDUCE,
-            sent,
-            sent,
-            name=members[0].name,
+        ask = partial(reduce_async, ALLREDUCE, outputs=sent, name=members[0].name, is_group=True)
+        if not is_group:
+            ask = partial(reduce_all_async, [each.name for each in members])
+        handle: Handle = ask(
+            tensors=sent,
             op=self._op,
             prescale=self._prescale,
             postscale=self._postscale,
             process_set=self._process_set,
-            is_group=len(members) > 1,
         )
 
         def wait() -> None:
-            found = synchronize(handle)
-            reduced = found if len(members) > 1 else [found]
-            for place, gradient, each, context in zip(members, gradients, reduced, contexts, strict=True):
-                result = self._compression.decompress(each, context)
+            results = zip(members, gradients, synchronize(handle), contexts, strict=True)
+            for place, gradient, reduced, context in results:
+                result = self._compression.decompress(reduced, context)
                 if result is not gradient:
                     gradient.copy_(result)
                 if place.parameter.grad is not gradient:
@@ -144,7 +157,7 @@ class Reducer:
         place.is_ready = True
         if self._sparse_as_dense:
             parameter.grad = gradient.to_dense()
-            self._start_dense([place])
+            self._send([place], is_group=False)
             self._waits.append(partial(_make_sparse, parameter))  # as its optimizer expects it
             return
         result = sparse_allreduce_async(

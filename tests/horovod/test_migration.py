@@ -1,0 +1,193 @@
+"""A script of Horovod's becomes one of Paceline's, which trains the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.errors import UsageError
+from paceline.horovod.migration import migrate
+
+LEGACY = """\
+import torch
+import horovod.torch as hvd
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+# Horovod: start.
+hvd.init()
+torch.manual_seed(1)
+if torch.cuda.is_available():
+    # Horovod: one GPU a process.
+    torch.cuda.set_device(hvd.local_rank())
+x = torch.randn(64, 4)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+# Horovod: divide the data.
+sampler = DistributedSampler(
+    data, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False)
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+held_out = DataLoader(data, batch_size=64)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.9)
+
+# Horovod: begin alike.
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer = hvd.DistributedOptimizer(
+    optimizer, named_parameters=model.named_parameters(), op=hvd.Average)
+
+
+def train(epoch):
+    sampler.set_epoch(epoch)
+    for inputs, wanted in loader:
+        optimizer.zero_grad()
+        loss = (model(inputs) - wanted).square().mean()
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            # "é" takes two bytes
+            optimizer.step()
+    print("é", hvd.rank(), "of", hvd.size(), len(sampler))
+
+
+for epoch in range(2):
+    train(epoch)
+total = hvd.allreduce(model.weight.detach().sum(), name="total", op=hvd.Sum)
+if hvd.rank() == 0:
+    print("weights", [round(each, 4) for each in model.weight.flatten().tolist()], round(float(total), 4))
+"""
+
+MIGRATED = """\
+import torch
+import paceline
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+# Horovod: start.
+worker = paceline.init()
+torch.manual_seed(1)
+if torch.cuda.is_available():
+    # Horovod: one GPU a process.
+    pass
+x = torch.randn(64, 4)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+loader = DataLoader(data, batch_size=8, shuffle=False)
+held_out = DataLoader(data, batch_size=64)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * worker.size, momentum=0.9)
+
+model, optimizer, loader = worker.prepare(model, optimizer, loader)
+
+
+def train(epoch):
+    for inputs, wanted in loader:
+        optimizer.zero_grad()
+        loss = (model(inputs) - wanted).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    print("é", worker.rank, "of", worker.size, (len(data) // worker.size))
+
+
+for epoch in range(2):
+    train(epoch)
+total = worker.all_reduce(model.weight.detach().sum(), op="sum")
+if worker.rank == 0:
+    print("weights", [round(each, 4) for each in model.weight.flatten().tolist()], round(float(total), 4))
+"""
+
+
+def test_three_lines_take_the_place_of_horovod_s() -> None:
+    found = migrate(LEGACY)
+    # A comment at the head of an unwrapped block goes with the block's line.
+    assert found.source == MIGRATED
+    assert [note.line for note in found.notes] == [0, 11]
+
+
+def test_the_command_prints_the_diff_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "legacy.py"
+    script.write_text(LEGACY)
+    monkeypatch.setattr(sys, "argv", ["paceline", "migrate", str(script)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    said = capsys.readouterr()
+    assert "-hvd.init()\n+worker = paceline.init()\n" in said.out
+    assert "add @worker.evaluation" in said.err
+    assert script.read_text() == LEGACY
+    subprocess.run(["patch", "-s", str(script)], input=said.out, text=True, check=True)
+    assert script.read_text() == MIGRATED
+
+
+def test_what_is_left_keeps_its_import_and_is_told() -> None:
+    source = LEGACY + "hvd.barrier()\nratio = hvd.allreduce(total, prescale_factor=2.0)\n"
+    source = source.replace("op=hvd.Average)", "compression=hvd.Compression.fp16, backward_passes_per_step=2)")
+    found = migrate(source)
+    assert "import horovod.torch as hvd\nimport paceline\n" in found.source
+    said = "\n".join(note.text for note in found.notes)
+    for part in (
+        "hvd.barrier is left",
+        "hvd.allreduce is left",
+        "compression is gone: give the run --option codec=fp16",
+        "backward_passes_per_step is gone: put all passes but the last in `with worker.no_sync():`",
+    ):
+        assert part in said
+
+
+def test_an_optimizer_in_an_optimizer_and_a_loader_that_comes_later() -> None:
+    found = migrate(
+        "import os, horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "opt = hvd.DistributedOptimizer(SGD(net.parameters(), lr=1), named_parameters=net.named_parameters())\n"
+        "train_data = DataLoader(data, shuffle=True)\n"
+        "test_data = DataLoader(data)\n"
+    )
+    assert found.source == (
+        "import os\nimport paceline\n"
+        "worker = paceline.init()\n"
+        "opt = SGD(net.parameters(), lr=1)\n"
+        "train_data = DataLoader(data, shuffle=True)\n"
+        "net, opt, train_data = worker.prepare(net, opt, train_data)\n"
+        "test_data = DataLoader(data)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import torch\n", "does not import horovod.torch by a name"),
+        ("import horovod.torch as hvd\nhvd.init(\n", "not valid Python"),
+        ("import horovod.torch as hvd\nhvd.init()\n", "no optimizer = hvd.DistributedOptimizer"),
+        ("import horovod.torch as hvd\nopt = hvd.DistributedOptimizer(opt)\n", "the model cannot be told"),
+        (
+            "import horovod.torch as hvd\nopt = hvd.DistributedOptimizer(opt, net.named_parameters())\n"
+            "one = DataLoader(a)\nother = DataLoader(b)\n",
+            "which DataLoader trains cannot be told: there are 2",
+        ),
+    ],
+)
+def test_what_cannot_be_told_is_refused(source: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        migrate(source)
+
+
+@pytest.mark.slow
+def test_both_train_the_same(tmp_path: Path) -> None:
+    """With samples in order, a global batch has the same samples in both."""
+    (tmp_path / "legacy.py").write_text(LEGACY.replace("horovod.torch", "paceline.horovod.torch"))
+    (tmp_path / "migrated.py").write_text(MIGRATED)
+    weights = []
+    for name in ("legacy.py", "migrated.py"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", name]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("weights"))
+        weights.append(line)
+    assert weights[0] == weights[1]

@@ -2,10 +2,13 @@
 
 Every worker process holds one model for each contender and trains windows of them in turn, many times, so that a change
 of the machine's mood meets all of them. `plain` is PyTorch alone; `lockstep` adds a meeting of all workers after each
-step and nothing else. Ratios are of windows within a round: their median, and the quartiles.
+step and nothing else; `-unchecked` leaves out all that watches over the script (docs/script.md); `elastic` is
+all-reduce with `--elastic`, in which nobody dies. Ratios are of windows within a round: their median, and the
+quartiles.
 
     python benchmarks/hot_path.py --model convnet --batch-size 100
     python benchmarks/hot_path.py --model resnet18 --batch-size 4 --steps 6
+    python benchmarks/hot_path.py --only plain all-reduce all-reduce-unchecked ps-bsp ps-bsp-unchecked --rounds 100
     python benchmarks/hot_path.py --only plain single --workers 1
     python benchmarks/hot_path.py --only plain lockstep ps-bsp --model resnet18 --batch-size 4 --steps 4 --servers 2
 """
@@ -13,14 +16,20 @@ step and nothing else. Ratios are of windows within a round: their median, and t
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import statistics
+import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from peers.workload import make_model, make_optimizer, share_cores, train_step
@@ -36,28 +45,41 @@ from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.wire import Keys
 from paceline.config import RunConfig
+from paceline.elastic import Elastic, Member
 from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.records import Record, Reporter
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec
-from paceline.strategies import build
+from paceline.strategies import all_reduce, build, combining, serving
 from paceline.strategies.base import Context, Strategy
+from paceline.strategies.combining import Combining
+from paceline.strategies.held_state import HeldState
+from paceline.strategies.server_owned import ServerOwned
+from paceline.strategies.untouched import Untouched
+from paceline.training import agreement
 from paceline.training.given import told_apart
+from paceline.training.handouts import Handouts
 from paceline.training.session import Session
 
 PLAIN = ("plain", "lockstep")
-STRATEGIES = ("single", "all-reduce", "ps-bsp", "ps-asp")
+UNCHECKED = "-unchecked"
+STRATEGIES = ("single", "all-reduce", "elastic", "ps-bsp", "ps-asp")
+CONTENDERS = (*PLAIN, *STRATEGIES, *(f"{name}{UNCHECKED}" for name in STRATEGIES))
 COMPARISONS = (
     ("lockstep", "plain"),
     ("single", "plain"),
     ("all-reduce", "lockstep"),
     ("all-reduce", "plain"),
+    ("elastic", "all-reduce"),
     ("ps-bsp", "lockstep"),
     ("ps-bsp", "plain"),
     ("ps-asp", "plain"),
+    *((name, f"{name}{UNCHECKED}") for name in STRATEGIES),
 )
 DEADLINE_S = 60.0
+OPTIMIZERS = sys.modules[torch.optim.Optimizer.__module__]
+"""Which torch.optim does not show."""
 Step = Callable[[], None]
 
 
@@ -75,6 +97,35 @@ class Kept(Reporter):
 
     def stop_requested(self) -> bool:
         return False
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """In the place of a check."""
+
+
+CHECKS: tuple[tuple[Any, str, Any], ...] = (
+    (all_reduce, "require_same_parameters", nothing),
+    *((serving, f"require_{what}", nothing) for what in ("all_parameters", "no_hooks", "same_attributes")),
+    (HeldState, "require_untouched", nothing),
+    (ServerOwned, "require_untouched", nothing),
+    *((Untouched, name, lambda self: ()) for name in ("_count_changes", "_bytes", "_all_digests")),
+    (Combining, "_versions", lambda self: ([], [])),
+    (combining, "digest", lambda tensors: ""),
+    (Handouts, "_require_all_samples", nothing),
+    (agreement, "digest", lambda tensors: ""),
+    (agreement, "settings_of", lambda optimizer: ()),
+)
+"""What looks at every step, or in pauses, whether the script does what all workers can: each with what stands in."""
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Nobody looks meanwhile."""
+    with ExitStack() as stack:
+        for home, name, instead in CHECKS:
+            stack.enter_context(patch.object(home, name, instead))
+        stack.enter_context(patch.object(OPTIMIZERS, "_global_optimizer_pre_hooks", OrderedDict()))
+        yield
 
 
 class Servers:
@@ -128,9 +179,10 @@ class Worker:
 
     def step_of(self, name: str) -> Step:
         model = make_model(self.model_name)
-        optimizer = make_optimizer(model)
+        optimizer: Any = make_optimizer(model)
         data = FixedBatches(self.batch_size, seed=self.rank)
         loader: Any = DataLoader(data, batch_size=self.batch_size, collate_fn=whole)
+        optimizer.differs_by_rank = name in PLAIN
         if name not in PLAIN:
             session = self._session(name)
             [loader] = session.prepare(told_apart((model, optimizer, loader), {})).values()
@@ -155,12 +207,15 @@ class Worker:
 
         return both
 
-    def _session(self, name: str) -> Session:
+    def _session(self, contender: str) -> Session:
+        name = contender.removesuffix(UNCHECKED)
         alone = name == "single"
         size, rank = (1, 0) if alone else (self.size, self.rank)
         collective: Collective = AloneCollective() if alone else self._shared_memory()
-        servers, members = self.servers.get(name), Membership.first(size)
-        strategy = build(name, {"servers": len(servers.addresses)} if servers is not None else {})
+        servers, members = self.servers.get(contender), Membership.first(size)
+        is_elastic = name == "elastic"
+        options = {"servers": len(servers.addresses)} if servers is not None else {}
+        strategy = build("all-reduce" if is_elastic else name, options)
         store = None
         if servers is not None:
             store = connect_servers(
@@ -172,12 +227,20 @@ class Worker:
                 deadline_s=DEADLINE_S,
             )
         context = Context(rank, members, rank, size, torch.device("cpu"), collective, store)
-        return Session(context, strategy, RunConfig(seed=0), Kept())
+        config = RunConfig(seed=0)
+        if is_elastic:
+            context = replace(context, reform=_nobody_dies)
+            config = RunConfig(seed=0, elastic=Elastic(at_least=1, at_most=size))
+        return Session(context, strategy, config, Kept())
 
     def _shared_memory(self) -> Collective:
         control = SharedMemoryCollective.prepare()
         self.line.send(control.address)
         return SharedMemoryCollective(rank=self.rank, addresses=self.line.recv(), control=control)
+
+
+def _nobody_dies(member: Member) -> NoReturn:
+    raise AssertionError(f"rank {member.rank} has lost another one")
 
 
 def _repeated(loader: Any) -> Iterator[Any]:
@@ -207,12 +270,13 @@ def work(
         took_s: dict[str, float] = {}
         for name in order:
             step = contenders[name]
-            step()  # brings the contender's memory into caches
-            worker.meet()
-            start_s = time.perf_counter()
-            for _ in range(steps):
-                step()
-            took_s[name] = (time.perf_counter() - start_s) / steps
+            with unchecked() if name.endswith(UNCHECKED) else nullcontext():
+                step()  # brings the contender's memory into caches
+                worker.meet()
+                start_s = time.perf_counter()
+                for _ in range(steps):
+                    step()
+                took_s[name] = (time.perf_counter() - start_s) / steps
             worker.meet()
         line.send(took_s)
 
@@ -232,7 +296,7 @@ def measure(
         lines.append(mine)
     for process in processes:
         process.start()
-    for _ in range(sum(name not in (*PLAIN, "single") for name in names)):
+    for _ in range(sum(name.removesuffix(UNCHECKED) not in (*PLAIN, "single") for name in names)):
         addresses = [line.recv() for line in lines]
         for line in lines:
             line.send(addresses)
@@ -249,21 +313,30 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return lower, middle, upper
 
 
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Between which of the values the median is in 95 of 100 such samples: a binomial's bounds, nearly a normal's."""
+    ordered, spread = sorted(values), 1.96 * math.sqrt(len(values)) / 2
+    below = max(0, math.floor(len(values) / 2 - spread))
+    return ordered[below], ordered[len(values) - 1 - below]
+
+
 def table_of(found: Sequence[dict[str, float]], title: str) -> Table:
-    table = Table("contender", "us a step", "beside", "of its rate", "quartiles", "us more", title=title)
+    columns = ("contender", "us a step", "beside", "of its rate", "quartiles", "us more", "its 95 % interval")
+    table = Table(*columns, title=title)
     names = list(found[0])
     for name in names:
         took = statistics.median(one[name] for one in found)
         beside = [other for mine, other in COMPARISONS if mine == name and other in names] or ["-"]
         for other in beside:
             if other == "-":
-                table.add_row(name, f"{took * 1e6:,.0f}", "-", "-", "-", "-")
+                table.add_row(name, f"{took * 1e6:,.0f}", *"-----")
                 continue
             lower, middle, upper = quartiles([one[other] / one[name] for one in found])
-            more = statistics.median(one[name] - one[other] for one in found)
-            table.add_row(
-                name, f"{took * 1e6:,.0f}", other, f"{middle:.3f}", f"{lower:.3f} to {upper:.3f}", f"{more * 1e6:,.0f}"
-            )
+            more = [(one[name] - one[other]) * 1e6 for one in found]
+            low, high = interval_of_median(more)
+            ratios = f"{middle:.3f}", f"{lower:.3f} to {upper:.3f}"
+            difference = f"{statistics.median(more):,.0f}", f"{low:,.0f} to {high:,.0f}"
+            table.add_row(name, f"{took * 1e6:,.0f}", other, *ratios, *difference)
     return table
 
 
@@ -275,9 +348,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=60, help="steps of a window")
     parser.add_argument("--servers", type=int, default=1, help="parameter servers of the ps strategies")
-    parser.add_argument("--only", nargs="*", choices=(*PLAIN, *STRATEGIES), default=(*PLAIN, *STRATEGIES))
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=(*PLAIN, *STRATEGIES))
     args = parser.parse_args()
-    names = [name for name in (*PLAIN, *STRATEGIES) if name in args.only]
+    names = [name for name in CONTENDERS if name in args.only]
     workload = {name: getattr(args, name) for name in ("model", "batch_size", "workers", "servers")}
     found = measure(**workload, names=names, rounds=args.rounds, steps=args.steps)
     title = f"{args.model}, batch {args.batch_size}, {args.workers} workers, {args.rounds} rounds of {args.steps} steps"

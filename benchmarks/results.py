@@ -1,8 +1,8 @@
 """Measures what the documentation shows, and writes it there: each number comes from a command that stands beside it.
 
-A page marks a place with `<!-- result: NAME -->`, a block with the command, and `<!-- end -->`. This runs the commands
-one after another, keeps the last line that each prints as docs/results/NAME.json, and puts its tables between the
-marks. The machine must have nothing else to do.
+A page marks a place with `<!-- result: NAME -->`, a block with one command or several, and `<!-- end -->`. This runs
+the commands one after another, keeps the last line that each prints as docs/results/NAME.json, and puts their tables
+between the marks, with the commit that they were measured on. The machine must have nothing else to do.
 
     python benchmarks/results.py                # everything
     python benchmarks/results.py throughput     # this one
@@ -38,6 +38,7 @@ class Place(NamedTuple):
     name: str
     page: Path
     command: str
+    """A line each."""
 
 
 def places() -> dict[str, Place]:
@@ -47,19 +48,29 @@ def places() -> dict[str, Place]:
         for _, name, command, _, _ in PLACE.findall(page.read_text(encoding="utf-8")):
             if name in found:
                 raise ValueError(f"{page.name} and {found[name].page.name} both have a result {name!r}")
-            found[name] = Place(name, page, " ".join(command.replace("\\\n", " ").split()))
+            lines = command.replace("\\\n", " ").splitlines()
+            found[name] = Place(name, page, "\n".join(" ".join(line.split()) for line in lines))
     return found
 
 
 def measure(place: Place) -> dict[str, Any]:
-    """What the command tells, with the command, the commit and how long it took. Raises CalledProcessError."""
-    program, *arguments = shlex.split(place.command)
-    began_s = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable if program == "python" else program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, check=True
-    )
-    told = json.loads(done.stdout.splitlines()[-1])
-    return {"command": place.command, "commit": commit(), "took_s": round(time.perf_counter() - began_s), **told}
+    """What the commands tell, with the commands, the commit and how long they took. Raises CalledProcessError, and
+    ValueError if none of them tells a table."""
+    began_s, told = time.perf_counter(), [found for line in place.command.splitlines() if (found := _told(line))]
+    if not told:
+        raise ValueError(f"{place.name}: no command told a table")
+    tables = [table for found in told for table in found["tables"]]
+    took_s = round(time.perf_counter() - began_s)
+    return {**told[-1], "command": place.command, "commit": commit(), "took_s": took_s, "tables": tables}
+
+
+def _told(command: str) -> dict[str, Any]:
+    """The last line of what it prints, where that is of `report.tell`; else nothing, as of one that only prepares."""
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    last = done.stdout.splitlines()[-1:] or [""]
+    found: dict[str, Any] = json.loads(last[0]) if last[0].startswith("{") else {}
+    return found if "tables" in found else {}
 
 
 def commit() -> str:
@@ -90,8 +101,9 @@ def rendered(page: str) -> str:
         head, name, _, shown, tail = found.groups()
         if not file_of(name).exists():
             return f"{head}{shown}{tail}"
-        tables = "\n\n".join(markdown(table) for table in kept(name)["tables"])
-        return f"{head}\n{tables}\n{tail}"
+        result = kept(name)
+        tables = "\n\n".join(markdown(table) for table in result["tables"])
+        return f"{head}\n{tables}\n\n*Measured on commit {result['commit']}.*\n{tail}"
 
     return PLACE.sub(fill, page)
 
@@ -110,7 +122,7 @@ def main() -> None:
     chosen = [known[name] for name in args.names or known]
     if args.list:
         for place in chosen:
-            print(f"{place.name:<20}{kept(place.name)['commit']:<14}{place.command}")
+            print(f"{place.name:<20}{kept(place.name)['commit']:<14}{place.command.replace(chr(10), '; ')}")
     elif args.check:
         sys.exit("; ".join(filter(None, map(mistake, chosen))) or None)
     else:
@@ -119,6 +131,8 @@ def main() -> None:
 
 def mistake(place: Place) -> str:
     """What is wrong with a place, if anything is."""
+    if not file_of(place.name).exists():
+        return f"{place.page.name}: {place.name} has not been measured"
     result, text = kept(place.name), place.page.read_text(encoding="utf-8")
     if result["command"] != place.command:
         return f"{place.page.name}: the command of {place.name} is not the one that was measured"
@@ -129,11 +143,14 @@ def measure_all(chosen: list[Place]) -> None:
     """Each that fails is named at the end; its page stays as it was."""
     failed = []
     for number, place in enumerate(chosen, 1):
-        say(f"{number}/{len(chosen)} {place.name}: {place.command}")
+        say(f"{number}/{len(chosen)} {place.name}:\n{place.command}")
         try:
             keep(place, measure(place))
         except subprocess.CalledProcessError as error:
             failed.append(f"{place.name} ended with {error.returncode}")
+            continue
+        except ValueError as error:
+            failed.append(str(error))
             continue
         text = place.page.read_text(encoding="utf-8")
         place.page.write_text(rendered(text), encoding="utf-8")

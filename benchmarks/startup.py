@@ -50,7 +50,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 8)), batch_size=8)
 model, optimizer, loader = worker.prepare(model, optimizer, loader)
 for (x,) in loader:
-    model(x).sum().backward()
+    model(x).mean().backward()
     optimizer.step()
     break
 if worker.rank == 0:

@@ -41,6 +41,9 @@ def main() -> None:
         if not names:
             print(*page.locator(".plot").evaluate_all("plots => plots.map(plot => plot.id)"), sep="\n")
             return
+        page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+        for name in names:  # what was folded away is drawn only now
+            page.wait_for_function("id => document.getElementById(id).data", arg=name)
         drawn = [unquote(page.evaluate(_DRAW, [name, _WIDTH, _HEIGHT]).partition(",")[2]) for name in names]
         browser.close()
     Path(out).write_text(_beside(drawn), encoding="utf-8")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllReduce",
+    "Elastic",
     "PacelineError",
     "ParameterServer",
     "Result",
@@ -31,6 +32,7 @@ __all__ = [
 # by itself need not load Ray (0.3 s).
 _HOMES = {
     "AllReduce": "paceline.strategies.all_reduce",
+    "Elastic": "paceline.elastic.spec",
     "PacelineError": "paceline.errors",
     "ParameterServer": "paceline.strategies.parameter_server",
     "Result": "paceline.running.result",

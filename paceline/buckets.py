@@ -86,6 +86,16 @@ class GradientBuckets:
         """Make the bucket's gradients views of it, and zeros of those that are none."""
         self._used[bucket] = self._adopt(self._indices[bucket])
 
+    def used(self, bucket: int) -> Sequence[float]:
+        """One number for each of the bucket's gradients, as last adopted: above zero where there was one."""
+        return self._used[bucket]
+
+    def take_up(self, bucket: int, values: Tensor, used: Sequence[float]) -> None:
+        """Put gradients in place as if a backward pass had computed them: those of a bucket of the same layout."""
+        self.buckets[bucket].values.copy_(values)
+        for index, is_used in zip(self._indices[bucket], used, strict=True):
+            self.parameters[index].grad = self.views[index] if is_used else None
+
     def find_unused(self) -> str | None:
         """Adopt all gradients; the name of a parameter that has none."""
         for bucket, indices in enumerate(self._indices):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.elastic.spec import Elastic
 from paceline.errors import UsageError
 from paceline.interval import Interval
 
@@ -94,6 +95,9 @@ class RunConfig:
     """Lock-step workers compare their parameters after every step."""
     attacks: tuple[str, ...] = ()
     """What hostile workers do, as `sign-flip:workers=2`."""
+
+    elastic: Elastic | None = None
+    """Workers may die, and the others go on."""
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "checkpoint_every", "hold", "max_time_s", "deadline_s"):

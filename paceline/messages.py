@@ -58,11 +58,13 @@ class Kind(IntEnum):
     GOODBYE = 37
     STORE = 38
     MAIL = 39
+    REPORT = 40
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50
     CONTENT = 51
     STORED = 52
+    FORM = 53
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds

@@ -1,11 +1,15 @@
 """Differential privacy: what noise costs, and how a clipping norm follows the norms that are clipped."""
 
 import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+
+from paceline.pieces import Piece
 
 ORDERS = (*(1 + step / 10 for step in range(1, 100)), *map(float, range(11, 64)), 128.0, 256.0, 512.0, 1024.0)
 """Renyi orders of which the best is taken."""
@@ -60,6 +64,98 @@ def renyi_divergences(noise_multiplier: float, sample_rate: float) -> Tensor:
     mechanism", 2019, section 3.3), by quadrature: the integrand is smooth and falls as a Gaussian does, so that the
     trapezoidal rule is exact to rounding."""
     return torch.tensor([_divergence(order, noise_multiplier, sample_rate) for order in ORDERS], dtype=torch.float64)
+
+
+class OnSum(NamedTuple):
+    """A server's noise."""
+
+    multiplier: float
+    """Of the noise on the sum of changes, over the clip."""
+    count_deviation: float
+    """Of the noise on how many changes were within the clip, each counted as 1/2 or -1/2."""
+    quantile: float | None
+    """Of norms, which the clip follows by that count."""
+
+
+@dataclass(frozen=True)
+class Privacy(Piece, ABC):
+    """How a client's change is hidden: shortened to `clip`, and under Gaussian noise of `noise` times that."""
+
+    noise: float = 1.0
+    clip: float = 1.0
+    delta: float = 1e-5
+    epsilon: float | None = None
+    """What a run may cost; it ends with the round before."""
+
+    def __post_init__(self) -> None:
+        if not self.noise > 0 or not self.clip > 0 or not 0 < self.delta < 1:
+            raise ValueError("noise and clip must be above 0, and delta between 0 and 1")
+        if self.epsilon is not None and not self.epsilon > 0:
+            raise ValueError(f"epsilon must be above 0, not {self.epsilon}")
+
+    @property
+    def follows_norms(self) -> bool:
+        """Whether the clip does, so that the server counts those within it."""
+        return False
+
+    def on_sum(self, *, num_expected: float) -> "OnSum | None":
+        """What the server adds to the sum of a round in which it expects so many clients; none: each client adds noise
+        to its own change."""
+        return None
+
+    @abstractmethod
+    def spent(self, *, rounds: int, most_turns: int, sample_rate: float) -> float:
+        """Epsilon of a client, at the piece's delta.
+
+        Args:
+            most_turns: of those that any client has had in these rounds.
+            sample_rate: with which each client takes part in a round.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class Central(Privacy, name="central"):
+    """A server that is trusted adds noise to the sum of a round's changes and divides by how many clients it expects
+    (McMahan et al., ICLR 2018, algorithm 1 with the estimator f_f). What it publishes tells little of any client.
+
+    With `quantile`, `clip` is where clipping begins, and follows that quantile of the norms (Andrew et al., NeurIPS
+    2021, algorithm 1): part of the noise is then on the count of those within it."""
+
+    quantile: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantile is not None and not 0 < self.quantile < 1:
+            raise ValueError(f"quantile must be between 0 and 1, not {self.quantile}")
+
+    @property
+    def follows_norms(self) -> bool:
+        return self.quantile is not None
+
+    def on_sum(self, *, num_expected: float) -> OnSum:
+        if self.quantile is None:
+            return OnSum(self.noise, 0.0, None)
+        # A twentieth of the clients, as in section 3.1; more in a small round, so that changes take a sixth more noise.
+        deviation = max(num_expected / 20, self.noise)
+        return OnSum((self.noise**-2 - (2 * deviation) ** -2) ** -0.5, deviation, self.quantile)
+
+    def spent(self, *, rounds: int, most_turns: int, sample_rate: float) -> float:
+        accountant = Accountant()
+        accountant.spend(noise_multiplier=self.noise, sample_rate=sample_rate, steps=rounds)
+        return accountant.epsilon(delta=self.delta)
+
+
+@final
+@dataclass(frozen=True)
+class Local(Privacy, name="local"):
+    """Each client adds noise to its own change, so that the server learns little of it either (Duchi et al., FOCS
+    2013). Two changes of a client are at most twice `clip` apart, and every turn counts in full."""
+
+    def spent(self, *, rounds: int, most_turns: int, sample_rate: float) -> float:
+        accountant = Accountant()
+        accountant.spend(noise_multiplier=self.noise / 2, sample_rate=1.0, steps=most_turns)
+        return accountant.epsilon(delta=self.delta)
 
 
 def adapted_clip(clip: float, share_within: float, *, target: float = 0.5, rate: float = 0.2) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from paceline.partition import Partition
 from paceline.pieces import Piece
@@ -16,6 +16,9 @@ from paceline.seeding import derive
 
 class Sampler(Piece, ABC):
     """Draws the clients of a round. Pure: the same for the same seed and round."""
+
+    is_independent: ClassVar[bool] = False
+    """Whether each client takes part for itself, with the same probability in each round."""
 
     @abstractmethod
     def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
@@ -50,6 +53,8 @@ class BySize(Sampler, name="by-size"):
 @dataclass(frozen=True)
 class Poisson(Sampler, name="poisson"):
     """Each client for itself with the probability `fraction`: rounds differ in size, and some may be empty."""
+
+    is_independent: ClassVar[bool] = True
 
     def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
         draws = _random(seed, number)
@@ -137,11 +142,13 @@ class Roster:
         place = bisect_right(self._starts, number) - 1
         return self.of_round(place)[number - self._starts[place]]
 
+    def drawn(self, number: int) -> Counter[int]:
+        """How often each client of a round was drawn for it, whoever plays it."""
+        fraction = self.participation.fraction
+        return Counter(self.participation.sampler.draw(number, sizes=self._sizes, fraction=fraction, seed=self._seed))
+
     def _of_round(self, number: int) -> tuple[Turn, ...]:
-        participation = self.participation
-        drawn = Counter(
-            participation.sampler.draw(number, sizes=self._sizes, fraction=participation.fraction, seed=self._seed)
-        )
+        participation, drawn = self.participation, self.drawn(number)
         players = self._settled(drawn) if participation.is_settled else self._balanced(drawn)
         return tuple(
             Turn(number, client, self._sizes[client], self._num_batches[client], times)

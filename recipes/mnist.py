@@ -3,7 +3,8 @@
     python recipes/mnist.py --dataset digits
     paceline run recipes/mnist.py --strategy fed-avg --workers 2 --option clients=100 --option fraction=0.1
 
-A pass over the data is an epoch, and under strategies with clients one client's turn.
+A pass over the data is an epoch, and under strategies with clients one client's turn: then there are as many passes
+for each client.
 """
 
 import argparse
@@ -25,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--batch-size", type=int, default=10, help="images per step")
-    parser.add_argument("--passes", type=int, default=20, help="over the data, of each worker")
+    parser.add_argument("--passes", type=int, default=20, help="over all data, or turns of each client")
     return parser.parse_args()
 
 
@@ -47,7 +48,8 @@ def main() -> None:
         )
         return {"accuracy": correct / len(test_y), "num_samples": len(test_y)}
 
-    for _ in range(args.passes):
+    num_clients = worker.strategy.traits.num_clients
+    for _ in range(args.passes * max(1, -(-num_clients // worker.size))):
         for x, y in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x.to(worker.device)), y.to(worker.device))

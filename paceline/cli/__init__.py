@@ -5,10 +5,12 @@ import sys
 from types import ModuleType
 
 from paceline.cli import exit_codes
+from paceline.threads import let_idle_threads_sleep
 
 
 def main() -> None:
     """Run the command line, or say which package keeps it from running."""
+    let_idle_threads_sleep()
     try:
         load("paceline.cli.app").main()
     except KeyboardInterrupt:

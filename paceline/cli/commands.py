@@ -20,6 +20,8 @@ SUMMARIES = {
     "doctor": "Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is "
     "wrong.",
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
+    "attack": "Recover samples from their gradients (leak), or deceive a trained model by small changes of images "
+    "(evade).",
     "horovodrun": "Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or "
     "ssh's hosts.",
     "migrate": "Print the diff that turns a script of Horovod's into Paceline's three lines. The script stays as it "

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from paceline.cli import beginning, common_options, crowding, exit_codes
 from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target, in_order
+from paceline.elastic.spec import GlobalBatch
 from paceline.engines.scripting import read_script
 from paceline.errors import RunFailed, UsageError
 from paceline.lab.tracking import Tracking
@@ -21,6 +22,11 @@ _NOTHING_TRAINED = (
 _NOTHING_STEPPED = (
     "No step was recorded: the script made none with an hvd.DistributedOptimizer, which strategy horovod records."
 )
+_ENDED_EARLY = {
+    "script": "The script ended by itself after {:,} of {:,} rounds: a pass over its loader is one client's turn, and "
+    "it makes no more; let it loop longer, since its loop ends with the run.",
+    "privacy": "The run ended after {:,} of {:,} rounds: one more would cost more than its epsilon.",
+}
 _NOT_RECORDED = "Steps of a script of Horovod's are recorded with --strategy horovod."
 
 
@@ -59,6 +65,18 @@ def run(
         bool, typer.Option("--strict", help="Compare the workers' parameters after every step, not only now and then.")
     ] = False,
     attack: common_options.Attacks = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(help="Workers may die, and the others go on while MIN are left.", metavar="MIN:MAX"),
+    ] = None,
+    global_batch: Annotated[
+        str | None,
+        typer.Option(
+            help="Of an elastic run: keep (as many samples an update as at the start) or grow (with the workers).",
+            metavar="keep|grow",
+            show_default="keep",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
@@ -131,6 +149,8 @@ def run(
                     deadline_s=deadline,
                     strict=strict,
                     attack=attack or (),
+                    elastic=elastic,
+                    global_batch=cast(GlobalBatch | None, global_batch),
                     out=directory,
                     resume=resume,
                     watcher=watcher,
@@ -147,6 +167,10 @@ def run(
     Console().print(tables.summary(result, targets[:-1], hold=hold))
     if result.iteration == 0 and resume is None:
         said = _NOTHING_STEPPED if chosen.traits.by_script else _NOT_RECORDED if program.aliases else _NOTHING_TRAINED
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    early = next((event for event in result.events if event.name == "ended_early"), None)
+    if early is not None and resume is None:
+        said = _ENDED_EARLY[early.details["by"]].format(result.iteration, early.details["wanted"])
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     if timeline:
         Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)

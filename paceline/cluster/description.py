@@ -79,6 +79,12 @@ class Compute:
 
     step_s: float | None = setting("one step, with as many samples as the first one has", None, above=0)
     sample_s: float | None = setting("one sample, forward and backward", None, above=0)
+    dispatch_us: float = setting(
+        "of a core's time, that a framework takes for each operation of the forward pass, its gradient and update "
+        "included; counts where operations are counted, as a measured time has it in",
+        0.0,
+        least=0,
+    )
     backward_share: float = setting("of a step; the rest is the forward pass", 2 / 3, least=0)
     distribution: Distribution = setting("constant, log-normal, exponential or trace, around that time", "constant")
     variation: float | None = setting("standard deviation over mean, of log-normal", None, above=0)
@@ -93,6 +99,10 @@ class Compute:
     def __post_init__(self) -> None:
         if self.step_s is not None and self.sample_s is not None:
             raise UsageError("step_s and sample_s say the same; give one of them")
+        if self.dispatch_us and not self.is_counted:
+            raise UsageError(
+                "dispatch_us counts where operations are counted, and step_s, sample_s and trace_s have it in"
+            )
         if self.backward_share >= 1:
             raise UsageError(f"backward_share is a part of a step, below 1, not {self.backward_share}")
         if (self.variation is not None) != (self.distribution == "log-normal"):

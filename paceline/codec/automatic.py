@@ -1,6 +1,7 @@
 """The codec that is chosen once a run has shown what its steps take."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from paceline.codec.base import Codec, Shape, doc
@@ -20,7 +21,7 @@ class Auto(Codec, name="auto"):
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.0, 0.0)
 
     among: str = doc("bf16+int8+powersgd", "names of codecs, with + between them")
-    after: int = doc(10, "steps that are measured, without a codec")
+    after: int = doc(10, "steps, or rounds of local steps, that are measured, without a codec")
 
     def __post_init__(self) -> None:
         if self.after < 2:
@@ -34,6 +35,13 @@ class Auto(Codec, name="auto"):
     def candidates(self) -> tuple[Codec, ...]:
         return tuple(_known()[name]() for name in self.among.split("+"))
 
+    def of_those(self, fit: Callable[[Codec], bool]) -> "Auto":
+        """Among fewer. Raises ValueError where none fits."""
+        names = [name for name in self.among.split("+") if fit(_known()[name]())]
+        if not names:
+            raise ValueError(f"none of {self.among} fits")
+        return replace(self, among="+".join(names))
+
     def num_bytes(self, shape: Shape) -> int:
         raise UsageError("codec=auto has no size before it has chosen")
 
@@ -43,16 +51,17 @@ def _known() -> dict[str, type[Codec]]:
     return {name: kind for name, kind in pieces.items() if not kind.adapts}
 
 
-def chosen(step_s: float, steps_s: dict[Codec, float]) -> tuple[Codec | None, str]:
+def chosen(step_s: float, steps_s: dict[Codec, float], *, what: str = "step") -> tuple[Codec | None, str]:
     """The codec to take, and why.
 
     Args:
+        what: takes so long.
         step_s: what a step takes without.
         steps_s: what it would take with each.
     """
     best = min(steps_s, key=lambda codec: steps_s[codec])
     gain = 1 - steps_s[best] / step_s
-    said = f"a step of {step_s * 1e3:.3g} ms would take {steps_s[best] * 1e3:.3g} ms with {best}"
+    said = f"a {what} of {step_s * 1e3:.3g} ms would take {steps_s[best] * 1e3:.3g} ms with {best}"
     if gain < LEAST_GAIN:
         return None, f"none: {said}, which is not {LEAST_GAIN:.0%} shorter"
     return best, f"{best}: {said}" + (f"; from step {best.first_step} on" if best.first_step else "")

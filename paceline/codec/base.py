@@ -39,6 +39,8 @@ class Codec(Piece, ABC):
     estimates that neighbours share. Unbiased codecs, and signs without a size, leave out more."""
     joint: ClassVar[bool] = False
     """A mean of all workers is taken half-way, so one worker alone can neither encode nor decode."""
+    largest: ClassVar[float] = math.inf
+    """The largest magnitude of an element that it holds."""
     adapts: ClassVar[bool] = False
     """It stands for one of several, and is none itself."""
     seconds_per_gbyte: ClassVar[tuple[float, float]]

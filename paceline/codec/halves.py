@@ -43,6 +43,7 @@ class FP16(Half, name="fp16"):
     """10 bits of mantissa, magnitudes up to 65504."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
+    largest: ClassVar[float] = torch.finfo(torch.float16).max
 
 
 @final

@@ -27,5 +27,6 @@ def late(ranks: Sequence[int], operation: str, deadline_s: float | None) -> Dead
     numbers = ", ".join(map(str, ranks))
     who = f"ranks {numbers} have" if len(ranks) > 1 else f"rank {numbers} has" if ranks else "a peer has"
     return DeadlineExceeded(
-        f"{who} not taken part in {operation} within {deadline_s} s; see what keeps them, or give a longer deadline"
+        f"{who} not taken part in {operation} within {deadline_s} s; see what keeps them, or give a longer deadline; "
+        f"{ALIKE}"
     )

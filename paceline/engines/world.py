@@ -1,6 +1,7 @@
 """What an engine gives the script of one worker, and where the script finds it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,8 @@ from paceline.strategies.single import Single
 
 @dataclass
 class World:
-    """One worker's surroundings. `at_end` is called in order once the script has returned."""
+    """One worker's surroundings. `at_end` is called in order once the script has returned; `release` in the end, also
+    where the script has failed."""
 
     context: Context
     strategy: Strategy
@@ -29,12 +31,19 @@ class World:
     store: Store | None = None
     """Where workers on several hosts find one another; none where all are on one."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    at_release: list[Callable[[], None]] = field(default_factory=list)
+    """Gives back files and hooks; what fails in it is no failure of the run."""
     progress: Callable[[], int] = staticmethod(lambda: 0)
     """The worker's step, for those who ask from outside."""
     awaits_others: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the worker waits in a pause, or at its end, for workers that have steps to go until there."""
     worker: Any = None
     """What the script was given for it, once it has asked."""
+
+    def release(self) -> None:
+        for release in self.at_release:
+            with suppress(Exception):
+                release()
 
 
 _current: World | None = None

@@ -72,7 +72,7 @@ def _key(spec: StudySpec, trial: Trial, name: str) -> dict[str, Any]:
     return {
         "study": name,
         "script": spec.title,
-        "strategy": trial.variant.label,
+        "strategy": trial.variant.text,
         "workers": trial.workers,
         "seed": trial.seed,
         "trial": trial.id,

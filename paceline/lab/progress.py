@@ -46,7 +46,7 @@ class StudyProgress:
             "script": self._spec.script,
             "arguments": shlex.join(self._spec.arguments),
             "target": self._spec.target or "none",
-            "strategy": trial.variant.label,
+            "strategy": trial.variant.text,
             "workers": trial.workers,
             "seed": trial.seed,
             "engine": self._spec.engine,

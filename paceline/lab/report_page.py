@@ -185,6 +185,7 @@ def _facts(study: Study) -> dict[str, str]:
         "Seeds": ", ".join(map(str, spec.seeds)),
         "Target": ", ".join(spec.targets) or "none",
         "Tuned": _tuned(study),
+        "Attack": ", ".join(spec.attacks),
         "After the target": "training goes on" if spec.after_target == "continue" else "",
         "Engine": spec.engine,
         "Cluster": _cluster(spec.cluster) if spec.cluster is not None else "",
@@ -192,7 +193,7 @@ def _facts(study: Study) -> dict[str, str]:
         "Models kept to be judged": _keeping(study),
         "Budget": _budget(spec),
         "Script": f"{spec.script} (SHA-256 {spec.script_sha256[:12]}…)",
-        "Left out": "; ".join(f"{out.variant.label} × {out.workers}: {out.reason}" for out in spec.left_out),
+        "Left out": "; ".join(f"{out.variant.text} × {out.workers}: {out.reason}" for out in spec.left_out),
     }
     facts |= origin(study.directory)
     return {name: value for name, value in facts.items() if value}

@@ -246,6 +246,7 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         seed=trial.seed,
         device=cast(DeviceChoice, spec.device),
         deadline_s=spec.deadline_s,
+        attack=spec.attacks,
         out=directory,
         watcher=watcher,
     )

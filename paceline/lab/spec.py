@@ -10,6 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from paceline.attacks import parse
 from paceline.cluster.placement import place
 from paceline.config import DEFAULT_EVAL_EVERY, RunConfig, Target, in_order
 from paceline.engines.ray.nodes import chosen_address
@@ -20,6 +21,7 @@ from paceline.lab.variant import Variant
 from paceline.lab.virtual_cluster import VirtualCluster
 from paceline.running import launch
 from paceline.strategies.base import Strategy
+from paceline.strategies.hostility import require_attackable
 
 TUNING_SEED = 1_000_003
 _ODD = r"[^\w.=+-]"
@@ -56,7 +58,7 @@ class Trial:
     @property
     def label(self) -> str:
         return (
-            f"{self.variant.label} x {self.workers} {f'tuning {self.setting}' if self.setting else f'seed {self.seed}'}"
+            f"{self.variant.text} x {self.workers} {f'tuning {self.setting}' if self.setting else f'seed {self.seed}'}"
         )
 
 
@@ -88,6 +90,8 @@ class StudySpec:
     after_target: str = "stop"
     tune: tuple[str, ...] = ()
     """Script options with values to try, as `lr=0.01,0.1`: each combination is judged with those that suit it best."""
+    attacks: tuple[str, ...] = ()
+    """What hostile workers do in every run, as `sign-flip:workers=2`."""
     max_steps: int | None = None
     max_time_s: float | None = None
     eval_every: int | str | None = None
@@ -105,7 +109,7 @@ class StudySpec:
 
     def __post_init__(self) -> None:
         for name in _EXTENSIBLE:
-            values = [value.label if isinstance(value, Variant) else value for value in getattr(self, name)]
+            values = [value.text if isinstance(value, Variant) else value for value in getattr(self, name)]
             if not values:
                 raise UsageError(f"{name}: give at least one")
             for value in values:
@@ -192,6 +196,7 @@ class StudySpec:
             seed=seed,
             device=self.device,  # type: ignore[arg-type]  # RunConfig checks it
             deadline_s=self.deadline_s,
+            attacks=self.attacks,
         )
 
     @property
@@ -235,6 +240,7 @@ class StudySpec:
             for workers in self.workers:
                 try:
                     variant.strategy.check(num_workers=workers)
+                    require_attackable(parse(self.attacks), variant.strategy.traits, num_workers=workers)
                     if self.cluster is not None:
                         num_servers = variant.strategy.traits.num_servers
                         place(self.cluster.content, num_workers=workers, num_servers=num_servers)
@@ -252,6 +258,7 @@ class StudySpec:
         """The inverse of `to_json`; needs no script. Raises UsageError if it is no spec of this version."""
         try:
             lists = {"arguments": tuple(plain["arguments"]), **{name: tuple(plain[name]) for name in _EXTENSIBLE}}
+            lists["attacks"] = tuple(plain.get("attacks", ()))
             lists["tune"] = tuple(plain.get("tune", ()))
             lists["passed_targets"] = tuple(plain.get("passed_targets", ()))
             lists["strategies"] = tuple(Variant.parse(text) for text in plain["strategies"])
@@ -286,6 +293,7 @@ class StudySpec:
             *given,
             *(part for target in self.targets for part in ("--target", target)),
             *(part for tuned in self.tune for part in ("--tune", tuned)),
+            *(part for attack in self.attacks for part in ("--attack", attack)),
             *(["--insecure"] if self.insecure else []),
             *(["--", *self.arguments] if self.arguments else []),
         ]

@@ -70,6 +70,7 @@ class Study:
         hold: int | None = None,
         after_target: str = "stop",
         tune: Sequence[str] = (),
+        attack: str | Sequence[str] = (),
         max_steps: int | None = None,
         max_time_s: float | None = None,
         eval_every: int | str | None = None,
@@ -94,7 +95,7 @@ class Study:
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
             target: what ends a run; of several the hardest does, and the others' times are shown beside it.
-            hold, after_target, max_steps, max_time_s, device, deadline_s, address, insecure, arguments: as for
+            hold, after_target, attack, max_steps, max_time_s, device, deadline_s, address, insecure, arguments: as for
                 `paceline.run`.
             eval_every: as for `paceline.run`, but that a plain number counts batches, so that all strategies and
                 numbers of workers are judged equally often for the same work.
@@ -122,6 +123,7 @@ class Study:
             hold=hold,
             after_target=after_target,
             tune=tuple(tune),
+            attacks=(attack,) if isinstance(attack, str) else tuple(attack),
             max_steps=max_steps,
             max_time_s=max_time_s,
             eval_every=eval_every,

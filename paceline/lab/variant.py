@@ -11,7 +11,8 @@ from paceline.strategies.base import Strategy
 @dataclass(frozen=True)
 class Variant:
     text: str
-    """As on the command line. The same for the same strategy: `ps-async:servers=1` is `ps-asp`."""
+    """As on the command line, and in tables and figures. The same for the same strategy: `ps-async:servers=1` is
+    `ps-asp`."""
     strategy: Strategy
 
     @classmethod
@@ -34,11 +35,6 @@ class Variant:
         if not _reads_as(text, strategy):
             raise UsageError(f"{text} does not say all of the strategy, so that no study can take it up again; use run")
         return cls(text, strategy)
-
-    @property
-    def label(self) -> str:
-        """For tables and figures: `ps-bsp servers=2`."""
-        return self.text.replace(":", " ")
 
     @property
     def file_name(self) -> str:

@@ -31,7 +31,8 @@ _ENDED = {
     "script": "the script ended",
     "": "ended",
 }
-_NOTHING_KNOWN = "Runs are too few to tell what is chance: with more seeds the study says which is first, and why."
+_TOO_FEW = "; runs are too few to tell what is chance."
+_MORE_SEEDS = "With more seeds the study says which is first, and why."
 _VISIBLE = 0.02  # of a time: what is smaller is not seen in two digits
 _LARGE_RESIDUAL = 0.1  # of the best speed-up: beyond it, Amdahl's law does not describe what was measured
 
@@ -86,11 +87,10 @@ class _Judge:
             return [f"No run reached {goal}.", *self._nearest(measured), *self._rates(measured)]
         candidates = _each(surest(self.summary))
         first = self._first(candidates, TIME)
+        reasons = [*self._cheapest(first, candidates), *self._what_binds(first.row), *self._serial(first.row)]
         return [
             *self._fastest(first, goal),
-            *self._cheapest(first, candidates),
-            *self._what_binds(first.row),
-            *self._serial(first.row),
+            *(reasons if first.is_known else []),
             *_unsure(reached),
             *self._never(first.row, [row for row in measured if row["reached"] == 0], goal),
         ]
@@ -100,24 +100,27 @@ class _Judge:
         compared = self.frames.compared(quantity)
         may_be = [row for row in rows if bool(compared.loc[(row["strategy"], row["workers"]), "may_be_best"])]
         ordered = sorted(may_be, key=lambda row: row[quantity], reverse=most)
-        is_known = len(may_be) == 1 or bool(compared["spread"].notna().any())
+        is_sure = len(ordered) == 1 and ordered[0]["reached"] > 1  # while others did not always arrive
+        is_known = is_sure or bool(compared["spread"].notna().any())
         return _First(ordered[0], ordered[1:], is_known)
 
     def _fastest(self, first: "_First", goal: str) -> list[str]:
         row = first.row
         caveat = f", in {_seeds(row)} only" if reliability(row) < 1 else ""
-        gain = f", {_gain(row)}" if _has_gain(row) else ""
-        if not first.is_known:
-            line = f"Shortest time to {goal}: {_name(row)}{caveat}, {_time(row)}{gain}."
-            return [line, _NOTHING_KNOWN, *_resolution(row)]
+        if first.tied and not first.is_known:
+            measured = f"Measured, the shortest first: {first.listed(_time)}."
+            return [f"No winner at {goal}{_TOO_FEW}", measured, _MORE_SEEDS, *_resolution(row)]
         if first.tied:
             return [f"No winner at {goal}: {first.listed(_time)}{_MAY_BE}", *_resolution(row)]
+        if not first.is_known:
+            return [f"{goal} was reached by {_name(row)}{caveat}: {_time(row)}.", *_resolution(row)]
+        gain = f", {_gain(row)}" if _has_gain(row) and not self._is_disturbed(row) else ""
         return [f"Reach {goal} fastest with {_name(row)}{caveat}: {_time(row)}{gain}.", *_resolution(row)]
 
     def _cheapest(self, fastest: "_First", candidates: Sequence[Row]) -> list[str]:
         first = self._first(candidates, COST)
-        if first.is_known and first.tied:
-            return [f"Cheapest is one of {len(first.tied) + 1}: {first.listed(self._cost)}{_MAY_BE}"]
+        if first.tied:
+            return [f"Cheapest is one of {len(first.tied) + 1}: {first.listed(self._cost)}{first.why}"]
         is_same = first.row.name == fastest.row.name and not fastest.tied
         line = "It is also the cheapest" if is_same else f"Cheapest with {_name(first.row)}"
         return [f"{line}: {self._cost(first.row)}."]
@@ -230,13 +233,15 @@ class _Judge:
         if not alone:
             return []
         if len(alone) == len(candidates or measured):
-            return (
-                []
-                if len(candidates) > 1
-                else ["One seed only: the spread is not known, and a difference may be chance."]
-            )
+            return ["One seed only: the spread is not known, and a difference may be chance."] * (len(alone) == 1)
         named = words.listed([_name(row) for row in alone])
         return [f"One seed only of {named}: it is taken to vary as others do."]
+
+    def _is_disturbed(self, row: Row) -> bool:
+        """Whether its times, or those that its speed-up is measured against, are not the strategy's alone."""
+        own, base = (row["strategy"], row["workers"]), (row["base_strategy"], row["base_workers"])
+        used = self.trials.set_index(list(_COMBINATION))["used_by_others"]
+        return bool((used[used.index.isin([own, base])] > _BUSY).any())
 
     def _disturbed(self) -> list[str]:
         """Trials that began beside other programs, whose times are not the strategy's alone."""
@@ -299,12 +304,17 @@ class _First:
     is_known: bool
     """Whether it is known what chance explains; if not, all others are tied."""
 
+    @property
+    def why(self) -> str:
+        """Ends a sentence that lists those who are tied."""
+        return _MAY_BE if self.is_known else _TOO_FEW
+
     def listed(self, say: Callable[[Row], str]) -> str:
         return words.listed([f"{_name(row)} ({say(row)})" for row in (self.row, *self.tied)], most=_MAX_TIED)
 
     def sentence(self, what: str, say: Callable[[Row], str]) -> str:
-        if self.is_known and self.tied:
-            return f"{what}: {self.listed(say)}{_MAY_BE}"
+        if self.tied:
+            return f"{what}: {self.listed(say)}{self.why}"
         return f"{what} with {_name(self.row)}: {say(self.row)}."
 
 

@@ -70,8 +70,8 @@ def servers(count: int) -> str:
 
 def combination(strategy: str, count: int) -> str:
     """
-    >>> combination("ps-bsp servers=2", 4)
-    'ps-bsp servers=2 on 4 workers'
+    >>> combination("ps-bsp:servers=2", 4)
+    'ps-bsp:servers=2 on 4 workers'
     """
     return f"{strategy} on {workers(count)}"
 

@@ -9,6 +9,7 @@ from paceline.errors import unknown
 from paceline.models.convnet import convnet
 from paceline.models.digitsnet import digitsnet
 from paceline.models.fedavg_cnn import fedavg_cnn
+from paceline.models.lenet import lenet
 from paceline.models.mlp import mlp
 from paceline.models.resnet18 import resnet18
 from paceline.models.shape import ImageShape
@@ -25,6 +26,7 @@ BUILDERS: Mapping[str, Builder] = {
     "convnet": convnet,
     "digitsnet": digitsnet,
     "fedavg-cnn": fedavg_cnn,
+    "lenet": lenet,
     "mlp": mlp,
     "resnet18": resnet18,
     "vgg16": vgg16,
@@ -36,7 +38,7 @@ def build(name: str, *, num_classes: int = 10, shape: ImageShape | None = None) 
     """A freshly initialised model, which maps images float32 [B, C, H, W] to logits [B, num_classes].
 
     Args:
-        name: `convnet`, `digitsnet`, `fedavg-cnn`, `mlp`, `resnet18` or `vgg16`.
+        name: `convnet`, `digitsnet`, `fedavg-cnn`, `lenet`, `mlp`, `resnet18` or `vgg16`.
         num_classes: how many classes to tell apart.
         shape: channels, height and width of an image; by default those of the data set that the model was made for.
 

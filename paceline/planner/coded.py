@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, TypeVar, final
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from paceline.codec.joining import coding_s
 from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Loads
 from paceline.planner.setting import RingReduction, Setting
-from paceline.strategies.traits import AllReduced
+from paceline.strategies.traits import AllReduced, Neighbouring
 
 
 @final
@@ -23,7 +23,10 @@ class CodedMean(NamedTuple):
     loads: Loads
 
 
-def settled(traffic: AllReduced, setting: Setting, step_s: Callable[[AllReduced], float]) -> AllReduced:
+_Coded = TypeVar("_Coded", AllReduced, Neighbouring)
+
+
+def settled(traffic: _Coded, setting: Setting, step_s: Callable[[_Coded], float]) -> _Coded:
     """With the codec that `auto` would choose, if it is to choose one.
 
     Args:
@@ -34,10 +37,15 @@ def settled(traffic: AllReduced, setting: Setting, step_s: Callable[[AllReduced]
     plain = replace(traffic, codec=None)
     if setting.num_workers == 1:
         return plain
-    coded = [replace(traffic, codec=codec, behind_backward=False) for codec in traffic.codec.candidates]
-    steps_s = {each.codec: step_s(each) for each in coded if each.codec is not None}
-    codec, _ = chosen(step_s(plain), steps_s)
-    return plain if codec is None else replace(traffic, codec=codec, behind_backward=False)
+    coded = {codec: _coded_by(codec, traffic) for codec in traffic.codec.candidates}
+    codec, _ = chosen(step_s(plain), {codec: step_s(each) for codec, each in coded.items()})
+    return plain if codec is None else coded[codec]
+
+
+def _coded_by(codec: Codec, traffic: _Coded) -> _Coded:
+    if isinstance(traffic, AllReduced):
+        return replace(traffic, codec=codec, behind_backward=False)
+    return replace(traffic, codec=codec)
 
 
 def coded_mean(

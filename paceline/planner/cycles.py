@@ -41,10 +41,28 @@ def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:
     if isinstance(traffic, Served):
         return _of_synchronous(traffic, setting) if traffic.staleness is None else _of_asynchronous(traffic, setting)
     if isinstance(traffic, AllReduced):
-        return _of_fragments(traffic, setting) if traffic.is_in_fragments else _of_all_reduced(traffic, setting)
+        cycle = _of_fragments(traffic, setting) if traffic.is_in_fragments else _of_all_reduced(traffic, setting)
+        return _with_what_is_besides(cycle, traffic, setting) if traffic.num_besides else cycle
     if isinstance(traffic, Neighbouring):
         return _of_neighbours(traffic, setting)
     return Cycle(slowest_s=setting.mean_s, end_s=setting.mean_s, loads=setting.fabric.nothing)
+
+
+def besides_s(traffic: AllReduced, setting: Setting) -> float:
+    """What is averaged after an exchange takes, one tensor of the gradients' size after the other."""
+    if setting.num_workers == 1:
+        return 0.0
+    parts_s = sum(algorithms.parts_s(traffic.algorithm, setting, setting.work.parameter_bytes))
+    return traffic.num_besides * (parts_s + algorithms.operation_s(traffic.algorithm, setting))
+
+
+def _with_what_is_besides(cycle: Cycle, traffic: AllReduced, setting: Setting) -> Cycle:
+    if setting.num_workers == 1:
+        return cycle
+    more_s = besides_s(traffic, setting)
+    loads = algorithms.loads(traffic.algorithm, setting, setting.work.parameter_bytes) * traffic.num_besides
+    bounds_s = None if cycle.bounds_s is None else (cycle.bounds_s[0] + more_s, cycle.bounds_s[1] + more_s)
+    return replace(cycle, end_s=cycle.end_s + more_s, loads=cycle.loads + loads, bounds_s=bounds_s)
 
 
 def _of_all_reduced(traffic: AllReduced, setting: Setting) -> Cycle:
@@ -87,6 +105,7 @@ def _of_fragments(traffic: AllReduced, setting: Setting) -> Cycle:
     slowest late from one fragment to the next, a delay of d steps leaves L / (L + d) of what chance costs without one:
     an estimate, within a tenth of the simulator. A host that is always slower is not made up for.
     """
+    traffic = settled(traffic, setting, lambda each: _of_fragments(each, setting).end_s)
     fragments = buckets.of_fragments(traffic, setting)
     spacing = traffic.every / traffic.fragments
     most_s, steady_s = (
@@ -124,6 +143,7 @@ def fragment_mean(traffic: AllReduced, setting: Setting, fragment: buckets.Bucke
 
 def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
     """A worker waits for its neighbours, and they for theirs. Of all messages of an exchange the slowest decides."""
+    traffic = settled(traffic, setting, lambda each: _of_neighbours(each, setting).end_s)
     rounds = neighbours.rounds_of(traffic, setting)
     coding_s = neighbours.coding_s(traffic, setting)
     exchange_s = statistics.fmean(each.slowest_s for each in rounds)

@@ -21,6 +21,8 @@ class StepWork:
     """Forward and backward pass on a host of speed 1 that the worker has to itself; none: as the cluster says."""
     forward_flop: float = 0.0
     """Operations of a forward pass, for clusters that say only what their hosts do of them."""
+    forward_calls: int = 0
+    """Operations that a forward pass calls, however large, for clusters that say what a framework takes for one."""
     backward_shares: tuple[float, ...] = ()
     """The part of the backward pass that each parameter's gradient takes; none: in proportion to the tensors' sizes."""
     state_bytes: float = 0.0

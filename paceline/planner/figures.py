@@ -1,5 +1,6 @@
 """The curves of a plan, in the style of the lab's figures."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from paceline.planner.search import Plan, Point
 
 _HEIGHT_PX = 480  # of which a narrow screen's legend takes half
 _MAX_CURVES = 8
+_SAME = 0.005
+"""Curves that nowhere differ by more are drawn as one: nobody would see the second."""
 
 
 _CHARTS: tuple[tuple[str, str, str, Callable[[Point], float]], ...] = (
@@ -36,14 +39,32 @@ def charts(plan: Plan) -> list[Chart]:
 
 
 def _curves(plan: Plan) -> dict[str, list[Point]]:
-    """The strategies that move something: without options, and with those that are best."""
+    """The strategies that move something: without options, and with those that are best. Those that are the same share
+    one curve, named after all of them."""
     best = {point.label for point in plan.best_of_each}
     wanted = [
         label
         for label in plan.curves
         if (":" not in label or label in best) and Variant.parse(label).strategy.traits.traffic
     ]
-    return {label: plan.curves[label] for label in wanted[:_MAX_CURVES]}
+    alike: list[list[str]] = []
+    for label in wanted:
+        same = (group for group in alike if _are_same(plan.curves[group[0]], plan.curves[label]))
+        if (group := next(same, None)) is not None:
+            group.append(label)
+        else:
+            alike.append([label])
+    alike.sort(key=lambda labels: plan.best.label not in labels)  # which is not to be among those that are left out
+    return {" = ".join(labels): plan.curves[labels[0]] for labels in alike[:_MAX_CURVES]}
+
+
+def _are_same(one: list[Point], other: list[Point]) -> bool:
+    """Whether two curves are the same in every chart."""
+    return [point.prediction.workers for point in one] == [point.prediction.workers for point in other] and all(
+        math.isclose(value_of(a), value_of(b), rel_tol=_SAME)
+        for _, _, _, value_of in _CHARTS
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _drawn(
@@ -57,7 +78,7 @@ def _drawn(
 ) -> Chart:
     """A curve for each strategy against workers, its knee marked by a large open mark."""
     plot = canvas(x_title="Workers (number)", y_title=y_title, height_px=_HEIGHT_PX)
-    knees = {knee.label: knee.workers for knee in plan.knees}
+    known = {knee.label: knee.workers for knee in plan.knees}
     rows, notes = [], []
     for label, points in curves.items():
         style = styles[label]
@@ -65,7 +86,7 @@ def _drawn(
         values = [value_of(point) for point in points]
         rows += [(label, count, value) for count, value in zip(counts, values, strict=True)]
         plot.add_trace(curve(label, style, x=counts, y=values))
-        knee = knees.get(label)
+        knee = known.get(points[0].label)
         if knee is not None and counts[0] <= knee <= counts[-1]:
             mark = {"symbol": f"{style.marker}-open", "size": 15, "line": {"width": 2}}
             found: dict[str, Any] = {"x": [knee], "y": [_between(counts, values, knee)], "showlegend": False}

@@ -75,7 +75,7 @@ class _Seen(Watcher):
         self.is_complete = False
         self.noise_sums = NoiseSums()
         self.replica: Replica | None = None
-        self.forward_flop = 0.0
+        self.forward_flop, self.forward_calls = 0.0, 0
         self.shares: tuple[float, ...] = ()
         self.state_bytes = 0.0
         self.samples: list[int] = []
@@ -88,6 +88,7 @@ class _Seen(Watcher):
             tensor_shapes=tuple(spec.shape for spec in self.replica.specs),
             samples=self.samples[0],
             forward_flop=self.forward_flop,
+            forward_calls=self.forward_calls,
             backward_shares=self.shares,
             state_bytes=self.state_bytes,
             is_element_wise=self.replica.optimizer_spec.element_wise,
@@ -125,7 +126,7 @@ class _ObservedSynchronizer(Synchronizer):
         self._num_noise_steps = strategy.num_noise_steps
         self._steps = 0
         self._count: ForwardCount | None = None
-        self._flop_of_pass = 0.0
+        self._flop_of_pass, self._calls_of_pass = 0.0, 0
         self._num_passes = 0
         strategy.seen.replica = replica
         # Inside what the engine counts: modes are left in the reverse order.
@@ -138,6 +139,7 @@ class _ObservedSynchronizer(Synchronizer):
         self._steps += 1
         if self._steps == 1:  # which may have accumulated gradients over several passes
             self._seen.forward_flop = self._flop_of_pass * self._num_passes
+            self._seen.forward_calls = self._calls_of_pass * self._num_passes
         if self._steps == 2:
             self._seen.state_bytes = state_bytes(self.replica.optimizer, self.replica.parameters)
         is_trained = self._steps > (_WARM_UP_STEPS if self._num_noise_steps else 1)
@@ -161,5 +163,6 @@ class _ObservedSynchronizer(Synchronizer):
     def _end_forward(self, model: torch.nn.Module, inputs: object, output: object) -> None:
         if self._count is not None:
             self._count.end(output)
-            self._flop_of_pass, self._seen.shares = self._count.flop, tuple(self._count.shares())
+            self._flop_of_pass, self._calls_of_pass = self._count.flop, self._count.num_calls
+            self._seen.shares = tuple(self._count.shares())
             self._count = None

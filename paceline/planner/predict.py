@@ -33,7 +33,7 @@ class Prediction:
     samples_per_s: float
     """Rate of all workers together; with backup workers, of those whose gradients count."""
     efficiency: float
-    """`samples_per_s` over as many times that of one worker alone."""
+    """`samples_per_s` over that of one worker alone, times the hosts of workers and of servers that have their own."""
     compute_s: float
     waiting_s: float
     exchange_s: float
@@ -112,6 +112,7 @@ def _summed_up(asked: Question, cycle: Cycle) -> Prediction:
     iteration_s = {"update": step_s, "gradient": step_s / setting.num_workers, "round": step_s * num_steps}
     num_counted = setting.num_workers if cycle.num_counted is None else cycle.num_counted
     samples_per_s = num_counted * setting.work.samples / step_s
+    num_paid = setting.num_workers + len(set(setting.places.servers) - set(setting.places.workers))
     loads = cycle.loads * (1 / num_steps)
     busiest, served_s = setting.fabric.busiest(loads), cycle.served_s / num_steps
     resource = setting.kind_of(busiest)
@@ -127,7 +128,7 @@ def _summed_up(asked: Question, cycle: Cycle) -> Prediction:
         iteration_s=iteration_s[asked.traits.unit],
         unit=asked.traits.unit,
         samples_per_s=samples_per_s,
-        efficiency=samples_per_s / (setting.num_workers * setting.alone_samples_per_s),
+        efficiency=samples_per_s / (num_paid * setting.alone_samples_per_s),
         compute_s=mean_s,
         waiting_s=slowest_s - mean_s,
         exchange_s=end_s - slowest_s,

@@ -270,7 +270,11 @@ class _Judge:
             target_speedup = self.base.update_s / (steps * prediction.update_s)
             if self.single_steps is not None:
                 target_s = self.single_steps * steps * prediction.update_s
-        label, is_ranked = Variant.of(strategy).text, workers == 1 or not strategy.traits.workers_differ
+        traits = strategy.traits
+        label, is_ranked = (
+            Variant.of(strategy).text,
+            workers == 1 or not (traits.workers_differ or traits.unit == "round"),
+        )
         return Point(label, prediction, self._batch(workers), speedup, target_speedup, target_s, is_ranked)
 
     def check(self, point: Point) -> Check:

@@ -81,7 +81,9 @@ class Setting:
         """Raises UsageError without room, after a probe with another model, or if a step's time is unknown."""
         described = cluster
         if work.step_s is not None:
-            cluster = replace(cluster, compute=replace(cluster.compute, step_s=work.step_s, sample_s=None))
+            cluster = replace(
+                cluster, compute=replace(cluster.compute, step_s=work.step_s, sample_s=None, dispatch_us=0.0)
+            )
         compute = cluster.compute
         if shares := compute.shares_of(len(work.tensor_bytes)):
             work = replace(work, backward_shares=shares)
@@ -95,7 +97,9 @@ class Setting:
 
         def mean_s(host: int, num_sharing: int, num_hosts: int = len(sharing)) -> float:
             cost = StepCost(cluster, hosts[host], num_sharing=num_sharing, num_hosts=num_hosts)
-            return cost.seconds(num_samples=work.samples, forward_flop=work.forward_flop)
+            return cost.seconds(
+                num_samples=work.samples, forward_flop=work.forward_flop, forward_calls=work.forward_calls
+            )
 
         first_of: dict[int, int] = {}
         kinds = [(first_of.setdefault(id(hosts[host]), host), sharing[host]) for host in places.workers]

@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
 from paceline.planner.coded import coded_mean, settled
-from paceline.planner.cycles import cycle_of, fragment_mean
+from paceline.planner.cycles import besides_s, cycle_of, fragment_mean
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
@@ -65,7 +65,7 @@ def simulate(
             ends_s = _in_fragments(traffic, setting, draws, steps)
         else:
             ends_s = _lock_step(traffic, setting, draws, steps)
-        cycle_s = _mean_s(ends_s)
+        cycle_s = _mean_s(ends_s) + (besides_s(traffic, setting) if isinstance(traffic, AllReduced) else 0.0)
     elif traffic.staleness is None:
         cycle_s, counted = _mean_s(SynchronousRun(traffic, setting, draws).run(steps)), workers - traffic.backup_workers
     else:
@@ -100,6 +100,7 @@ def _lock_step(traffic: Traffic | None, setting: Setting, draws: Draws, num_exch
 
 def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_rounds: int) -> list[float]:
     """When workers have ended each round, on the average of all."""
+    traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
     schedule = Rounds(every=traffic.every, fragments=traffic.fragments, delay=traffic.delay)
     fragments, operation_s = buckets.of_fragments(traffic, setting), algorithms.operation_s(traffic.algorithm, setting)
     now_s, over_s, ends_s = np.zeros(setting.num_workers), [np.zeros(setting.num_workers)] * len(fragments), []
@@ -121,6 +122,7 @@ def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_round
 
 def _exchange_of(traffic: Traffic | None, setting: Setting) -> _Exchange:
     if isinstance(traffic, Neighbouring):
+        traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
         rounds, coding_s = neighbours.rounds_of(traffic, setting), neighbours.coding_s(traffic, setting)
         among = partial(_among_neighbours, rounds, traffic.behind_computing)
         return lambda number, now_s, computing_s: among(number, now_s, computing_s) + coding_s

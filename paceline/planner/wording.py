@@ -18,7 +18,7 @@ _EVEN = (
 
 
 def answer(plan: Plan) -> list[str]:
-    lines = [_best(plan), *_knees(plan), *_ratio(plan)]
+    lines = [*_best(plan), *_knees(plan), *_ratio(plan)]
     if plan.noise is not None:
         lines.append(_noise(plan))
     elif plan.best.prediction.unit == "gradient" and plan.best.prediction.workers > 1:
@@ -31,20 +31,21 @@ def answer(plan: Plan) -> list[str]:
     unranked = [point.label for point in plan.best_of_each if not point.is_ranked]
     if unranked:
         lines.append(
-            f"Shown, but not ranked: {words.listed(unranked)}. Their workers' models differ, and no plan knows how "
-            "many more steps that takes; paceline compare measures it."
+            f"Shown, but not ranked: {words.listed(unranked)}. Their workers' models differ at times, and no plan "
+            "knows how many more steps that takes; paceline compare measures it."
         )
     if plan.cluster.communication.unevenness:
         lines.append(_EVEN)
     return [*lines, *_checks(plan.checks)]
 
 
-def _best(plan: Plan) -> str:
+def _best(plan: Plan) -> list[str]:
     best = plan.best.prediction
     rate = f"{words.quantity(best.samples_per_s)} samples/s"
+    by = _by(plan)
     if best.workers == 1:
         has_others = any(point.prediction.workers > 1 for point in plan.points)
-        return f"One worker alone{': no exchange pays on this cluster' if has_others else ''}. {rate}."
+        return [f"One worker alone{f': {by} no exchange pays on this cluster' if has_others else ''}. {rate}."]
     place = f"{plan.best.label} on {words.workers(best.workers)}"
     if plan.best.target_s is not None:
         gain = (
@@ -54,8 +55,17 @@ def _best(plan: Plan) -> str:
         gain = f"the target {words.ratio(plan.best.merit)} times sooner than one worker"
     else:
         gain = f"{words.ratio(plan.best.merit)} times one worker"
-    efficiency = words.percent(best.efficiency)
-    return f"{place}: {gain}, at {rate}, {efficiency} of each worker's own; what binds is {best.binding}."
+    efficiency = f"{words.percent(best.efficiency)} of what its hosts would do alone"
+    return [f"{place}: {gain} {by}.", f"It does {rate}, {efficiency}; what binds is {best.binding}."]
+
+
+def _by(plan: Plan) -> str:
+    """What the best is the best in."""
+    if plan.noise is None:
+        return "by throughput only, without a noise scale"
+    if math.isinf(plan.noise.samples):
+        return "by a gradient that is lost in its noise"
+    return f"by a noise scale of {words.quantity(plan.noise.samples)} samples"
 
 
 def _knees(plan: Plan) -> list[str]:

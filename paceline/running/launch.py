@@ -17,6 +17,7 @@ from paceline.checkpoint import Checkpoint
 from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
 from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target
+from paceline.elastic import Elastic, GlobalBatch
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Job, Supervisor
@@ -79,6 +80,8 @@ def run(
     strict: bool = False,
     attack: str | Sequence[str] = (),
     out: str | Path | None = None,
+    elastic: str | Elastic | None = None,
+    global_batch: GlobalBatch | None = None,
     resume: str | Path | None = None,
     watcher: Watcher | None = None,
 ) -> Result:
@@ -106,6 +109,9 @@ def run(
             workers together train on, or `30s` of training.
         checkpoint_every: iterations between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
+        elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left.
+        global_batch: of an elastic run: `keep` (an update is of as many samples as at the start) or `grow` (of as many
+            as the workers that are there have in a batch each); none: `keep`.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
             progress, elsewhere what scripts print alone.
@@ -122,6 +128,9 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
+    survives = _elastic(elastic, global_batch)
+    if survives is not None:
+        _require_survivable(plan, survives, engine=engine, workers=workers, attack=attack, resume=resume)
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -135,6 +144,7 @@ def run(
         deadline_s=deadline_s,
         strict=strict,
         attacks=(attack,) if isinstance(attack, str) else tuple(attack),
+        elastic=survives,
     )
     if plan.traits.by_script:
         _require_effect(plan, config, {"--engine virtual": virtual is not None, "--resume": resume is not None})
@@ -213,6 +223,45 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
     if cluster is None:
         known = ", ".join(cluster_file.shipped())
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
+
+
+def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None) -> Elastic | None:
+    if elastic is None:
+        if global_batch is not None:
+            raise UsageError("--global-batch has no effect without --elastic, since workers stay as many as they are")
+        return None
+    if not isinstance(elastic, str):
+        if global_batch is not None:
+            raise UsageError("global_batch goes with elastic as text; Elastic(global_batch=...) has its own")
+        return elastic
+    return Elastic.parse(elastic, global_batch=global_batch or "keep")
+
+
+def _require_survivable(
+    plan: Strategy,
+    elastic: Elastic,
+    *,
+    engine: str,
+    workers: int,
+    attack: str | Sequence[str],
+    resume: str | Path | None,
+) -> None:
+    """Raises UsageError, which says why, for runs in which nobody may die so far."""
+    elastic.require(num_workers=workers)
+    if not plan.traits.repeats_steps:
+        raise UsageError(
+            f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
+            "with algorithm=auto, no codec, and aggregate=mean"
+        )
+    if engine != "ray":
+        raise UsageError("--elastic has no effect with --engine virtual, whose workers do not die; use --engine ray")
+    if attack:
+        raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
+    if resume is not None:
+        raise UsageError(
+            "--resume and --elastic do not go together so far; start a new run from model.safetensors, or resume "
+            "without --elastic a run that was started without it"
+        )
 
 
 def _require_effect(strategy: Strategy, config: RunConfig, others: Mapping[str, bool]) -> None:

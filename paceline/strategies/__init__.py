@@ -10,17 +10,20 @@ from paceline import pieces
 from paceline.correction import ControlVariates, Proximal
 from paceline.errors import UsageError, unknown
 from paceline.outer import FedAdagrad, FedAdam, FedYogi, Momentum, Nesterov
+from paceline.privacy import Central
+from paceline.roster import Poisson
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Strategy, option_docs
 from paceline.strategies.federated import Federated
 from paceline.strategies.gossip import AsynchronousGossip, Gossip
+from paceline.strategies.gossip.outer_step import OuterStep
 from paceline.strategies.gossip.push_sum import PushSum
 from paceline.strategies.gossip.relay import Relay
 from paceline.strategies.horovod import Horovod
 from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
-from paceline.topology import Chain, OnePeerExponential
+from paceline.topology import Chain, OnePeerExponential, RandomPairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ _SYNCHRONOUS, _ASYNCHRONOUS = ("backup_workers", "combine"), ("torn_reads", "sta
 _BSP = {"consistency": "bsp"}
 _ASP = {"consistency": "asp"}
 _OF_CODECS = ("codec_scope", "consensus_step")
+_OF_OUTER = ("outer",)
 _ALTERNATING = ("alternates", "private_epochs")
 
 STRATEGIES: dict[str, Entry] = {}
@@ -132,6 +136,7 @@ for _entry in (
         name="d-psgd",
         strategy=Gossip,
         fixed={"mode": "average"},
+        leaves_out=_OF_OUTER,
         summary="gossip with the weighted mean of the neighbours' models",
         alias_of="gossip",
     ),
@@ -140,7 +145,7 @@ for _entry in (
         strategy=Gossip,
         fixed={"mode": "push-sum"},
         defaults={"topology": OnePeerExponential()},
-        leaves_out=_OF_CODECS,
+        leaves_out=(*_OF_OUTER, *_OF_CODECS),
         refuses={"codec": PushSum.why_uncoded},
         summary="gossip by push-sum, over links that need not go both ways",
         alias_of="gossip",
@@ -150,9 +155,19 @@ for _entry in (
         strategy=Gossip,
         fixed={"mode": "relay"},
         defaults={"topology": Chain()},
-        leaves_out=("order", *_OF_CODECS),
+        leaves_out=("order", *_OF_OUTER, *_OF_CODECS),
         refuses={"codec": Relay.why_uncoded},
         summary="gossip in which models travel along a tree, so that all count alike",
+        alias_of="gossip",
+    ),
+    Entry(
+        name="noloco",
+        strategy=Gossip,
+        fixed={"mode": "outer"},
+        defaults={"topology": RandomPairs(), "every": 50},
+        leaves_out=("quasi_global", *_OF_CODECS),
+        refuses={"codec": OuterStep.why_uncoded},
+        summary="rounds of local steps, then an outer step with momentum in random pairs: nobody waits for all",
         alias_of="gossip",
     ),
     Entry(
@@ -175,6 +190,12 @@ for _entry in (
         summary="rounds of local steps, then an outer step with heavy-ball momentum",
     ),
     Entry(
+        name="des-loc",
+        strategy=LocalUpdates,
+        defaults={"momentum_every": 3, "variance_every": 6},
+        summary="local-sgd in which the optimizers' moments are averaged, too, each after rounds of its own",
+    ),
+    Entry(
         name="diloco",
         strategy=LocalUpdates,
         defaults={"outer": Nesterov()},
@@ -185,6 +206,13 @@ for _entry in (
         strategy=Federated,
         leaves_out=_ALTERNATING,
         summary="clients with data of their own train in turn; what some of them changed is averaged each round",
+    ),
+    Entry(
+        name="dp-fed-avg",
+        strategy=Federated,
+        defaults={"privacy": Central(), "weights": "equal", "sampler": Poisson()},
+        leaves_out=_ALTERNATING,
+        summary="fed-avg under differential privacy: clipped changes, noise, and what it costs",
     ),
     Entry(
         name="fed-prox",
@@ -326,6 +354,7 @@ def name_of(strategy: Strategy) -> str:
         if type(strategy) is entry.strategy
         and not entry.is_another_name
         and all(getattr(strategy, key) == value for key, value in entry.fixed.items())
+        and not any(getattr(strategy, key) is None for key in entry.defaults)
     ]
     if not fitting:
         return type(strategy).__name__

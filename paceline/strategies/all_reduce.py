@@ -12,11 +12,11 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.buckets import MOST_RANKS, GradientBuckets, OutOfTurn
 from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing, Work
-from paceline.errors import NonFiniteGradient, UsageError
+from paceline.errors import NonFiniteGradient, PeerLost, UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
-from paceline.strategies.bucket_size import MIN_BYTES, measured
-from paceline.strategies.bucketing import laid_out
-from paceline.strategies.choosing import Choosing
+from paceline.strategies.bucket_size import MIN_BYTES
+from paceline.strategies.bucketing import allocated, laid_out
+from paceline.strategies.choosing import Choosing, LinkSpeed
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import Exchange, averaging
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
@@ -24,6 +24,7 @@ from paceline.strategies.meeting import gathered
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.progress import Progress, require_same
+from paceline.strategies.repeating import Repeating
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
@@ -89,7 +90,8 @@ class AllReduce(Strategy):
             codec=self.codec,
             codec_scope=self.codec_scope,
         )
-        return Traits(lock_step=True, tells_stop=True, passes_attacks=True, traffic=(moved,))
+        repeats = self.algorithm == "auto" and self.codec is None and self.aggregate.streams
+        return Traits(lock_step=True, tells_stop=True, repeats_steps=repeats, passes_attacks=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if self.algorithm != "auto" and not context.collective.can_receive_first:
@@ -112,18 +114,24 @@ class _AllReduceSynchronizer(Synchronizer):
             behind_backward=strategy.behind_backward,
             exchange=lambda flat: average(flat)(),
         )
-        self._buckets = GradientBuckets(
-            replica.parameters, layout, buffer, on_bucket=self._on_bucket, on_backward_end=self._finish_backward
-        )
+        self._layout = layout
+        self._repeating = Repeating(context.recovery) if context.recovery is not None else None
+        self._buckets = self._in_buckets(buffer)
         coding = coding_of(strategy.codec, strategy.codec_scope, context)
         self._choosing: Choosing | None = None
         if coding is None and strategy.codec is not None:
             self.facts = {**self.facts, "codec": NOTHING_CODED}
-        elif isinstance(strategy.codec, Auto):
+        elif coding is not None and isinstance(strategy.codec, Auto):
             scratch = buffer if buffer.numel() >= MIN_BYTES else context.collective.allocate(MIN_BYTES)
-            found = measured(context.collective, lambda flat: average(flat)(), scratch, now_s=context.pacing.now_s)
-            self._choosing = Choosing(strategy.codec, context, found, [spec.shape for spec in replica.specs])
-            self._layout, self._coding, coding = layout, coding, None
+            links = LinkSpeed(
+                context,
+                among_hosts=coding.among_hosts,
+                scratch=scratch,
+                average=lambda flat: average(flat)(),
+            )
+            taken_s = partial(links.average_s, shapes=[spec.shape for spec in replica.specs])
+            self._choosing = Choosing(strategy.codec, context, taken_s)
+            self._coding, coding = coding, None
         elif coding is not None:
             self.facts = {**self.facts, "codec": str(coding.codec)}
         self._exchange = Exchange(
@@ -145,6 +153,15 @@ class _AllReduceSynchronizer(Synchronizer):
         self._turn = 0  # what is the same on every rank in each of them
         self._weight = 1.0
 
+    def _in_buckets(self, buffer: Tensor) -> GradientBuckets:
+        return GradientBuckets(
+            self.replica.parameters,
+            self._layout,
+            buffer,
+            on_bucket=self._on_bucket,
+            on_backward_end=self._finish_backward,
+        )
+
     @property
     def timings(self) -> tuple[Timing, ...]:
         return (self.context.collective.timing, self._overlap.timing, self._exchange.timing)
@@ -152,7 +169,7 @@ class _AllReduceSynchronizer(Synchronizer):
     def set_weight(self, weight: float) -> None:
         if not self._is_weighted:
             return
-        if weight != self._weight and not self._is_exchanged:
+        if self._repeating is None and weight != self._weight and not self._is_exchanged:
             # What was accumulated without an exchange is to count with its own batch's weight, not with this one.
             for parameter in self.replica.parameters:
                 if parameter.grad is not None:
@@ -160,6 +177,8 @@ class _AllReduceSynchronizer(Synchronizer):
         self._weight = weight
 
     def set_synchronizing(self, on: bool) -> bool:
+        if self._repeating is not None:
+            raise UsageError("--elastic repeats single batches: worker.no_sync() cannot be had with it so far")
         if not on:
             self._is_exchanged = False
         before, self._buckets.is_synchronizing = self._buckets.is_synchronizing, on
@@ -179,6 +198,8 @@ class _AllReduceSynchronizer(Synchronizer):
         self._buckets.fill_flags(
             bucket, stop=is_last and self.stop_vote(), nonfinite=culprit is not None, turn=self._turn
         )
+        if self._repeating is not None and self._keep(self._repeating, bucket):
+            return
         if self._weight != 1.0:
             self._buckets.buckets[bucket].values.mul_(self._weight)
         if self.context.corrupt is not None:  # an attack looks at all gradients
@@ -188,12 +209,61 @@ class _AllReduceSynchronizer(Synchronizer):
             return
         if self._behind_backward:
             self._overlap.begin()
-        under_way = [work for work in self._works if not work.poll()]
+        try:
+            under_way = [work for work in self._works if not work.poll()]
+        except PeerLost as lost:
+            if self._repeating is None:
+                raise
+            self._repeating.lost = lost
+            return
         if not under_way:
             self._overlap.end()
 
     def _finish_backward(self) -> None:
         """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
+        if self._repeating is not None:
+            self._repeat(self._repeating)
+        else:
+            self._average()
+
+    def _keep(self, repeating: Repeating, bucket: int) -> bool:
+        """Keep the bucket's gradients; whether the others have to be regrouped before it is exchanged."""
+        if bucket == 0 and self._num_exchanges > 1:
+            raise UsageError("--elastic repeats single backward passes: call backward() once a step, or leave it out")
+        repeating.keep(bucket, self._buckets)
+        return repeating.lost is not None
+
+    def _repeat(self, repeating: Repeating) -> None:
+        """Average until no worker dies in it, each time among those who are left."""
+        while True:
+            try:
+                if repeating.lost is None:
+                    self._average()
+                    break
+                repeating.lost = None
+                self.rejoin(repeating.recovery.regroup())
+                repeating.put_back(self._buckets)
+                self._weight = repeating.recovery.weight
+                self._num_exchanges, self._culprit, self._stop = 0, None, False
+                for bucket in range(len(self._buckets.buckets)):
+                    self._buckets.adopt(bucket)
+                    self._on_bucket(bucket)
+            except PeerLost as lost:
+                repeating.lost = lost
+        is_nonfinite = repeating.commit(self._buckets, is_nonfinite=self._is_nonfinite)
+        self._is_nonfinite = is_nonfinite
+
+    def rejoin(self, context: Context) -> None:
+        self.context = context
+        self._works.clear()
+        self._buckets.close()
+        self._buckets = self._in_buckets(allocated(context, self._layout.num_bytes))
+        self._exchange = Exchange(
+            context.collective, self._buckets.buckets, layout=self._layout, timing=self._exchange.timing
+        )
+        self._looks_first = self._nonfinite != "allow" and not self._exchange.is_watched
+
+    def _average(self) -> None:
         self._overlap.end()
         is_any_nonfinite = False
         if self.context.corrupt is not None:
@@ -206,7 +276,8 @@ class _AllReduceSynchronizer(Synchronizer):
             except OutOfTurn:
                 self._raise_disagreement()
             if self._nonfinite != "allow" and work.nonfinite is not None and self._culprit is None:
-                self._culprit = (work.nonfinite.rank, self._buckets.name_at(bucket, work.nonfinite.element))
+                rank = self.context.membership.ranks[work.nonfinite.rank]
+                self._culprit = (rank, self._buckets.name_at(bucket, work.nonfinite.element))
             is_any_nonfinite = is_any_nonfinite or is_nonfinite or self._culprit is not None
             self._stop = self._stop or stop
         self._is_nonfinite = is_any_nonfinite and self._nonfinite != "allow"
@@ -219,6 +290,8 @@ class _AllReduceSynchronizer(Synchronizer):
         return partial(self._evaluate, closure)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        if self._repeating is not None:
+            raise UsageError("--elastic cannot repeat steps whose optimizer calls a closure; use another optimizer")
         self._is_exchanged = False
         loss = closure()
         self._require_exchange()
@@ -263,9 +336,12 @@ class _AllReduceSynchronizer(Synchronizer):
             update()
         elif self._is_nonfinite and self._nonfinite == "raise":
             raise self._non_finite()
+        elif self._repeating is not None and not self._repeating.is_update_complete:
+            pass  # what is there already waits for the rest of the update
         elif not self._is_nonfinite:
             update()
             self.iteration += 1
+        self.has_updated = self._repeating is None or self._repeating.is_update_complete
         self._is_exchanged = self._is_nonfinite = False
         self._num_exchanges = 0
         if self._choosing is not None:

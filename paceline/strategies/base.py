@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, final, get_args
+from typing import Any, Literal, NamedTuple, Protocol, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from paceline.aggregate import MEAN, Aggregator, Contribution
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
+from paceline.elastic import Member
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
@@ -68,10 +69,49 @@ class Context:
     roster: Roster | None = None
     """The clients' turns that this worker plays, under strategies that have clients."""
 
+    reform: "Callable[[Member], Formed] | None" = None
+    """Where workers may die and the others go on: called by one that has lost sight of another, it returns with those
+    who are left."""
+    recovery: "Recovery | None" = None
+    """There, what a synchronizer asks that repeats a step."""
+
     @property
     def size(self) -> int:
         """How many workers train together."""
         return self.membership.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker does what one does for all."""
+        return self.rank == self.membership.ranks[0]
+
+
+class Formed(NamedTuple):
+    """Who goes on after a death."""
+
+    member: Member
+    collective: Collective
+    applies: bool
+    """All have the whole result of the step that was under way."""
+
+
+class Recovery(Protocol):
+    """What a synchronizer that repeats steps is told about the data and the other workers."""
+
+    @property
+    def begins_update(self) -> bool:
+        """Whether an update begins with the round that is under way; otherwise it goes on with an earlier one's."""
+
+    @property
+    def weight(self) -> float:
+        """This worker's share of the update, times the number of workers that are left."""
+
+    def commit(self) -> bool:
+        """All have the round's result. Returns whether the update has all its samples. Raises UsageError where nobody
+        can tell which batch it was."""
+
+    def regroup(self) -> Context:
+        """Somebody is lost: the surroundings in which the others repeat the round. Collective call of these."""
 
 
 class StepOutcome(NamedTuple):
@@ -105,8 +145,12 @@ class Synchronizer(ABC):
     """How far the script is. Where workers are in lock step, it is the same on all of them at every exchange."""
     gradients_are_spent: bool = False
     """No gradient has come since the step before: the optimizer calls its closure for those that it steps with."""
+    has_updated: bool = True
+    """Whether the last step changed the model, or was the last of those that make up its update."""
     facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
+    ended_by: str = ""
+    """Why a `StepOutcome` says that every worker ends, where that is not because a script did."""
 
     def __init__(self, context: Context, replica: Replica) -> None:
         self.context, self.replica = context, replica
@@ -195,6 +239,12 @@ class Synchronizer(ABC):
         with averaged([*replica.all_parameters, *replica.buffers], self.context.collective):
             yield replica.model
 
+    @property
+    def measures(self) -> Mapping[str, float]:
+        """What is known of the global model at this iteration besides what the script's evaluation finds, such as what
+        it has cost; recorded with every evaluation."""
+        return {}
+
     def end_turn(self) -> StepOutcome:
         """The script asks for another pass over its data, and is done with the one before, if there was one. Called
         under strategies that have clients."""
@@ -223,6 +273,10 @@ class Synchronizer(ABC):
         """
         import_state(self.replica.optimizer, self.replica.parameters, state)
         self.iteration = iteration
+
+    def rejoin(self, context: Context) -> None:
+        """Go on among those who are left, under strategies whose trait `repeats_steps` holds. Collective call."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Undo every hook on the model."""

@@ -1,16 +1,21 @@
-"""Chooses a codec for a run from what its first steps take."""
+"""Chooses a codec for a run from what its first steps, or rounds, take."""
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
+from torch import Tensor
 
 from paceline.codec import Auto, Codec, JointCodec, Shape, TensorCodec, chosen
 from paceline.codec.joining import coding_s, sent_bytes
+from paceline.comm.base import Work
 from paceline.strategies.base import Context
-from paceline.strategies.bucket_size import BucketSize
+from paceline.strategies.bucket_size import LARGE_BYTES, MIN_BYTES, measured
+
+Speed = tuple[float, float]
+"""Seconds for a GB of float32, to encode and to decode."""
 
 _SAMPLE_ELEMENTS = 1 << 18
 _NUM_SAMPLES = 5
@@ -21,12 +26,14 @@ class Choosing:
     """Watches steps without a codec, until it can tell what each candidate would make of them.
 
     Args:
-        exchange: what an average takes here, as measured at the start.
-        shapes: of the gradients.
+        taken_s: what an exchange would take with a codec, which takes so many seconds for a GB to encode and decode.
+        what: is watched: a step, or a round.
     """
 
-    def __init__(self, codec: Auto, context: Context, exchange: BucketSize, shapes: Sequence[Shape]) -> None:
-        self._codec, self._context, self._exchange, self._shapes = codec, context, exchange, shapes
+    def __init__(
+        self, codec: Auto, context: Context, taken_s: Callable[[Codec, Speed], float], *, what: str = "step"
+    ) -> None:
+        self._codec, self._context, self._taken_s, self._what = codec, context, taken_s, what
         self._steps_s: list[float] = []
         self._exchanges_s: list[float] = []
         self._last = self._now()
@@ -40,23 +47,15 @@ class Choosing:
         if len(self._steps_s) < self._codec.after:
             return None
         candidates = self._codec.candidates
-        speeds = [speed for codec in candidates for speed in self._speed(codec)]
-        mine = [statistics.median(self._steps_s[1:]), statistics.median(self._exchanges_s[1:]), *speeds]
+        taken_s = [self._taken_s(codec, self._speed(codec)) for codec in candidates]
+        mine = [statistics.median(self._steps_s[1:]), statistics.median(self._exchanges_s[1:]), *taken_s]
         slowest = torch.tensor(mine, dtype=torch.float64, device=self._context.device)
         self._context.collective.all_reduce(slowest, op="max").wait()
-        step_s, exchange_s, *speeds = slowest.tolist()
-        pairs = zip(candidates, zip(speeds[::2], speeds[1::2], strict=True), strict=True)
-        return chosen(step_s, {codec: step_s - exchange_s + self._taken_s(codec, speed) for codec, speed in pairs})
+        step_s, exchange_s, *taken_s = slowest.tolist()
+        steps_s = {codec: step_s - exchange_s + each_s for codec, each_s in zip(candidates, taken_s, strict=True)}
+        return chosen(step_s, steps_s, what=self._what)
 
-    def _taken_s(self, codec: Codec, speed: tuple[float, float]) -> float:
-        """For an average through a codec, on the links that an average without one has shown."""
-        size = self._context.size // self._context.local_size if self._context.size > self._context.local_size else 1
-        link_bytes_per_s = self._exchange.bytes_per_s * 2 * (size - 1) / size
-        count = sum(torch.Size(shape).numel() for shape in self._shapes)
-        moved_s = sent_bytes(codec, self._shapes, size) / link_bytes_per_s
-        return coding_s(codec, count, size, seconds_per_gbyte=speed) + moved_s + 2 * self._exchange.latency_s
-
-    def _speed(self, codec: Codec) -> tuple[float, float]:
+    def _speed(self, codec: Codec) -> Speed:
         """Seconds for a GB, to encode and to decode, on this worker; as the codec says where time is simulated."""
         if self._context.pacing.is_simulated:
             return codec.seconds_per_gbyte
@@ -78,3 +77,45 @@ class Choosing:
 
     def _now(self) -> tuple[float, float]:
         return self._context.pacing.now_s(), self._context.collective.timing.communication_s
+
+
+@final
+class LinkSpeed:
+    """What exchanges take here, as averages without a codec have shown at the start. Collective call.
+
+    Args:
+        among_hosts: only what leaves a host is coded.
+        scratch: zeros, as `bucket_size.measured` takes them; none: a tensor of its own.
+        average: starts to average a tensor in place; none: the collective's own.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        among_hosts: bool,
+        scratch: Tensor | None = None,
+        average: Callable[[Tensor], Work] | None = None,
+    ) -> None:
+        self._num_coding = context.size // context.local_size if among_hosts else context.size
+        if scratch is None or scratch.numel() < MIN_BYTES:
+            scratch = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=context.device)
+        average = average or (lambda flat: context.collective.all_reduce(flat, op="mean"))
+        self._found = measured(context.collective, average, scratch, now_s=context.pacing.now_s)
+
+    def average_s(self, codec: Codec, speed: Speed, *, shapes: Sequence[Shape], num_exchanges: int = 1) -> float:
+        """For an average of tensors of these shapes through a codec, in so many parts."""
+        size = self._num_coding
+        link_bytes_per_s = self._found.bytes_per_s * 2 * (size - 1) / size
+        count = sum(torch.Size(shape).numel() for shape in shapes)
+        moved_s = sent_bytes(codec, shapes, size) / link_bytes_per_s
+        latency_s = 2 * num_exchanges * self._found.latency_s
+        return coding_s(codec, count, size, seconds_per_gbyte=speed) + moved_s + latency_s
+
+    def messages_s(self, codec: Codec, speed: Speed, *, shape: Shape, num_messages: int) -> float:
+        """For a tensor of this shape to and from so many neighbours, who share an estimate of it."""
+        size = self._num_coding
+        link_bytes_per_s = self._found.bytes_per_s * 2 * (size - 1) / size
+        encode_s, decode_s = (each * 4e-9 * torch.Size(shape).numel() for each in speed)
+        moved_s = num_messages * codec.num_bytes(shape) / link_bytes_per_s
+        return encode_s + (1 + num_messages) * decode_s + moved_s + self._found.latency_s

@@ -1,11 +1,12 @@
 """What a strategy's options say of codecs, and what does not go together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, final
 
 import torch
 
-from paceline.codec import Codec
+from paceline.codec import Auto, Codec
 from paceline.errors import UsageError
 from paceline.strategies.base import Context
 from paceline.strategies.pacing import Pacing, RealTime
@@ -62,6 +63,16 @@ def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = F
         )
 
 
+def of_changes(codec: Codec | None) -> Codec | None:
+    """`auto` among what may carry changes of rounds."""
+    return codec.of_those(lambda each: _not_of_changes(each) is None) if isinstance(codec, Auto) else codec
+
+
+def of_neighbours(codec: Codec | None) -> Codec | None:
+    """`auto` among what neighbours may share estimates with."""
+    return codec.of_those(lambda each: _not_of_neighbours(each) is None) if isinstance(codec, Auto) else codec
+
+
 def require_of_changes(codec: Codec | None, scope: Scope, *, delay: int) -> None:
     """Raises UsageError for what cannot carry what workers changed in a round of local steps.
 
@@ -71,12 +82,7 @@ def require_of_changes(codec: Codec | None, scope: Scope, *, delay: int) -> None
     require_averaging(codec, scope)
     if codec is None:
         return
-    if codec.adapts:
-        raise UsageError(f"codec={codec} is chosen by what single steps take, and rounds have many; name one")
-    if codec.votes:
-        raise UsageError(
-            f"codec={codec} says which way parameters went and not how far, and the outer step needs both: use one-bit"
-        )
+    _require(codec, _not_of_changes)
     if delay:
         raise UsageError(
             f"codec={codec} codes and moves a fragment when it is joined, so that delay={delay} hides nothing and only "
@@ -87,17 +93,35 @@ def require_of_changes(codec: Codec | None, scope: Scope, *, delay: int) -> None
 def require_of_neighbours(codec: Codec | None, scope: Scope) -> None:
     """Raises UsageError for what cannot carry differences to estimates that neighbours share."""
     require_averaging(codec, scope)
-    if codec is None:
-        return
-    if codec.adapts:
-        raise UsageError(f"codec={codec} is chosen by what an average of all workers takes; name one")
+    if codec is not None:
+        _require(codec, _not_of_neighbours)
+
+
+def _require(codec: Codec, why_not: Callable[[Codec], str | None]) -> None:
+    """Raises UsageError, with the reason, unless it may be taken: of `auto`, unless one of its candidates may."""
+    among = codec.candidates if isinstance(codec, Auto) else (codec,)
+    reasons = [why_not(each) for each in among]
+    if None not in reasons:
+        raise UsageError(str(reasons[0]))
+
+
+def _not_of_changes(codec: Codec) -> str | None:
+    if codec.votes:
+        return (
+            f"codec={codec} says which way parameters went and not how far, and the outer step needs both: use one-bit"
+        )
+    return None
+
+
+def _not_of_neighbours(codec: Codec) -> str | None:
     if codec.joint:
-        raise UsageError(f"codec={codec} averages among all workers, and in gossip nobody hears everybody; use int8")
+        return f"codec={codec} averages among all workers, and in gossip nobody hears everybody; use int8"
     if not codec.contracts:
-        raise UsageError(
+        return (
             f"codec={codec} may leave out more than there is, so that what neighbours believe of a model would drift "
             "off; use fp16, bf16, int8, fp8, one-bit, top-k or dct"
         )
+    return None
 
 
 def require_real(codec: Codec, dtype: torch.dtype) -> None:

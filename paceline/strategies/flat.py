@@ -40,8 +40,9 @@ def _refuse_shared_memory(replica: Replica) -> None:
     for ((_, stop), is_moved, name), ((start, _), other_is_moved, other) in pairwise(places):
         if start < stop and (is_moved or other_is_moved):
             raise UsageError(
-                f"{name!r} and {other!r} share memory, which they would not where servers own a parameter's memory; "
-                "tie layers by assigning one Parameter to both, derive the other tensor in forward(), or use all-reduce"
+                f"{name!r} and {other!r} share memory, which they would not where servers or neighbours read "
+                "parameters from memory of their own; tie layers by assigning one Parameter to both, derive the other "
+                "tensor in forward(), or use all-reduce"
             )
 
 

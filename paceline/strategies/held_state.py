@@ -1,5 +1,6 @@
 """The optimizer's state while servers hold it: what a script saves and loads through its own optimizer."""
 
+from collections import defaultdict
 from typing import Any, final
 
 import torch
@@ -14,12 +15,13 @@ from paceline.strategies.replica import Replica
 class HeldState:
     """Has `optimizer.state_dict()` give the servers' state, in torch's layout, and gives them what a script loaded.
 
-    Between the two the worker's own optimizer holds none.
+    Between the two the worker's own optimizer holds none, and refuses a script that looks into it or empties it.
     """
 
     def __init__(self, store: Store, replica: Replica, collective: Collective) -> None:
         self._store, self._replica, self._collective = store, replica, collective
         self._has_begun = False
+        self._nothing = _Elsewhere(collective.rank)
         optimizer = replica.optimizer
         self._hooks = [
             optimizer.register_state_dict_pre_hook(self._fetch),
@@ -48,14 +50,21 @@ class HeldState:
 
     def drop(self) -> None:
         """What the servers hold is what counts."""
-        self._replica.optimizer.state.clear()
+        self._replica.optimizer.state = self._nothing
+
+    def require_untouched(self) -> None:
+        """Raises UsageError if the script has given the optimizer another state."""
+        if self._has_begun and self._replica.optimizer.state is not self._nothing:
+            raise self._nothing.refusal()
 
     def close(self) -> None:
+        self._replica.optimizer.state = defaultdict(dict)
         for hook in self._hooks:
             hook.remove()
 
     def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
         if self._has_begun:
+            optimizer.state = defaultdict(dict)
             import_state(optimizer, self._replica.parameters, self._store.optimizer_state())
 
     def _let_go(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
@@ -69,6 +78,33 @@ class HeldState:
                 f"rank {self._collective.rank} loads its optimizer's state after the first batch, when the servers "
                 "hold it; call optimizer.load_state_dict before the training loop, or use all-reduce"
             )
+
+
+@final
+class _Elsewhere(defaultdict[Any, Any]):
+    """An optimizer's state that servers hold."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(dict)
+        self._rank = rank
+
+    def refusal(self) -> UsageError:
+        return UsageError(
+            f"rank {self._rank}: the script changes or reads optimizer.state, which the servers hold; read it with "
+            "optimizer.state_dict(), set it with load_state_dict before the training loop, or use all-reduce"
+        )
+
+    def __missing__(self, key: Any) -> Any:
+        raise self.refusal()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise self.refusal()
+
+    def clear(self) -> None:
+        raise self.refusal()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,)
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

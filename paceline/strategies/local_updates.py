@@ -2,21 +2,32 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import MEAN, Aggregator
-from paceline.codec import Codec
+from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
-from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_of_changes
+from paceline.strategies.choosing import Choosing, LinkSpeed
+from paceline.strategies.coding import (
+    CODEC_DOC,
+    NOTHING_CODED,
+    SCOPE_DOC,
+    Scope,
+    coding_of,
+    of_changes,
+    require_of_changes,
+)
 from paceline.strategies.finite import checked, may_step
+from paceline.strategies.joined_states import JoinedStates
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
@@ -36,7 +47,8 @@ class LocalUpdates(Strategy):
     et al., ICLR 2020); with `momentum` SlowMo (Wang et al., ICLR 2020, algorithm 1); with `nesterov` DiLoCo (Douillard
     et al., 2023, algorithm 1), and with `fragments` or `delay`, too, Streaming DiLoCo (Douillard et al., 2025).
 
-    The inner optimizer's state stays with its worker. Changes count by the samples that they were made from.
+    The inner optimizer's state stays with its worker, unless its moments have periods of their own (DES-LOC: Iacob et
+    al., 2025). Changes count by the samples that they were made from.
 
     >>> LocalUpdates(every=20).traits.unit
     'round'
@@ -51,6 +63,10 @@ class LocalUpdates(Strategy):
     fragments: int = option(1, "parts of the model, which are exchanged one after the other in a round")
     delay: int = option(0, "local steps that a worker takes while a fragment is under way")
     alpha: float = option(0.0, "how much a worker keeps of its own parameters when it takes a fragment; 0: nothing")
+    momentum_every: int = option(
+        0, "rounds from one averaging of the script's optimizers' first moments to the next; 0: each keeps its own"
+    )
+    variance_every: int = option(0, "rounds from one averaging of their second moments to the next; 0: never")
     codec: Codec | None = option(None, CODEC_DOC.replace("gradients travel", "the workers' changes travel"))
     codec_scope: Scope = option("links", SCOPE_DOC)
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC.replace("gradients", "the workers' changes"))
@@ -69,6 +85,11 @@ class LocalUpdates(Strategy):
             if self.every == 1 and getattr(self, name):
                 raise UsageError(f"{name} has no effect with every=1, where all rounds have one step")
 
+        for name in ("momentum_every", "variance_every"):
+            if (period := getattr(self, name)) < 0:
+                raise UsageError(f"{name} must be at least 0, not {period}")
+            if period and not self.aggregate.streams:
+                raise UsageError(f"{name} takes means, against which aggregate={self.aggregate} guards; use {name}=0")
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
         require_of_changes(self.codec, self.codec_scope, delay=self.delay)
         if self.codec is not None and not self.aggregate.streams:
@@ -97,8 +118,9 @@ class LocalUpdates(Strategy):
             every=self.every,
             fragments=self.fragments,
             delay=self.delay,
-            codec=self.codec,
+            codec=of_changes(self.codec),
             codec_scope=self.codec_scope,
+            num_besides=sum(1 / period for period in (self.momentum_every, self.variance_every) if period),
         )
         return Traits(lock_step=False, unit="round", passes_attacks=True, traffic=(moved,))
 
@@ -111,8 +133,20 @@ class _LocalSynchronizer(Synchronizer):
     def __init__(self, strategy: LocalUpdates, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, strategy.schedule
-        coding = coding_of(strategy.codec, strategy.codec_scope, context)
-        if strategy.codec is not None:
+        codec = of_changes(strategy.codec)
+        coding = coding_of(codec, strategy.codec_scope, context)
+        self._choosing: Choosing | None = None
+        self._codec = codec
+        if coding is not None and isinstance(codec, Auto):
+            shapes = [spec.shape for spec in replica.specs]
+            taken_s = partial(
+                LinkSpeed(context, among_hosts=coding.among_hosts).average_s,
+                shapes=shapes,
+                num_exchanges=strategy.fragments,
+            )
+            self._choosing = Choosing(codec, context, taken_s, what="round")
+            self._coding, coding = coding, None
+        elif strategy.codec is not None:
             self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
         self._outer = OuterModel(
             context,
@@ -122,8 +156,15 @@ class _LocalSynchronizer(Synchronizer):
             aggregator=strategy.aggregate,
             coding=coding,
         )
+        self._states = JoinedStates(
+            context.collective,
+            replica,
+            momentum_every=strategy.momentum_every,
+            variance_every=strategy.variance_every,
+        )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._left_out: set[int] = set()  # fragments under way that are not finite here
+        self._begins_alike = strategy.fragments == 1 and strategy.alpha == 0
         self._steps = 0
         self._weight = 1.0
         self._weights = [(0.0, 0)] * strategy.fragments
@@ -149,6 +190,8 @@ class _LocalSynchronizer(Synchronizer):
         if applies:
             update()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        if applies:
+            self._states.require_there()
         self._weights = [(total + self._weight, count + 1) for total, count in self._weights]
         self._pass_step()
         if self._outer.is_under_way():
@@ -162,7 +205,14 @@ class _LocalSynchronizer(Synchronizer):
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """The parameters that all workers share, and the mean of their buffers."""
+        """The parameters that all workers share, and the mean of their buffers.
+
+        Where all workers begin a round with these, what one has besides its script has done since: that counts too.
+        """
+        if self._begins_alike:
+            with self.averaged_model() as model:
+                yield model
+            return
         with self._outer.in_place(), super().global_model() as model:
             yield model
 
@@ -171,7 +221,11 @@ class _LocalSynchronizer(Synchronizer):
         for index in range(len(self.replica.parameters)):
             if not self._outer.is_local(index):
                 del own[f"parameters.{index}"]
-        return {**own, **self._outer.own_state(), _WEIGHTS: OwnState(torch.tensor(self._weights, dtype=torch.float64))}
+        return {
+            **own,
+            **self._outer.own_state(with_shared=self._begins_alike),
+            _WEIGHTS: OwnState(torch.tensor(self._weights, dtype=torch.float64)),
+        }
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)
@@ -192,20 +246,46 @@ class _LocalSynchronizer(Synchronizer):
             self._outer.start(fragment, step=self._steps)
         for fragment in due:
             self._join(fragment)
-        self.iteration = self._schedule.num_rounds(self._steps)
+        if (iteration := self._schedule.num_rounds(self._steps)) > self.iteration:
+            self._states.join(iteration, takes=self._takes_state)
+            self._choose(iteration)
+        self.iteration = iteration
+
+    def _choose(self, iteration: int) -> None:
+        """Go on with a codec, if rounds of full length have shown that one is worth it."""
+        is_full = iteration > self._strategy.post_local_from + self._strategy.warmup
+        outcome = self._choosing.step_ended() if self._choosing is not None and is_full else None
+        if outcome is None:
+            return
+        codec, why = outcome
+        self.facts, self._choosing = {"codec": why}, None
+        if codec is not None:
+            self._codec = codec
+            self._outer.use(replace(self._coding, codec=codec))
+
+    def _takes_state(self, name: str) -> bool:
+        if self._strategy.nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"step {self._steps}: the mean of the optimizers' states {name!r} is not finite; lower the learning "
+                "rate or clip, or leave each worker its own states"
+            )
+        return self._strategy.nonfinite == "allow"
 
     def _join(self, fragment: int) -> None:
         culprit = self._outer.wait(fragment)
         is_applied = culprit is None or self._strategy.nonfinite == "allow"
         if not is_applied and self._strategy.nonfinite == "raise":
-            raise NonFiniteGradient(
-                f"step {self._steps}: codec={self._strategy.codec} does not hold the mean change of parameter "
-                f"{culprit!r}; use bf16, whose range is that of float32, or leave the codec out"
-            )
+            raise self._beyond_codec(f"the mean change of parameter {culprit!r}")
         # What was left out is not to stay: it would be left out for ever.
         is_kept = is_applied and fragment not in self._left_out
         self._left_out.discard(fragment)
         self._outer.join(fragment, alpha=self._strategy.alpha if is_kept else 0.0, is_applied=is_applied)
+
+    def _beyond_codec(self, what: str) -> NonFiniteGradient:
+        return NonFiniteGradient(
+            f"step {self._steps}: codec={self._codec} does not hold {what}; use bf16, whose range is that of "
+            "float32, or leave the codec out"
+        )
 
     def _take(self, fragment: int) -> None:
         total, count = self._weights[fragment]
@@ -214,8 +294,11 @@ class _LocalSynchronizer(Synchronizer):
         culprit = self._outer.take(fragment, weight=weight)
         if self.context.corrupt is not None:
             self.context.corrupt(self._outer.taken(fragment), self._steps)
-        if culprit is None or self._strategy.nonfinite == "allow":
+        unheld = self._outer.unheld(fragment) if culprit is None else None
+        if culprit is unheld is None or self._strategy.nonfinite == "allow":
             return
+        if self._strategy.nonfinite == "raise" and unheld is not None:
+            raise self._beyond_codec(f"the change of parameter {unheld!r} on rank {self.context.rank}")
         if self._strategy.nonfinite == "raise":
             raise non_finite(rank=self.context.rank, step=self._steps, parameter=culprit)
         self._outer.leave_out(fragment)

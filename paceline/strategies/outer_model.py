@@ -1,8 +1,10 @@
 """The parameters that workers share while each trains its own: in fragments, which are exchanged one by one."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import final
 
 import torch
@@ -21,6 +23,8 @@ from paceline.strategies.coding import Coding
 from paceline.strategies.exchange import Exchange
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
+
+_SHARED = "shared."
 
 
 @final
@@ -52,8 +56,9 @@ class OuterModel:
         flats = [segment.view(buffer) for segment in layout.segments]
         none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
         buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
-        self._exchange = Exchange(context.collective, buckets, coding=coding, layout=layout, aggregator=aggregator)
-        self._is_coded = coding is not None
+        self._context = context
+        self._prepare = partial(Exchange, context.collective, buckets, layout=layout, aggregator=aggregator)
+        self.use(coding)
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
@@ -63,6 +68,13 @@ class OuterModel:
         self._buckets = [[i for i, s in enumerate(layout.segments) if s.group == n] for n in range(num_fragments)]
         self._optimizer = outer.optimizer(self._parameters)
         self._works: dict[int, list[Work]] = {}
+
+    def use(self, coding: Coding | None) -> None:
+        """What encodes pseudo-gradients from here on, where nothing is under way. Collective call."""
+        self._exchange = self._prepare(coding=coding)
+        self._is_coded = coding is not None
+        by_itself = coding is not None and not (coding.among_hosts and self._context.local_size > 1)
+        self._largest = coding.codec.largest if coding is not None and by_itself else math.inf
 
     @property
     def timing(self) -> Timing:
@@ -78,6 +90,13 @@ class OuterModel:
         members = self._members[fragment]
         take_changes(*(_of(members, each) for each in (self._parameters, self._local, self._changes)), weight=weight)
         return self._not_finite(fragment)
+
+    def unheld(self, fragment: int) -> str | None:
+        """The name of a tensor of what was taken that this worker's codec does not hold, if there is one."""
+        if math.isinf(self._largest):
+            return None
+        members = (index for index in self._members[fragment] if self._changes[index].numel())
+        return next((self._names[i] for i in members if float(self._changes[i].abs().max()) > self._largest), None)
 
     def taken(self, fragment: int) -> list[Tensor]:
         """What was taken, where it lies until it is averaged."""
@@ -134,17 +153,29 @@ class OuterModel:
         """Whether this worker's parameter differs from the shared one."""
         return not torch.equal(self._local[index], self._parameters[index])
 
-    def own_state(self) -> dict[str, OwnState]:
-        """Of the outer optimizer, which all workers have alike, and of codecs."""
+    def own_state(self, *, with_shared: bool) -> dict[str, OwnState]:
+        """Of the outer optimizer, which all workers have alike, and of codecs.
+
+        Args:
+            with_shared: the global model shows what workers have; so with the shared parameters that differ from these.
+        """
+        shared = {
+            f"{_SHARED}{index}": OwnState(parameter.detach(), "same")
+            for index, parameter in enumerate(self._parameters)
+            if with_shared and self.is_local(index)
+        }
         state = export_state(self._optimizer, self._parameters)
         outer = {f"outer.{name}": OwnState(tensor, "same") for name, tensor in state.items()}
-        return {**outer, **self._exchange.own_state()}
+        return {**shared, **outer, **self._exchange.own_state()}
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there."""
         prefix = "outer."
         state = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
         import_state(self._optimizer, self._parameters, state)
+        for index, parameter in enumerate(self._parameters):
+            if (saved := own.get(f"{_SHARED}{index}")) is not None:
+                parameter.data.copy_(saved)
         self._exchange.restore(own)
 
 

@@ -54,6 +54,8 @@ class Replica:
 
 
 _CACHE_BYTES = 2**20
+_PLAIN = (bool, int, float, str, type(None))
+"""What of an optimizer's attributes can be compared."""
 
 # An update of one element depends on that element alone, so that servers may cut a tensor anywhere.
 _ELEMENT_WISE = frozenset(
@@ -143,6 +145,43 @@ def require_same_parameters(replica: Replica) -> None:
         )
 
 
+def require_all_parameters(replica: Replica) -> None:
+    """As `require_same_parameters`; none may be left out either, as servers go on to update it."""
+    require_same_parameters(replica)
+    held = sum(len(group["params"]) for group in replica.optimizer.param_groups)
+    if held >= len(replica.parameters):
+        return
+    left = {id(parameter) for group in replica.optimizer.param_groups for parameter in group["params"]}
+    name = next(spec.name for p, spec in zip(replica.parameters, replica.specs, strict=True) if id(p) not in left)
+    raise UsageError(
+        f"the optimizer has no parameter {name!r} any more, which servers go on to update; leave it out before "
+        "prepare, or use all-reduce"
+    )
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Plain values that the script's own kind of optimizer has as attributes, on which its step may depend. None for
+    torch's kinds."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN) and name[0] != "_"}
+
+
+def require_same_attributes(optimizer: torch.optim.Optimizer, before: dict[str, Any] | None) -> None:
+    """Raises UsageError if the script has given the optimizer other attributes, of which servers know nothing."""
+    if before is not None and (now := own_attributes(optimizer)) != before:
+        name = next(name for name in {**before, **(now or {})} if before.get(name) != (now or {}).get(name))
+        raise _unknown_to_servers(optimizer, name)
+
+
+def _unknown_to_servers(optimizer: torch.optim.Optimizer, name: str) -> UsageError:
+    kind, value = type(optimizer).__name__, getattr(optimizer, name, None)
+    return UsageError(
+        f"servers cannot build {kind} from its own settings: its attribute {name!r} is {value!r} here and would be "
+        "another there; keep it in the optimizer's param_groups, or use all-reduce"
+    )
+
+
 def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     """Each group's settings without its parameters; tensors of one element as numbers."""
     return tuple(_settings(group) for group in optimizer.param_groups)
@@ -163,11 +202,21 @@ def require_plain_steps(replica: Replica) -> None:
     kind = type(optimizer).__name__
     require_no_hooks(optimizer)
     spec = replica.optimizer_spec
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise UsageError(
+            f"the script has put another function in the place of {kind}.step, which servers cannot call; do what it "
+            "does between backward() and step(), or use all-reduce"
+        )
     try:
         samples = [[torch.zeros(2, requires_grad=True)] for _ in spec.groups]
-        build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
+        built = build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
     except Exception as error:
         raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
+    mine, theirs = own_attributes(optimizer) or {}, own_attributes(built) or {}
+    for name, value in mine.items():
+        if name not in theirs or theirs[name] != value:
+            raise _unknown_to_servers(optimizer, name)
 
 
 def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:

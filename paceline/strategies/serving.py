@@ -27,8 +27,10 @@ from paceline.strategies.replica import (
     cannot_evaluate,
     hyperparameters,
     is_skipped_by_scaler,
+    own_attributes,
+    require_all_parameters,
     require_no_hooks,
-    require_same_parameters,
+    require_same_attributes,
 )
 from paceline.strategies.server_owned import ServerOwned
 
@@ -103,6 +105,7 @@ class ServerSynchronizer(Synchronizer):
         self._steps = 0
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
+        self._attributes = own_attributes(replica.optimizer)
         self._parameters.to_host()
         self._left: list[Tensor] = []  # what codecs have left out of pushes up to now
         store.attach(
@@ -141,8 +144,10 @@ class ServerSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
         optimizer = self.replica.optimizer
-        require_same_parameters(self.replica)
+        require_all_parameters(self.replica)
         require_no_hooks(optimizer)
+        require_same_attributes(optimizer, self._attributes)
+        self._held.require_untouched()
         self._owned.require_untouched(rank=self.context.rank, step=self._steps)
         if self._is_weighted:
             self.require_joint_step()

@@ -62,6 +62,10 @@ class Together(Synchronizer):
         return outcome
 
     @property
+    def measures(self) -> Mapping[str, float]:
+        return self._first.measures
+
+    @property
     def timings(self) -> tuple[Timing, ...]:
         each = {id(timing): timing for part in self._parts.values() for timing in part.timings}
         return tuple(each.values())

@@ -29,6 +29,8 @@ class AllReduced:
     """Parts that are about as large as one another, and are exchanged one after the other within these steps."""
     delay: int = 0
     """Steps that workers go on while a part is under way."""
+    num_besides: float = 0.0
+    """As large tensors that are averaged after each exchange, on the mean of all, not coded and not hidden."""
 
     @property
     def is_in_fragments(self) -> bool:
@@ -102,6 +104,8 @@ class Traits:
     by_script: bool = False
     """The script itself exchanges, evaluates and saves, through the interface of another library; its steps are
     recorded, and it runs in real processes alone."""
+    repeats_steps: bool = False
+    """Workers that are left when others die can repeat the step among themselves."""
     passes_attacks: bool = False
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_clients: int = 0
@@ -115,6 +119,11 @@ class Traits:
     def takes_equal_steps(self) -> bool:
         """Whether workers need one another until the last step, so that all are to have as many batches."""
         return self.lock_step or (self.is_synchronous and not self.num_servers)
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether an iteration joins workers' gradients, rather than what each has trained by itself."""
+        return self.is_synchronous and (self.lock_step or self.num_servers > 0)
 
     @property
     def is_synchronous(self) -> bool:

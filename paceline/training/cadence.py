@@ -7,29 +7,30 @@ from paceline.config import RunConfig
 from paceline.interval import Count
 
 NEVER = 2**62
-_LATE_FIRST, _LATE_FIRST_JUDGED = 256, 32
+_GROWTH, _WAITING_GROWTH = 2, 4
 _ROUNDING = 1e-6  # of iterations, in what is a whole number of them
 
 
 @final
 class Rhythm:
-    """What is to come again after some time, in iterations. Intervals at most double, since first steps are unlike
-    later ones.
+    """What is to come again after some time, in iterations. Intervals grow by a factor at most, since first steps are
+    unlike later ones.
 
     Args:
         first: the first interval, of which nobody can tell how long it takes.
+        growth: that factor.
 
     >>> rhythm = Rhythm()
     >>> [rhythm.next(iteration, wanted=5) for iteration in (0, 1, 3, 7)]
     [1, 3, 7, 12]
     """
 
-    def __init__(self, first: int = 1) -> None:
-        self._first, self._interval = first, 0
+    def __init__(self, first: int = 1, *, growth: int = _GROWTH) -> None:
+        self._first, self._growth, self._interval = first, growth, 0
 
     def next(self, iteration: int, *, wanted: float) -> int:
         """The iteration at which it is to come next, `wanted` iterations from here if that is not too far."""
-        self._interval = int(max(1, min(wanted, 2 * self._interval))) if self._interval else self._first
+        self._interval = int(max(1, min(wanted, self._growth * self._interval))) if self._interval else self._first
         return iteration + self._interval
 
 
@@ -40,11 +41,11 @@ class Cadence:
     Iterations of asynchronous strategies jump: what was due within a jump is due after it, once.
 
     Args:
-        waits: workers wait for each other at pauses alone, so that the first are not to come soon for nothing.
-        judges_kept: models that rank 0 keeps are judged in pauses, and may end the run.
+        num_free_workers: how many workers there are, if they wait for each other at pauses alone: the first are to be
+            few, and to come when each has taken some steps.
     """
 
-    def __init__(self, config: RunConfig, *, waits: bool, judges_kept: bool = False) -> None:
+    def __init__(self, config: RunConfig, *, num_free_workers: int = 0) -> None:
         self._config = config
         self.evaluates = False
         """Whether the script has registered an evaluation."""
@@ -56,7 +57,7 @@ class Cadence:
         self.next_pause = 0
         """The iteration at which all workers are to meet next, as `plan` found it."""
         self._meet_at = NEVER
-        self._rhythm = Rhythm(first=1 if not waits else _LATE_FIRST_JUDGED if judges_kept else _LATE_FIRST)
+        self._rhythm = Rhythm(2 * num_free_workers, growth=_WAITING_GROWTH) if num_free_workers else Rhythm()
         self._evaluation_rhythm = Rhythm()
 
     def is_over(self, iteration: int) -> bool:

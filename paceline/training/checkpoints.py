@@ -59,7 +59,7 @@ class Checkpoints:
         The strategy's part is as it is now, like the model: leaving may have changed both since the script's end.
         """
         own = self._run.prepared.synchronizer.own_state()
-        return snapshot.with_own_state(self._last or self._taken(), own, is_first=self._run.context.rank == 0)
+        return snapshot.with_own_state(self._last or self._taken(), own, is_first=self._run.context.is_first)
 
     def save(self, model: nn.Module, own: Snapshot, time_s: float) -> None:
         """Write one. Collective call.
@@ -69,7 +69,7 @@ class Checkpoints:
         """
         run = self._run
         workers = snapshot.gather_workers(run.context.collective, own)
-        if run.context.rank == 0:
+        if run.context.is_first:
             checkpoint = Checkpoint(
                 iteration=run.iteration,
                 time_s=time_s,

@@ -27,7 +27,7 @@ class Differing:
         parts = zip(self._own, self._model.parameters(), strict=True)
         squared = sum(float(torch.linalg.vector_norm(own - mean.detach()).double() ** 2) for own, mean in parts)
         everyone = self._run.context.collective.all_gather_object(squared)
-        if self._run.context.rank == 0:
+        if self._run.context.is_first:
             self._record(CONSENSUS_DISTANCE, math.sqrt(sum(everyone) / len(everyone)))
 
     def record_scores(self, evaluation: Evaluation) -> None:

@@ -56,19 +56,27 @@ class Handouts:
     Args:
         set_weight: takes the weight of the batch that the next backward passes are of.
         is_averaged: workers average gradients.
+        is_weighed: what workers find counts by the samples that it was found with.
     """
 
     def __init__(
-        self, replica: Replica, *, rank: int, set_weight: Callable[[float], None], is_averaged: bool = False
+        self,
+        replica: Replica,
+        *,
+        rank: int,
+        set_weight: Callable[[float], None],
+        is_averaged: bool = False,
+        is_weighed: bool = False,
     ) -> None:
         self._num_steps = self._num_batches = 0  # taken, and handed out in the script's own thread, so far
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
         self._models = models_of(replica.model)
-        self._is_averaged = is_averaged
+        self._is_averaged, self._is_weighed = is_averaged, is_weighed
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
         self._known: _Handed | None = None  # what the model is computing on
+        self._share: float | None = None  # of a batch's samples that its tensors are long
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self._num_samples = 0
         self._has_gradient = False
@@ -83,7 +91,10 @@ class Handouts:
         Args:
             is_elsewhere: in a thread of its own, so that nothing is known of what the script does meanwhile.
         """
-        tensors = tuple(TensorWeakRef(tensor) for tensor in tensors_in(part.data))
+        found = tensors_in(part.data)
+        if self._is_weighed:
+            self._require_all_samples(found, part.num_samples, place)
+        tensors = tuple(TensorWeakRef(tensor) for tensor in found)
         handed = _Handed(place, part.num_samples, part.weight, tensors)
         if is_elsewhere:
             self._num_ahead = math.inf
@@ -97,6 +108,21 @@ class Handouts:
             self._num_ahead = None
         self._out.append(handed)
         self._weigh()
+
+    def _require_all_samples(self, tensors: Sequence[Tensor], num_samples: int, place: Place) -> None:
+        """Raises UsageError where a collation leaves samples out of some batches: gradients count by what it was given.
+        One that makes a row of several samples does so in each batch."""
+        lengths = {len(tensor) for tensor in tensors if tensor.dim()}
+        if len(lengths) != 1 or not 1 < (length := lengths.pop()) <= num_samples:
+            return
+        before, self._share = self._share, length / num_samples
+        if before is not None and self._share != before:
+            raise UsageError(
+                f"rank {self._rank}, epoch {place.epoch}: of {num_samples} samples the DataLoader's collation gives "
+                f"{length} in batch {place.num_batches_done + 1}, and another share in the batch before, but workers' "
+                "gradients would count as if it gave all; leave samples out of the data set or its sampler "
+                "(torch.utils.data.Subset), so that every batch is full"
+            )
 
     def look_back(self) -> None:
         """The script is between two batches, or before a step: it may have trained.
@@ -171,6 +197,11 @@ class Handouts:
                 "(DataLoader(num_workers=...) reads ahead by itself)"
             )
         self._out.clear()
+
+    @property
+    def num_out(self) -> int:
+        """Batches that were handed out, and are not known to have been trained on."""
+        return len(self._out)
 
     def place(self, after: Place) -> Place:
         """Where the first batch is that is out, or else the next one, `after`."""

@@ -27,6 +27,7 @@ class Judge:
         config = run.config
         self._streak = Streak(config.target, config.hold) if config.target is not None else None
         self._is_target_reached = False
+        self._judged: tuple[int, dict[str, float]] | None = None  # the iteration, and what was found
 
     @property
     def ends_run(self) -> bool:
@@ -44,7 +45,7 @@ class Judge:
             UsageError: the evaluation does not return what it should.
         """
         found: dict[str, Any] | None = None
-        if self._run.context.rank == 0:
+        if self._run.context.is_first:
             try:
                 found = self._found(model, now, time_s, kept)
             except UsageError as error:
@@ -71,14 +72,18 @@ class Judge:
     def _evaluated(self, model: nn.Module, at: Count, time_s: float) -> dict[str, float]:
         run = self._run
         assert self.evaluation is not None
+        if self._judged is not None and self._judged[0] == at.iterations:
+            return self._judged[1]  # a pause that is repeated, since a worker has died in it
         found = evaluate(self.evaluation, model, target=run.config.target, now_s=run.context.pacing.now_s)
-        run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, found.metrics, found.duration_s))
+        metrics = {**found.metrics, **run.prepared.synchronizer.measures}
+        run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, metrics, found.duration_s))
         if self._streak is not None and self._streak.add(found.metrics, time_s) and not self._is_target_reached:
             self._is_target_reached = True
             target = self._streak.target
             details = {"target": str(target), "value": found.metrics[target.metric], "held": self._streak.num}
             run.tell("target_reached", details, at_s=self._streak.began_s)
-        return found.metrics
+        self._judged = at.iterations, metrics
+        return metrics
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from paceline.training.agreement import Agreement
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.differing import Differing
+from paceline.training.elastic import Survival
 from paceline.training.evaluation import Evaluation
 from paceline.training.judging import Judge
 from paceline.training.kept_models import KeptModels
@@ -32,12 +33,16 @@ class Pauses:
     are judged in pauses that come anyway. They do bring pauses about once rank 0 is through with its data.
     """
 
-    def __init__(self, run: WorkerRun, cadence: Cadence, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, run: WorkerRun, cadence: Cadence, checkpoints: Checkpoints, survival: Survival | None = None
+    ) -> None:
+        """`survival`: knows what all workers have trained on, those who have died among them."""
         self._run, self._cadence, self._checkpoints = run, cadence, checkpoints
+        self._survival = survival
         self._agreement = Agreement(run)
         self._judge = Judge(run)
         self._kept = KeptModels(run)
-        self._keeps = run.context.rank == 0 and run.traits.shows_model and run.context.size > 1
+        self._keeps = run.context.is_first and run.traits.shows_model and run.context.size > 1
         self._has_begun = False
         self._met_at = (0, 0.0)
 
@@ -121,14 +126,15 @@ class Pauses:
     def _report(self, *, is_done: bool) -> dict[str, Any]:
         """What this worker says of itself."""
         run = self._run
+        tally = self._survival
         iteration, time_s = self._met_at
         elapsed_s = run.clock.now_s - time_s
         return {
             "iteration": run.iteration,
             "done": is_done,
             "time_s": run.clock.now_s,
-            "samples": run.samples,
-            "steps": run.steps,
+            "samples": run.samples if tally is None else tally.samples * run.context.is_first,
+            "steps": run.steps if tally is None else tally.batches * run.context.is_first,
             "evaluates": self.evaluation is not None,
             "kept": len(self._kept),
             "interrupted": run.reporter.stop_requested(),
@@ -174,7 +180,7 @@ class Pauses:
             if own is not None:
                 self._checkpoints.save(model, own, time_s)
                 self._cadence.checkpointed_at = run.iteration
-            if is_last and run.context.rank == 0:
+            if is_last and run.context.is_first:
                 run.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
         if differing is not None and run.traits.own_scores and self.evaluation is not None:
             differing.record_scores(self.evaluation)

@@ -35,6 +35,7 @@ from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import NEVER, Cadence
 from paceline.training.checkpoints import Checkpoints
+from paceline.training.elastic import Survival
 from paceline.training.evaluation import Evaluation
 from paceline.training.feeds import Feed, joined, require_even
 from paceline.training.given import Given
@@ -42,6 +43,7 @@ from paceline.training.handouts import Handouts
 from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Part, Place, ShardedLoader
+from paceline.training.summed_loss import SummedLoss
 from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.unstepped import Unstepped
 from paceline.training.worker_run import Prepared, WorkerRun
@@ -81,15 +83,23 @@ class Session:
         self.run = WorkerRun(context, strategy, config, reporter)
         self._checkpoint = checkpoint
         traits = strategy.traits
-        judges_kept = traits.shows_model and config.target is not None and config.after_target == "stop"
-        self._cadence = Cadence(config, waits=traits.tells_stop and not traits.lock_step, judges_kept=judges_kept)
+        runs_free = traits.tells_stop and not traits.lock_step
+        self._cadence = Cadence(config, num_free_workers=context.size if runs_free else 0)
+        self._survival = None
+        if config.elastic is not None and context.reform is not None:
+            self._survival = Survival(self.run, config.elastic)
+            self.run.context = replace(self.run.context, recovery=self._survival)
         self._checkpoints = Checkpoints(self.run)
-        self.pauses = Pauses(self.run, self._cadence, self._checkpoints)
+        self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survival)
         self._has_started = False
         self._has_finished = False
+        self._is_released = False
+        self._others_left = False  # a worker's script has ended, and with it the run
         self._is_stepping = False
+        self._is_pausing = False
         self._thread = threading.get_ident()
         self._refusal: UsageError | None = None  # of a loader that is read in another thread, for the script's own
+        self._summed_loss: SummedLoss | None = None
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
         seed_everything(config.seed)
@@ -135,22 +145,37 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and self.run.traits.is_synchronous,
+            is_averaged=context.size > 1 and self.run.traits.averages_gradients,
+            is_weighed=context.size > 1 and self.run.traits.is_synchronous,
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
         for number, (name, part) in enumerate(parts.items()):
             part.number, part.title, part.progress = number, name if others else "", handouts.progress
+        if self._survival is not None:
+            self._survival.attach(given, handouts)
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
         self._lone_samples = LoneSamples(model, rank=context.rank)
+        self._num_samples = 0  # of the batch that was handed out last
+        if context.size > 1 and self.run.traits.lock_step:
+            self._summed_loss = SummedLoss(
+                whole.parameters, rank=context.rank, size=context.size, num_samples=lambda: self._num_samples
+            )
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             if part is first:
                 self._take_over(optimizer, part, self._begin_step, self._step)
             else:
                 self._take_over(optimizer, part, self._begin_step_beside, partial(self._step_beside, part))
-        self._unprepared = UnpreparedSteps(model, optimizers.values(), may_step=self._may_step_unprepared)
+        self._unprepared = UnpreparedSteps(
+            model,
+            optimizers.values(),
+            rank=context.rank,
+            may_step=self._may_step_unprepared,
+            may_train_others=lambda: context.size == 1 or self._is_pausing,
+            num_steps=lambda: handouts.progress().num_steps,
+        )
         if self._checkpoint is not None:
             self._checkpoints.restore(self._checkpoint)
             self._cadence.checkpointed_at = self._checkpoint.iteration
@@ -191,6 +216,11 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
+        if self._survival is not None and self._has_started and not self._has_finished:
+            raise UsageError(
+                f"{what} in the training loop could not be repeated when a worker dies (--elastic); call it before the "
+                "first batch, or leave --elastic out"
+            )
         if self._has_started and not self._has_finished and not self.run.traits.lock_step:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
@@ -202,7 +232,7 @@ class Session:
         if self._has_finished or not self.run.is_prepared:
             return
         self._require_readable()
-        self._has_finished = True
+        self._has_finished = self._is_pausing = True
         if not self._has_started:
             self._start()
         if self.run.context.roster is not None:
@@ -216,12 +246,22 @@ class Session:
             synchronizer.leave()
         self.run.iteration = max(self.run.iteration, synchronizer.iteration)  # leaving may have ended a round
         self._record_late(iteration=self.run.iteration)
-        while not self.pauses.meet(is_done=True):
+        if self.run.context.roster is not None and (self._others_left or not has_ended):
+            wanted = self.run.config.max_steps or 0
+            if self.run.iteration < wanted:
+                self.run.tell("ended_early", {"wanted": wanted, "by": synchronizer.ended_by or "script"})
+        while not self._meet(is_done=True):
             pass
-        synchronizer.close()
-        self.run.prepared.handouts.close()
-        self._lone_samples.close()
-        self._unprepared.close()
+        self.release()
+
+    def release(self) -> None:
+        """Give back hooks and files, also where the script has failed; the first call does it."""
+        if not self._is_released and self.run.is_prepared:
+            self._is_released = True
+            self.run.prepared.synchronizer.close()
+            self.run.prepared.handouts.close()
+            self._lone_samples.close()
+            self._unprepared.close()
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -277,6 +317,9 @@ class Session:
         run, prepared = self.run, self.run.prepared
         self._begin_step()
         prepared.handouts.look_back()
+        if self._summed_loss is not None and self._summed_loss.has_looked:
+            self._summed_loss.close()
+            self._summed_loss = None
         if is_computed:
             prepared.handouts.take_what_was_set()
         self._is_stepping = True
@@ -360,6 +403,7 @@ class Session:
 
     def _take(self, outcome: StepOutcome) -> None:
         self.run.iteration = outcome.iteration
+        self._others_left = self._others_left or outcome.stop
         if outcome.stop or self._cadence.is_over(outcome.iteration):
             self.run.has_ended = True
 
@@ -370,17 +414,24 @@ class Session:
         while outcome is not None and not self.run.has_ended:
             if outcome.meets or outcome.iteration >= self._cadence.next_pause:
                 has_met = True
-                with self.run.prepared.account.pause():
-                    self.pauses.meet(is_done=False)
+                with self._pausing(), self.run.prepared.account.pause():
+                    self._meet(is_done=False)
             if self.run.has_ended or outcome.admitted:
                 break
             pause_at = self._cadence.next_pause
-            outcome = self.run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
+            with self._pausing():
+                outcome = self.run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
             self._take(outcome)
         if self.run.has_ended:
             self._end()
         elif outcome is not None and not has_met:  # in a pause the run's iteration has become that of the furthest
             self.pauses.between_steps()
+
+    def _meet(self, *, is_done: bool) -> bool:
+        if self._survival is None:
+            return self.pauses.meet(is_done=is_done)
+        meet = partial(self.pauses.meet, is_done=is_done)
+        return self._survival.repeated(meet, self.run.prepared.synchronizer)
 
     def _end(self) -> None:
         self.run.has_ended = True
@@ -389,11 +440,24 @@ class Session:
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
         self._has_started = True
-        self.run.prepared.synchronizer.start()
-        self.pauses.meet(is_done=False)
+        if self._survival is not None:
+            prepared = self.run.prepared
+            self._survival.require_prepared_schedulers(prepared.extra, next(iter(prepared.optimizers.values())))
+        with self._pausing():
+            self.run.prepared.synchronizer.start()
+            self._meet(is_done=False)
         self.pauses.require_evaluation()
         self.run.tell("training")
         self.run.prepared.account.start()
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """The script waits meanwhile, but for its evaluation."""
+        before, self._is_pausing = self._is_pausing, True
+        try:
+            yield
+        finally:
+            self._is_pausing = before
 
     # --- batches ----------------------------------------------------------------------------------------------
 
@@ -415,6 +479,7 @@ class Session:
             gather=context.collective.all_gather_object,
             takes_equal_steps=self.run.traits.takes_equal_steps,
             participation=self.run.strategy.participation(),
+            dealing=self._survival.deals if self._survival is not None else None,
         )
         if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
@@ -428,12 +493,12 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or (is_stream and self.run.traits.takes_equal_steps):
+        if self.run.context.pacing.is_simulated or self._survival or (is_stream and self.run.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "
-                "itself, and ranks could not agree on a stream's end; loop over the loader itself, and give the "
-                "DataLoader num_workers to read ahead"
+                "itself, and ranks could not agree on a stream's end, or on what a dead one had done (--elastic); "
+                "loop over the loader itself, and give the DataLoader num_workers to read ahead"
             )
 
     def _poison(self, batch: Any) -> Any:
@@ -471,7 +536,8 @@ class Session:
 
     def _end_turn(self) -> int:
         """The client whose turn it is, if there is one, gives what it has; returns the iteration after that."""
-        self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
+        with self._pausing():
+            self._unsettled = outcome = self.run.prepared.synchronizer.end_turn()
         self._take(outcome)
         return outcome.iteration
 
@@ -485,6 +551,7 @@ class Session:
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
+        self._num_samples = part.num_samples
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     @property

@@ -1,9 +1,10 @@
-"""Refuses the steps of optimizers that were not prepared and hold parameters of a prepared model.
+"""Refuses the steps of optimizers that were not prepared, by which each worker would train something alone.
 
-One hook of torch's for the whole process, in which virtual workers are many, looks at each optimizer once.
+One hook of torch's for the whole process, in which virtual workers are many, looks at each optimizer.
 """
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, final
 from weakref import WeakSet
 
@@ -15,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import UsageError
 
 _MARK = "_paceline_looked_at"  # of an optimizer: that it is prepared, or what was looked at
+_FIRST = "_paceline_first_step"  # of an optimizer that was not: how many prepared steps there were at its first one
+_OWN = "differs_by_rank"  # what a script sets on an optimizer that is each worker's own
 
 
 @final
@@ -23,22 +26,50 @@ class UnpreparedSteps:
     Args:
         optimizers: those that were prepared.
         may_step: whether others may step now, such as one that a prepared optimizer is made of.
+        may_train_others: whether they may train parameters of no prepared model from one batch to the next, which on
+            other workers would become others. What they train for one batch alone, as adversarial examples are, is
+            the batch's.
+        num_steps: how many steps prepared optimizers have taken.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], *, may_step: Callable[[], bool]
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        rank: int,
+        may_step: Callable[[], bool],
+        may_train_others: Callable[[], bool],
+        num_steps: Callable[[], int],
     ) -> None:
-        self.may_step = may_step
+        self.may_step, self._rank = may_step, rank
+        self._may_train_others, self._num_steps = may_train_others, num_steps
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._optimizers = list(optimizers)
         for optimizer in self._optimizers:
             setattr(optimizer, _MARK, True)
         _hook.add(self)
+        _here.set(self)
 
     def culprit_in(self, optimizer: torch.optim.Optimizer) -> str | None:
         """The name of a parameter of the prepared model that the optimizer holds."""
         held = (self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
         return next((name for name in held if name is not None), None)
+
+    def look_at_strange(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError if it trains what is of no prepared model, and this is not its first batch."""
+        if self.may_step() or self._may_train_others() or getattr(optimizer, _OWN, False):
+            return
+        now = self._num_steps()
+        if optimizer.__dict__.setdefault(_FIRST, now) != now:
+            shapes = [list(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
+            raise UsageError(
+                f"rank {self._rank}: {type(optimizer).__name__} was not prepared and trains, batch after batch, "
+                f"parameters of no prepared model (the first is of shape {shapes[0]}), so each worker would train them "
+                "alone; give prepare every model and every optimizer, by name: prepare(generator=..., "
+                "discriminator=..., optimizer_g=..., optimizer_d=..., data=...). If each worker is to have its own, "
+                f"set optimizer.{_OWN} = True"
+            )
 
     def close(self) -> None:
         for optimizer in self._optimizers:
@@ -73,6 +104,7 @@ class _Hook:
             return
         now = self._num_added, len(optimizer.param_groups)
         if mark == now:
+            self._look_at_strange(optimizer)
             return
         for watch in self._watching:
             culprit = watch.culprit_in(optimizer)
@@ -85,6 +117,14 @@ class _Hook:
                     "prepare(model=..., optimizer_1=..., optimizer_2=..., data=...)"
                 )
         setattr(optimizer, _MARK, now)
+        self._look_at_strange(optimizer)
+
+    def _look_at_strange(self, optimizer: torch.optim.Optimizer) -> None:
+        watch = _here.get()
+        if watch is not None and watch in self._watching:
+            watch.look_at_strange(optimizer)
 
 
+_here: ContextVar[UnpreparedSteps | None] = ContextVar("unprepared_steps", default=None)
+"""The watch of the worker that runs here: virtual ones have a context each."""
 _hook = _Hook()

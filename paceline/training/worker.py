@@ -51,8 +51,6 @@ class Worker:
         context = world.context
         self.rank: int = context.rank
         """This worker's number, 0 to size - 1."""
-        self.size: int = context.size
-        """How many workers train together."""
         self.local_rank: int = context.local_rank
         """This worker's number among those on its host."""
         self.device: torch.device = context.device
@@ -62,8 +60,14 @@ class Worker:
         self._collective = context.collective
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
         world.at_end.append(self._session.finish)
+        world.at_release.append(self._session.release)
         world.progress = lambda: self._session.run.steps
         world.awaits_others = lambda: self._session.run.awaits_others
+
+    @property
+    def size(self) -> int:
+        """How many workers train together."""
+        return self._session.run.context.size
 
     @property
     def iteration(self) -> int:
@@ -195,9 +199,11 @@ def _finish_own_run(world: World) -> None:
     """At the end of a script that nobody launched: meet, evaluate, and say what came out."""
     worker = world.worker
     if worker is None or hasattr(sys, "last_value"):
+        world.release()
         return  # nothing to finish, or the script ended with an exception
     for finish in world.at_end:
         finish()
+    world.release()
     if worker.rank == 0 and worker.metrics:
         print(f"paceline: {summarise(worker.metrics)}", file=sys.stderr)
     world.context.collective.close()

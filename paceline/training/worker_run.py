@@ -83,6 +83,6 @@ class WorkerRun:
 
     def tell(self, event: str, details: Mapping[str, Any] | None = None, *, at_s: float | None = None) -> None:
         """Record an event of the whole run, from rank 0, at a time of the training clock."""
-        if self.context.rank == 0:
+        if self.context.is_first:
             time_s = self.clock.now_s if at_s is None else at_s
             self.reporter.emit(EventRecord(event, "run", self.iteration, time_s, dict(details or {})))

@@ -27,7 +27,9 @@ def rows(every: int, steps: int) -> dict[str, tuple[str, dict[str, int]]]:
         "local-sgd": ("local-sgd", {"every": every}),
         "post-local, from half of the steps on": ("post-local", {"every": every, "post_local_from": steps // 2}),
         "slowmo": ("slowmo", {"every": every}),
+        "des-loc": ("des-loc", {"every": every, "variance_every": 0}),
         "diloco": ("diloco", {"every": every}),
+        "noloco": ("noloco", {"every": every}),
     }
 
 

@@ -25,7 +25,8 @@ class Part:
 
     model: str
     strategies: str = "ps-bsp"
-    workers: tuple[int, ...] = (1, 5, 10, 15, 20)
+    workers: tuple[int, ...] = (1, 2, 3, 4, 5, 10, 15, 20)
+    """The study's, and 2 to 4, which its author names as missing."""
     accuracy: float
     max_steps: int = 10_000
     eval_every: int = 10
@@ -47,11 +48,9 @@ class Part:
 
 
 PARTS = {
-    "convnet": Part(model="convnet", workers=(1, 2, 5, 10, 15, 20), accuracy=0.40),
+    "convnet": Part(model="convnet", accuracy=0.40),
     # The study's own asynchronous runs are of ResNet-18 alone.
-    "convnet-async": Part(
-        model="convnet", strategies="ps-asp", workers=(1, 2, 5, 10, 15, 20), accuracy=0.40, max_steps=20_000
-    ),
+    "convnet-async": Part(model="convnet", strategies="ps-asp", accuracy=0.40, max_steps=20_000),
     "convnet-both": Part(model="convnet", strategies="ps-bsp,ps-asp", workers=(10,), accuracy=0.40, max_steps=20_000),
     "resnet18": Part(model="resnet18", accuracy=0.60),
     "resnet18-async": Part(model="resnet18", strategies="ps-asp", accuracy=0.55, max_steps=20_000),
@@ -88,6 +87,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--scale", choices=SCALES, default="published", help="how much of it; the report says so, too")
     parser.add_argument("--workers", help="other numbers of workers, as 1,2")
     parser.add_argument("--seeds", default="3", help="how many, as 3, or which, as 0,1,2")
+    parser.add_argument("--max-steps", type=int, help="iterations after which a run ends, instead of the part's")
+    parser.add_argument("--max-time", help="seconds after which it ends, besides")
+    parser.add_argument("--after-target", choices=("stop", "continue"), default="stop", help="continue: whole curves")
     parser.add_argument("--engine", choices=("ray", "virtual"), default="ray", help="real processes, or simulated ones")
     parser.add_argument("--cluster", default="published", help="what --engine virtual simulates")
     parser.add_argument("--address", help="of a Ray cluster")
@@ -101,7 +103,12 @@ def main() -> None:
     part = SCALES[args.scale](PARTS[args.part])
     if args.workers:
         part = replace(part, workers=tuple(map(int, args.workers.split(","))))
+    if args.max_steps:
+        part = replace(part, max_steps=args.max_steps)
     options = ["--engine", "virtual", "--cluster", args.cluster] if args.engine == "virtual" else []
+    options += ["--after-target", args.after_target] * (args.after_target != "stop")
+    if args.max_time:
+        options += ["--max-time", args.max_time]
     if args.address:
         options += ["--address", args.address]
     out = args.out or Path("studies") / f"{args.part}-{args.scale}-{args.engine}"

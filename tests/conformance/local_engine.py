@@ -233,6 +233,7 @@ def _work(
     addresses, keys, servers = connection.recv()
     records: list[Record] = []
     error: str | None = None
+    world: World | None = None
     ends: list[Any] = []
     try:
         collective = _collective(rank, size, addresses, control, config.deadline_s)
@@ -278,6 +279,8 @@ def _work(
     except BaseException as failure:
         error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
         connection.send(("ended", records, error))  # before others can find that it has left, and say that
+    if world is not None:
+        world.release()
     for end in reversed(ends):
         with contextlib.suppress(Exception):
             end.close()

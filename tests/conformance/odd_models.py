@@ -532,3 +532,36 @@ def adaptive_clip_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> 
 def detecting_anomalies_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
     with torch.autograd.set_detect_anomaly(True):
         plain_step(model, optimizer, batch)
+
+
+def summed_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    (F.cross_entropy(model(batch[0]), batch[1], reduction="sum")).backward()
+    optimizer.step()
+
+
+def summed_term_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    """As variational autoencoders have it."""
+    optimizer.zero_grad()
+    output = model(batch[0])
+    (F.cross_entropy(output, batch[1], reduction="sum") + 0.5 * output.square().sum()).backward()
+    optimizer.step()
+
+
+def summed_by_hand_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    (-F.log_softmax(model(batch[0]), dim=1).gather(1, batch[1][:, None]).sum()).backward()
+    optimizer.step()
+
+
+def divided_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    (F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / len(batch[0])).backward()
+    optimizer.step()
+
+
+def summed_penalty_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    (loss_of(model, batch) + 1e-3 * penalty).backward()
+    optimizer.step()

@@ -75,6 +75,10 @@ class _CombinedBatches:
     def __len__(self) -> int:
         return len(self._parts[0])
 
+    def __getattr__(self, name: str) -> Any:
+        """Everything else that the script's own loader has."""
+        return getattr(self._loader, name)
+
 
 def part_of(loader: DataLoader[Any], rank: int, num_workers: int, seed: int) -> ShardedLoader:
     """One worker's part of the data."""

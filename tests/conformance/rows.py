@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import pytest
 import torch
@@ -22,6 +22,8 @@ from paceline.training.session import Session
 from paceline.training.sharding import ShardedLoader
 from paceline.training.worker import Worker
 from tests.conformance import local_engine
+
+When = Literal["quick", "slow", "never"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class Row:
     workers_differ: bool = False
     """Each worker has a model, a step and a gradient of its own; the global model is the mean."""
     is_slow: bool = False
-    """Left to `make test-slow`."""
+    """Left to `make test-slow` on the virtual engine."""
+    in_processes: When = "slow"
+    """The same checks in forked processes, which move other bytes for other means of transport alone."""
     steps_an_iteration: int = 1
     """Local steps of a round, where an iteration is one."""
     is_exact: bool = True
@@ -113,19 +117,20 @@ JOINT_CODECS = ("sign", "powersgd:start=3:least=1")
 
 
 def coded(strategy: str, codec: str, **fields: Any) -> Row:
-    """A row for a strategy with a codec, left to `make test-slow` unless it says otherwise."""
+    """A row for a strategy with a codec, left to `make test-slow` unless it says otherwise. Of those that differ in
+    nothing but their codec one is checked in processes."""
     name = f"{strategy}-{codec.partition(':')[0]}{'-rows' if 'rows' in codec else ''}"
     options = {"codec": codec, "codec_scope": "all", **fields.pop("options", {})}
     is_exact = codec.partition(":")[0] in ("fp16", "bf16")
-    return Row(name, strategy, 2, options, **{"is_slow": True, "is_exact": is_exact, **fields})
+    return Row(name, strategy, 2, options, **{"is_slow": True, "is_exact": is_exact, "in_processes": "never", **fields})
 
 
 ROWS = (
     Row("single", "single", 1),
-    Row("all-reduce", "all-reduce", 2),
+    Row("all-reduce", "all-reduce", 2, in_processes="quick"),
     Row("ring", "ring", 2),
     Row("ps-bsp", "ps-bsp", 2),
-    Row("ps-bsp-3-servers", "ps-bsp", 2, {"servers": 3}),
+    Row("ps-bsp-3-servers", "ps-bsp", 2, {"servers": 3}, in_processes="quick"),
     Row(
         "ps-bsp-backup",
         "ps-bsp",
@@ -136,11 +141,12 @@ ROWS = (
         options_to_change_gradients={"combine": "never"},
     ),
     Row("ps-ssp", "ps-ssp", 2, {"staleness": 2, "servers": 2}, is_deterministic=False, updates_are_joint=False),
-    Row("ps-asp", "ps-asp", 2, is_deterministic=False, updates_are_joint=False),
+    Row("ps-asp", "ps-asp", 2, is_deterministic=False, updates_are_joint=False, in_processes="quick"),
     Row("gossip", "gossip", 2, GOSSIP, workers_differ=True),
     Row("gossip-awc", "gossip", 3, {**GOSSIP, "topology": "one-peer", "order": "awc"}, workers_differ=True),
     Row("sgp", "sgp", 3, GOSSIP, workers_differ=True),
     Row("relay", "relay", 2, GOSSIP, workers_differ=True),
+    Row("noloco", "noloco", 2, {**GOSSIP, "every": 2}, workers_differ=True, moves_every_step=False, is_plain=False),
     Row(
         "ad-psgd",
         "ad-psgd",
@@ -151,16 +157,40 @@ ROWS = (
         workers_differ=True,
         is_exact=False,
         moves_every_step=False,
+        in_processes="quick",
     ),
-    coded("gossip", "int8", options=GOSSIP, workers_differ=True, is_slow=False),
+    coded("gossip", "int8", options=GOSSIP, workers_differ=True, is_slow=False, in_processes="quick"),
     coded("gossip", "top-k:ratio=0.2", options={**GOSSIP, "order": "awc"}, workers_differ=True),
-    *(coded("all-reduce", codec, is_slow=not codec.startswith("powersgd")) for codec in (*CODECS, *JOINT_CODECS)),
     *(
-        coded("ps-bsp", codec, is_slow=codec != "int8", options_to_change_gradients={"combine": "always"})
+        coded(
+            "all-reduce",
+            codec,
+            is_slow=not codec.startswith("powersgd"),
+            in_processes="slow" if codec.startswith(("powersgd", "top-k")) else "never",
+        )
+        for codec in (*CODECS, *JOINT_CODECS)
+    ),
+    *(
+        coded(
+            "ps-bsp",
+            codec,
+            is_slow=codec != "int8",
+            options_to_change_gradients={"combine": "always"},
+            in_processes="slow" if codec == "int8" else "never",
+        )
         for codec in CODECS
     ),
-    coded("ps-bsp", "sign", keeps_sizes=False, options_to_change_gradients={"combine": "never"}),
-    *(coded("ps-asp", codec, is_deterministic=False, updates_are_joint=False) for codec in CODECS),
+    coded("ps-bsp", "sign", keeps_sizes=False, options_to_change_gradients={"combine": "never"}, in_processes="slow"),
+    *(
+        coded(
+            "ps-asp",
+            codec,
+            is_deterministic=False,
+            updates_are_joint=False,
+            in_processes="slow" if codec.startswith("top-k") else "never",
+        )
+        for codec in CODECS
+    ),
     Row("local-sgd", "local-sgd", 2, {"every": 3}, steps_an_iteration=3),
     Row(
         "diloco-fragments",
@@ -171,7 +201,14 @@ ROWS = (
         is_plain=False,
     ),
     coded("local-sgd", "top-k:ratio=0.2", options={"every": 3}, steps_an_iteration=3, has_debts=True),
-    coded("local-sgd", "powersgd:start=3:least=1", options={"every": 3}, steps_an_iteration=3, has_debts=True),
+    coded(
+        "local-sgd",
+        "powersgd:start=3:least=1",
+        options={"every": 3},
+        steps_an_iteration=3,
+        has_debts=True,
+        in_processes="slow",
+    ),
     coded(
         "diloco",
         "int8",
@@ -179,6 +216,7 @@ ROWS = (
         steps_an_iteration=4,
         is_plain=False,
         is_slow=False,
+        in_processes="quick",
     ),
     Row(
         "fed-avg",
@@ -187,17 +225,13 @@ ROWS = (
         {"clients": 12, "fraction": 1 / 6, "sampler": "cyclic"},
         steps_an_iteration=2,
         turns=6,
+        in_processes="quick",
     ),
 )
 
-
-def _among(rows: Iterable[Row]) -> pytest.MarkDecorator:
-    params = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.is_slow else []) for row in rows]
-    return pytest.mark.parametrize("row", params)
-
-
-every_row = _among(ROWS)
-every_deterministic_row = _among(row for row in ROWS if row.is_deterministic)
+# See conftest.py.
+every_row = pytest.mark.every_row
+every_deterministic_row = pytest.mark.every_row(is_deterministic=True)
 
 
 def launched(script: Callable[..., Any], out: Path, *, turns: int = 1) -> None:

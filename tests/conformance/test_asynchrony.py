@@ -21,6 +21,8 @@ from tests.conformance.rows import Row, prepared, step, steps_of, wait_until
 SLOW_S = 0.1
 EPOCH_STEPS = 8
 NUM_WORKERS = 3
+SELDOM = 1_000_000
+"""Iterations between checkpoints, in runs whose slow worker waits for the others: in a pause they would wait for it."""
 
 Goal = Callable[[int, int], int]
 """What another worker must have made before the slow one takes a step: from the slow one's steps and from its own."""
@@ -94,7 +96,8 @@ def usual_waits_s(result: Result) -> list[float]:
 @pytest.mark.parametrize("servers", [1, 2])
 def test_nobody_runs_further_ahead_than_staleness(staleness: int, servers: int, tmp_path: Path) -> None:
     row = Row("ps-ssp", "ps-ssp", NUM_WORKERS, {"staleness": staleness, "servers": servers})
-    result = row.run(partial(train_apart, goal=partial(up_to, staleness), slow_s=SLOW_S), tmp_path)
+    script = partial(train_apart, goal=partial(up_to, staleness), slow_s=SLOW_S)
+    result = row.run(script, tmp_path, checkpoint_every=SELDOM)
     for server in range(servers):
         assert largest_lead(result, server, NUM_WORKERS) == staleness  # and fast workers do use what they are allowed
     assert [len(steps_of(result, worker)) for worker in range(NUM_WORKERS)] == [EPOCH_STEPS] * NUM_WORKERS
@@ -125,7 +128,7 @@ def test_gradients_see_all_updates_that_the_bound_promises(checkpoint_every: int
 def test_nobody_waits_without_a_bound(tmp_path: Path) -> None:
     """The fast ones make an epoch for each step of the slow one; any wait for it would be a wait for ever."""
     script = partial(train_apart, goal=partial(more, EPOCH_STEPS), fast_epochs=EPOCH_STEPS)
-    result = Row("ps-asp", "ps-asp", NUM_WORKERS).run(script, tmp_path)
+    result = Row("ps-asp", "ps-asp", NUM_WORKERS).run(script, tmp_path, checkpoint_every=SELDOM)
     steps = [len(steps_of(result, worker)) for worker in range(NUM_WORKERS)]
     assert steps == [EPOCH_STEPS**2, EPOCH_STEPS**2, EPOCH_STEPS]
     assert largest_lead(result, 0, NUM_WORKERS) >= EPOCH_STEPS - 1
@@ -142,7 +145,8 @@ def test_backup_workers_leave_the_slow_one_behind(tmp_path: Path) -> None:
     It has as many steps to make, for the first worker through its data ends the run.
     """
     row = Row("ps-bsp", "ps-bsp", NUM_WORKERS, {"backup_workers": 1})
-    result = row.run(partial(train_apart, goal=partial(more, 2), fast_epochs=3, slow_epochs=3), tmp_path)
+    script = partial(train_apart, goal=partial(more, 2), fast_epochs=3, slow_epochs=3)
+    result = row.run(script, tmp_path, checkpoint_every=SELDOM)
     assert [len(steps_of(result, worker)) for worker in range(2)] == [3 * EPOCH_STEPS] * 2
     assert result.iteration == 3 * EPOCH_STEPS
     assert {record.staleness for record in steps_of(result, 2)} == {-1}

@@ -235,6 +235,56 @@ def test_auto_takes_a_codec_where_it_makes_steps_shorter(gbit_per_s: float, take
     assert found.step_s == pytest.approx(after_s, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("gossip", {}),
+        pytest.param("gossip", {"topology": "star", "every": "2"}, marks=pytest.mark.slow),
+        pytest.param("local-sgd", {"every": "3", "post_local_from": "2", "warmup": "2"}, marks=pytest.mark.slow),
+        ("diloco", {"every": "4", "fragments": "2"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("gbit_per_s", "takes"), [(0.05, True), (1000.0, False)])
+def test_auto_chooses_among_what_neighbours_and_rounds_may_take(
+    strategy: str, options: dict[str, str], gbit_per_s: float, takes: bool, tmp_path: Path
+) -> None:
+    """By the steps, or rounds, of all workers; a plan chooses the same."""
+    cluster, codec = cluster_of(gbit_per_s=gbit_per_s), "auto:among=bf16+int8+sign:after=4"
+    settings: dict[str, Any] = {"script": large, "workers": 3, "cluster": cluster, "max_steps": 20}
+    result = run(tmp_path, strategy, codec, options=options, **settings)
+    told = [event.details["codec"] for event in result.events if event.name == "tuned" and "codec" in event.details]
+    assert len(told) == 1
+    what = "step" if strategy == "gossip" else "round"
+    assert told[0].startswith(f"int8: a {what} of" if takes else f"none: a {what} of")
+    cycle = int(options.get("every", 1))
+    ends = [step.time_s for step in result.steps if step.worker == 0]
+    after_s = (ends[-1] - ends[-1 - 2 * cycle]) / (2 * cycle)
+    work = StepWork(tensor_bytes=(8_000_000, 160, 16), samples=4)
+    found, plain = (
+        predict(cluster, strategy=strategy, workers=3, work=work, options=more)
+        for more in ({**options, "codec": codec}, options)
+    )
+    assert (found.step_s < 0.6 * plain.step_s) == takes
+    assert found.step_s == pytest.approx(after_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("all-reduce", {}), ("gossip", {"order": "awc"}), ("local-sgd", {"every": "2"})],
+    ids=str,
+)
+def test_processes_choose_alike(strategy: str, options: dict[str, str], tmp_path: Path) -> None:
+    """By their own clocks, and go on: whoever chose otherwise would wait for the others for ever."""
+    more = {"codec_scope": "all", **options}
+    codec = "auto:among=bf16+int8:after=3"
+    result = run(tmp_path, strategy, codec, engine=local_engine, workers=3, options=more, max_steps=8)
+    told = [event.details["codec"] for event in result.events if event.name == "tuned" and "codec" in event.details]
+    assert len(told) == 1
+    assert told[0].partition(":")[0] in ("none", "bf16", "int8")
+    assert result.iteration == 8
+
+
 # --- what does not go together ---------------------------------------------------------------------------------------
 
 

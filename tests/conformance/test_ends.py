@@ -21,6 +21,7 @@ from tests.conformance.rows import (
     prepared,
     step,
     steps_of,
+    wait_until,
 )
 
 
@@ -92,8 +93,7 @@ def keep_model_after_the_loop(worker: Worker, out: Path) -> None:
     model, optimizer, loader = prepared(worker)
     for number, (x, y, _) in enumerate(loader, start=1):
         if worker.rank == 0 and number == len(loader) and not worker.strategy.traits.is_synchronous:
-            while not (out / "model-1.kept").exists():
-                time.sleep(0.01)
+            wait_until((out / "model-1.kept").exists)
         step(worker, model, optimizer, x, y)
     keep(out, f"model-{worker.rank}", model.state_dict())
 

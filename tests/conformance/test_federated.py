@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.errors import RunFailed
+from paceline.privacy import Central
 from paceline.running.result import Result
 from paceline.training.worker import Worker
 from tests.conformance import local_engine, virtual_engine
@@ -202,6 +204,91 @@ def test_a_run_ends_for_all_with_the_round_in_which_a_script_does(engine: Module
     assert len(steps_of(result, 1)) == 10
     assert len(steps_of(result, 0)) == 12, "the third round is the last"
     assert result.iteration == 3
+
+
+@both_engines
+def test_a_script_that_ends_before_its_rounds_says_so(engine: ModuleType, tmp_path: Path) -> None:
+    result = run(engine, leave_early, tmp_path, options={"clients": 8, "fraction": 0.5}, max_steps=5)
+    assert result.iteration == 3
+    assert [event.details for event in result.events if event.name == "ended_early"] == [{"wanted": 5, "by": "script"}]
+    enough = run(engine, leave_early, tmp_path / "enough", options={"clients": 8, "fraction": 0.5}, max_steps=2)
+    assert enough.iteration == 2
+    assert not [event for event in enough.events if event.name == "ended_early"]
+
+
+def evaluated(worker: Worker, out: Path) -> None:
+    worker.evaluation(lambda model: {"zero": 0.0})
+    leave_late(worker, out)
+
+
+def leave_late(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = worker.prepare(model := network(), SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    for _ in range(100):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+
+
+@both_engines
+def test_a_budget_of_privacy_ends_the_run_and_is_recorded(engine: ModuleType, tmp_path: Path) -> None:
+    """Also of a run that goes on from there: it plays no further round."""
+    budget = {"clients": 8, "fraction": 0.5, "privacy.noise": "3", "privacy.epsilon": "4"}
+    costs = [Central(noise=3.0).spent(rounds=rounds, most_turns=0, sample_rate=0.5) for rounds in range(100)]
+    affordable = sum(cost <= 4 for cost in costs) - 1
+    assert 3 < affordable < 50
+    for out, more in ((tmp_path / "one", {}), (tmp_path / "two", {"resume": tmp_path / "one"})):
+        result = run(engine, evaluated, out, strategy="dp-fed-avg", options=budget, max_steps=60, **more)
+        assert result.iteration == affordable
+        if not more:
+            assert result.metrics["epsilon"] == pytest.approx(costs[affordable])
+        assert {"wanted": 60, "by": "privacy"} in [event.details for event in result.events]
+
+
+def with_statistics(worker: Worker, out: Path) -> None:
+    model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    for _ in range(10):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+
+
+def test_running_statistics_are_no_secret_and_so_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"they changed the buffer '1.running_mean' as well; use layers without"):
+        run(virtual_engine, with_statistics, tmp_path, strategy="dp-fed-avg", options={"clients": 4, "fraction": 1.0})
+
+
+@both_engines
+def test_a_run_under_masks_is_the_run_without(engine: ModuleType, tmp_path: Path) -> None:
+    """But for rounding; some clients drop out, and the seed says who."""
+    options = {"clients": 8, "fraction": 1.0, "partition": "linear"}
+    plain = run(engine, leave_late, tmp_path / "plain", options=options, max_steps=3)
+    masked = run(engine, leave_late, tmp_path / "masks", options={**options, "secure": "masks"}, max_steps=3)
+    for name, tensor in plain.model_state().items():
+        torch.testing.assert_close(masked.model_state()[name], tensor, rtol=0, atol=1e-6)
+    lossy = {**options, "secure": "masks:lost=0.2:threshold=0.55:neighbours=6"}
+    first, again = (run(engine, leave_late, tmp_path / out, options=lossy, max_steps=3) for out in ("one", "two"))
+    for name, tensor in first.model_state().items():
+        assert torch.equal(again.model_state()[name], tensor)
+        assert not torch.allclose(plain.model_state()[name], tensor, rtol=0, atol=1e-6)
+
+
+def fail_in_a_turn(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = worker.prepare(model := network(), SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    for number in range(4):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+        if number == 2 and worker.rank == 1:
+            raise ValueError("the script's own fault")
+
+
+def test_a_run_that_fails_closes_what_clients_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process with this test, whose garbage collector closes nothing that is held here."""
+    files: list[Any] = []
+    make = tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **how: files.append(make(**how)) or files[-1])
+    with pytest.raises(RunFailed, match="the script's own fault"):
+        run(virtual_engine, fail_in_a_turn, tmp_path, strategy="scaffold", options={"clients": 4, "fraction": 1.0})
+    assert len(files) == 2
+    assert all(file.closed for file in files)
 
 
 def with_adagrad(worker: Worker, out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +18,24 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.cluster.description import Hosts
 from paceline.errors import RunFailed, UsageError
+from paceline.outer import Average
 from paceline.running.result import Result
 from paceline.strategies import build
 from paceline.strategies.gossip import Gossip
-from paceline.topology import Chain, Everybody, Exponential, Graph, OnePeerExponential, Ring, Star, Topology, Torus
+from paceline.topology import (
+    Chain,
+    Everybody,
+    Exponential,
+    Graph,
+    OnePeerExponential,
+    RandomPairs,
+    Ring,
+    Star,
+    Topology,
+    Torus,
+)
 from paceline.training.differing import CONSENSUS_DISTANCE
 from paceline.training.worker import Worker
 from tests.conformance import local_engine, rows, virtual_engine
@@ -76,22 +90,43 @@ def seen(out: Path, size: int = SIZE) -> Tensor:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
+NORMS = [Ring(), Exponential(), Torus(), Star(), Chain()]
+
+
+def num_exchanges(topology: Topology, size: int) -> int:
+    """After which at most a millionth of the distance to the mean is left."""
+    return math.ceil(math.log(1e-6) / math.log(topology.contraction(size)))
+
+
 @pytest.mark.parametrize(
-    ("engine", "topology"),
+    ("engine", "topology", "size"),
     [
-        *(("virtual", topology) for topology in (Ring(), Star(), Torus(), Exponential())),
-        ("processes", Exponential()),
+        *(("virtual", topology, SIZE) for topology in (Ring(), Exponential(), Torus())),
+        ("processes", Exponential(), SIZE),
+        *(
+            pytest.param(engine, topology, size, marks=pytest.mark.slow)
+            for engine, topology, size in (
+                *(("virtual", topology, SIZE) for topology in (Star(), Chain())),
+                *(("virtual", topology, 16) for topology in NORMS[:4]),
+                *(("processes", topology, SIZE) for topology in (Ring(), Torus(), Star(), Chain())),
+            )
+        ),
     ],
     ids=str,
 )
-def test_exchanges_shrink_the_distance_to_the_mean(engine: str, topology: Topology, tmp_path: Path) -> None:
-    script = partial(pull, lr=0.0, num_steps=40, starts_apart=True)
-    run(script, tmp_path, Gossip(topology=topology), engine=engine)
-    distances = [float((row - row.mean()).norm()) for row in seen(tmp_path)]
-    norm = topology.contraction(SIZE)
-    far = next((step for step, d in enumerate(distances) if d < 1e-6 * distances[0]), len(distances))
+def test_exchanges_shrink_the_distance_to_the_mean(engine: str, topology: Topology, size: int, tmp_path: Path) -> None:
+    """Each by the contraction at least, until a millionth of it is left."""
+    script = partial(pull, lr=0.0, num_steps=num_exchanges(topology, size), starts_apart=True)
+    where: dict[str, Any] = {}
+    if engine == "virtual":
+        where["cluster"] = replace(virtual_engine.CLUSTER, hosts=(Hosts(count=size, bandwidth_gbit_per_s=1.0),))
+    run(script, tmp_path, Gossip(topology=topology), engine=engine, workers=size, **where)
+    distances = [float((row - row.mean()).norm()) for row in seen(tmp_path, size)]
+    norm = topology.contraction(size)
+    assert distances[-1] <= 1.00001e-6 * distances[0]
+    far = next(step for step, d in enumerate(distances) if d <= 1.00001e-6 * distances[0])
     assert far > 3
-    for before, after in pairwise(distances[:far]):
+    for before, after in pairwise(distances[: far + 1]):
         assert after <= before * norm * 1.00001
 
 
@@ -137,6 +172,38 @@ def naive_push_sum(topology: Topology, num_steps: int, *, lr: float) -> Tensor:
 def test_push_sum_is_its_algorithm(topology: Topology, tmp_path: Path) -> None:
     run(partial(pull, lr=0.1, num_steps=20), tmp_path, Gossip(topology=topology, mode="push-sum"))
     torch.testing.assert_close(seen(tmp_path)[-1], naive_push_sum(topology, 20, lr=0.1), rtol=1e-9, atol=1e-12)
+
+
+def naive_noloco(topology: Topology, num_steps: int, *, lr: float, every: int) -> Tensor:
+    """Slow weights, changes and the momentum of the paper, its factor 0.5 and both of its rates 0.7."""
+    wishes, fast = torch.linspace(-1, 1, SIZE, dtype=torch.float64), torch.zeros(SIZE, dtype=torch.float64)
+    slow, momentum = fast.clone(), torch.zeros_like(fast)
+    for number in range(1, num_steps + 1):
+        fast = fast - lr * (fast - wishes)
+        if number % every == 0:
+            pairs = topology.matrix(number // every - 1, SIZE)
+            momentum = 0.5 * momentum + 0.7 * (pairs @ (fast - slow)) - 0.7 * (slow - pairs @ slow)
+            slow = slow + momentum
+            fast = slow.clone()
+    return fast
+
+
+def test_noloco_is_its_algorithm(tmp_path: Path) -> None:
+    run(partial(pull, lr=0.1, num_steps=25), tmp_path, "noloco", options={"every": "3"})
+    expected = naive_noloco(RandomPairs(), 25, lr=0.1, every=3)
+    torch.testing.assert_close(seen(tmp_path)[-1], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_outer_step_that_takes_the_mean_is_averaging(tmp_path: Path) -> None:
+    """In any order, and in pairs that leave a worker out."""
+    for order in ("atc", "awc"):
+        script = partial(pull, lr=0.1, num_steps=12)
+        models = []
+        for name, more in (("average", {}), ("outer", {"outer": Average()})):
+            strategy = Gossip(topology=RandomPairs(), every=2, order=order, mode=name, **more)
+            run(script, tmp_path / order / name, strategy, workers=5)
+            models.append(seen(tmp_path / order / name, 5))
+        torch.testing.assert_close(*models, rtol=1e-12, atol=1e-12)
 
 
 def train_with_a_tail(worker: Worker, out: Path) -> None:
@@ -238,8 +305,9 @@ def train_plainly(worker: Worker, out: Path) -> None:
         Gossip(topology=Chain(), mode="relay", every=2),
         Gossip(topology=Star(), mode="push-sum", order="awc"),
         Gossip(topology=Ring(), quasi_global=0.9),
+        Gossip(topology=RandomPairs(), mode="outer", every=2),
     ],
-    ids=["relay", "push-sum", "quasi-global"],
+    ids=["relay", "push-sum", "quasi-global", "outer"],
 )
 def test_a_resumed_run_is_an_uninterrupted_one(strategy: Gossip, tmp_path: Path) -> None:
     """With messages that are to be relayed, weights and momentum; evaluations in between change nothing."""
@@ -278,6 +346,10 @@ def test_a_topology_without_sense_is_refused(options: dict[str, Any], workers: i
     [
         ({"mode": "relay", "order": "awc"}, "order=awc is not for mode=relay"),
         ({"every": "0"}, "every must be at least 1"),
+        ({"outer": "nesterov"}, "outer=nesterov has no effect with mode=average; use mode=outer"),
+        ({"mode": "outer", "outer.momentum": "-1"}, "outer=momentum:lr=0.7:momentum=-1"),
+        ({"mode": "outer", "quasi_global": "0.9"}, "quasi_global is not for mode=outer"),
+        ({"mode": "outer", "codec": "int8"}, "mode=outer steps from whole models"),
         ({"quasi_global": "1"}, "quasi_global must be at least 0 and below 1"),
         ({"topology": "toros"}, "did you mean 'torus'"),
         ({"order": "cta"}, "order must be one of atc, awc"),

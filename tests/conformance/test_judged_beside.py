@@ -27,7 +27,7 @@ from tests.conformance.rows import (
     steps_of,
     wait_until,
 )
-from tests.conformance.test_asynchrony import largest_lead
+from tests.conformance.test_asynchrony import SELDOM, largest_lead
 from tests.conformance.virtual_cluster import cluster_of, run
 
 WORKERS, STEPS = 3, 60
@@ -68,9 +68,10 @@ def train_and_look(worker: Worker, out: Path) -> None:
 
 
 def simulated(script: Any, out: Path, strategy: str, options: dict[str, Any], **settings: Any) -> Result:
-    """Step times that no two workers ever share, so that who comes first is no matter of rounding."""
+    """Step times that no two workers ever share, so that who comes first is no matter of rounding; and no pauses for
+    checkpoints."""
     cluster = cluster_of(gbit_per_s=0.1, latency_us=50.0, distribution="log-normal", variation=0.3)
-    settings = {"max_steps": STEPS, **settings}
+    settings = {"max_steps": STEPS, "checkpoint_every": SELDOM, **settings}
     return run(script, out, strategy, WORKERS, cluster=cluster, options=options, **settings)
 
 
@@ -165,14 +166,14 @@ def assert_nobody_waited(result: Result) -> None:
 
 def test_real_workers_do_not_wait_for_one_another(tmp_path: Path) -> None:
     """If an evaluation had them meet, the slow one would wait in vain for the others' steps, and they for it."""
-    assert_nobody_waited(Row("ps-asp", "ps-asp", 2).run(apart_and_judged, tmp_path, eval_every=1))
+    row = Row("ps-asp", "ps-asp", 2)
+    assert_nobody_waited(row.run(apart_and_judged, tmp_path, eval_every=1, checkpoint_every=SELDOM))
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
 def test_workers_on_ray_do_not_wait_for_one_another(tmp_path: Path) -> None:
-    result = paceline.run(
-        partial(launched, apart_and_judged, tmp_path), strategy="ps-asp", workers=2, out=tmp_path / "run", eval_every=1
-    )
+    script, settings = partial(launched, apart_and_judged, tmp_path), {"eval_every": 1, "checkpoint_every": SELDOM}
+    result = paceline.run(script, strategy="ps-asp", workers=2, out=tmp_path / "run", **settings)
     assert_nobody_waited(result)

@@ -112,7 +112,10 @@ def backwards(params: Any) -> Any:
 
 
 EVALUATES = r"evaluates the model itself, perhaps several times a step, which this strategy does not allow; use all"
-SHARED = r"share memory, which they would not where servers own a parameter's memory; tie layers by assigning one Param"
+SHARED = r"share memory, which they would not where servers or neighbours read .*; tie layers by assigning one Param"
+SUMMED = (
+    r"rank \d: the loss is a sum over the batch \(NllLoss with reduction='sum'\).*take the mean \(reduction='mean'\)"
+)
 NEVER_STEPS = r"rank \d: the script changes the parameters batch after batch and never calls optimizer\.step\(\)"
 STEPS_ANOTHER = r"SGD steps the parameter '1\.weight' of a prepared model and was not prepared itself"
 IN_PLACE = r"step 1: the script changed parameters in place on rank \d, but the servers own them"
@@ -187,6 +190,11 @@ ODD = (
     odd_row("one graph twice", step=odd.same_graph_twice),
     odd_row("several losses", model=odd.TwoHeads, step=odd.two_losses_step),
     odd_row("several losses at once", model=odd.TwoHeads, step=odd.joint_losses_step),
+    odd_row("a summed loss", step=odd.summed_step, refused=JOINT, says=SUMMED),
+    odd_row("a term of the loss that is a sum", step=odd.summed_term_step, refused=JOINT, says=SUMMED),
+    odd_row("losses of samples, summed", step=odd.summed_by_hand_step, refused=JOINT, says=r"is a sum .*\(sum\(\)\)"),
+    odd_row("a summed loss, divided", step=odd.divided_step),
+    odd_row("a summed penalty", step=odd.summed_penalty_step),
     odd_row("microbatches", step=odd.microbatches_step),
     odd_row("gradient penalty", step=odd.penalised_step),
     odd_row(
@@ -289,7 +297,7 @@ def cases() -> list[Any]:
             else [],
         )
         for engine in ENGINES
-        for strategy in (EVERY if engine == "virtual" else (*JOINT, "ps-asp"))
+        for strategy in (EVERY if engine == "virtual" else JOINT)
         for row in ODD
         if row.only_on in ("", engine)
     ]

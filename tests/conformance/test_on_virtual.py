@@ -11,7 +11,9 @@ from tests.conformance.test_ends import (
     test_a_worker_that_is_done_early_takes_part_in_the_others_pauses,
     test_max_steps_counts_as_the_literature_does,
     test_max_time_ends_the_run_for_all,
+    test_script_that_goes_on_stepping_is_ended,
     test_target_ends_the_run_for_all,
+    test_what_a_worker_is_left_with_after_the_loop,
 )
 from tests.conformance.test_equivalence import (
     test_parameters_unused_in_some_steps,
@@ -20,7 +22,7 @@ from tests.conformance.test_equivalence import (
 )
 from tests.conformance.test_evaluation import *  # noqa: F403
 from tests.conformance.test_refusals import test_backup_workers_have_no_mean_gradient_to_change
-from tests.conformance.test_resume import test_run_that_failed_goes_on_bit_for_bit
+from tests.conformance.test_resume import *  # noqa: F403
 
 __all__ = [
     "test_a_worker_that_is_done_early_takes_part_in_the_others_pauses",
@@ -28,10 +30,11 @@ __all__ = [
     "test_max_steps_counts_as_the_literature_does",
     "test_max_time_ends_the_run_for_all",
     "test_parameters_unused_in_some_steps",
-    "test_run_that_failed_goes_on_bit_for_bit",
+    "test_script_that_goes_on_stepping_is_ended",
     "test_servers_on_another_host_equal_one_process",
     "test_target_ends_the_run_for_all",
     "test_three_workers_equal_one_process",
+    "test_what_a_worker_is_left_with_after_the_loop",
 ]
 
 

@@ -315,6 +315,7 @@ NO_GRADIENT = "parameter '[ab].*weight' has no gradient on rank .*freeze it .* o
         ("ps-bsp", {}, False, True, NO_GRADIENT),
         ("ps-bsp", {}, True, True, OTHER_SIZES),
         ("ps-asp", {}, False, True, NO_GRADIENT),
+        ("ps-ssp", {}, False, True, NO_GRADIENT),
         ("gossip", {}, False, False, ELSEWHERE.format("step")),
         ("gossip", {}, True, False, ELSEWHERE.format("step")),
         ("local-sgd", {"every": 1}, False, False, ELSEWHERE.format("step")),
@@ -333,6 +334,15 @@ def test_what_each_optimizer_chooses_is_told(tmp_path: Path) -> None:
     result = run("virtual", train_gan, tmp_path, "all-reduce", options={"codec": "auto"})
     told = [event.details for event in result.events if event.name == "tuned"][-1]
     assert {"optimizer_g.codec", "optimizer_d.codec"} <= told.keys()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("strategy", "options"), [("ps-ssp", {"staleness": 0}), ("ps-ssp", {}), ("ps-asp", {})])
+def test_servers_take_each_optimizer_at_its_own_pace(engine: str, strategy: str, options: Any, tmp_path: Path) -> None:
+    """Ranks step other optimizers in the same iteration; of the first, each takes as many steps in the end."""
+    script = partial(train_heads, wide=False, steps_both=False)
+    result = run(engine, script, tmp_path, strategy, options=options)
+    assert result.iteration == 6
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -357,6 +367,28 @@ def test_optimizer_that_was_not_prepared(engine: str, strategy: str, tmp_path: P
         run(engine, step_unprepared, tmp_path, strategy)
 
 
+def train_gan_halfway(worker: Any) -> None:
+    """The discriminator is not prepared."""
+    generator, discriminator = nn.Linear(6, 6), nn.Linear(6, 1)
+    other = Adam(discriminator.parameters())
+    generator, optimizer, data = worker.prepare(
+        generator, SGD(generator.parameters(), lr=0.1), DataLoader(points(), batch_size=4)
+    )
+    for x, _ in data:
+        for parts, updater in (((x, generator(x).detach()), other), ((generator(x),), optimizer)):
+            updater.zero_grad()
+            sum(discriminator(part).mean() for part in parts).backward()
+            updater.step()
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp", "gossip", "local-sgd", "fed-avg"])
+def test_model_that_was_not_prepared(strategy: str, tmp_path: Path) -> None:
+    options = {**TWO_CLIENTS, "optimizer": "kept"} if strategy == "fed-avg" else {}
+    says = r"rank \d: Adam was not prepared and trains, batch after batch, .* shape \[1, 6\].*give prepare every model"
+    with pytest.raises(RunFailed, match=says):
+        run("virtual", train_gan_halfway, tmp_path, strategy, options=options)
+
+
 class Slow(torch.optim.Optimizer):
     """Made of another optimizer, which steps inside it."""
 
@@ -373,8 +405,14 @@ def step_wrapped(worker: Any) -> nn.Module:
     optimizer = Slow(SGD(model.parameters(), lr=0.1))
     model, optimizer, data = worker.prepare(model, optimizer, DataLoader(points(), batch_size=4))
     probe = nn.Linear(6, 1)
-    own = SGD(probe.parameters(), lr=0.1)  # of no prepared model: the worker's own
+    own = SGD(probe.parameters(), lr=0.1)
+    own.differs_by_rank = True  # type: ignore[attr-defined]
     for x, y in data:
+        attack = torch.zeros_like(x, requires_grad=True)
+        adversary = SGD([attack], lr=0.1)
+        for _ in range(2):
+            (-F.mse_loss(model(x + attack), y)).backward(inputs=[attack])
+            adversary.step()
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()

@@ -261,7 +261,7 @@ def test_a_model_that_is_not_called_itself_has_no_time(tmp_path: Path) -> None:
     def script(worker: Worker, out: Path) -> None:
         model, optimizer, loader = prepared(worker)
         for x, _, _ in loader:
-            model[0](x).sum().backward()
+            model[0](x).mean().backward()
             optimizer.step()
 
     with pytest.raises(RunFailed, match=r"call model\(\.\.\.\) rather than its parts"):

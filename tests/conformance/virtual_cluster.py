@@ -31,7 +31,7 @@ if __name__ == "__main__":
     optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
     model, optimizer, data = worker.prepare(model, optimizer, data)
     for (x,) in data:
-        model(x).sum().backward()
+        model(x).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 """

@@ -13,15 +13,16 @@ import pytest
 from tests.distributed.harness import AGENTS_GRACE_S, TRAIN, is_training, pids, wait_until
 
 pytestmark = pytest.mark.ray
-LIMIT_S = 60.0  # the deadline, at which the survivors would find out by themselves, is 300 s
+LIMIT_S = 120.0  # of a busy machine; the deadline, at which the survivors would find out by themselves, is 300 s
 
 
 @pytest.mark.parametrize(
     ("strategy", "victim", "num_workers"),
     [
-        ("all-reduce", "worker-1", 3),
+        ("all-reduce", "worker-1", 2),
         pytest.param("ps-asp", "worker-0", 2, marks=pytest.mark.slow),
-        ("ps-bsp", "server-1", 2),
+        ("ps-bsp", "server-0", 1),
+        pytest.param("ps-bsp", "server-1", 2, marks=pytest.mark.slow),
     ],
 )
 def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, victim: str, num_workers: int) -> None:

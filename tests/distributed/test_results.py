@@ -151,7 +151,7 @@ def test_full_disk_is_named_and_the_last_checkpoint_is_intact(small_disk: Path, 
     out = small_disk / "out"
     with pytest.raises(RunFailed) as caught:
         paceline.run(
-            script, workers=2, checkpoint_every=2, out=out, arguments=[str(small_disk / "filler")], watcher=Listener()
+            script, workers=1, checkpoint_every=2, out=out, arguments=[str(small_disk / "filler")], watcher=Listener()
         )
     message = str(caught.value)
     assert f"cannot write checkpoint.pt: No space left on device in {out}" in message

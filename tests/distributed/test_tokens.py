@@ -62,15 +62,13 @@ def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_a_cluster_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster() as address:
         for token in (None, "0" * 64):
-            if token is not None:
-                monkeypatch.setenv("RAY_AUTH_TOKEN", token)
-            with pytest.raises(UsageError, match=r"asks for no token.*--insecure"):
-                join(address)
-            join(address, insecure=True)
-
-
-def test_a_connection_that_the_process_has_without_a_token() -> None:
-    with cluster() as address:
+            with monkeypatch.context() as changed:
+                if token is not None:
+                    changed.setenv("RAY_AUTH_TOKEN", token)
+                with pytest.raises(UsageError, match=r"asks for no token.*--insecure"):
+                    join(address)
+                join(address, insecure=True)
+        # The same of a connection that the process has.
         ray.init(address, log_to_driver=False, logging_level="ERROR")
         with pytest.raises(UsageError, match="asks for no token"):
             join(address)

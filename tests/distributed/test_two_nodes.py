@@ -28,6 +28,7 @@ from tests.distributed.scripts import full_batch
 
 pytestmark = pytest.mark.ray
 NUM_STEPS = 20
+SOON_S = 120.0  # of a busy machine; the deadline is 300 s
 MARK = "PACELINE_TEST_CLUSTER"
 
 
@@ -60,8 +61,8 @@ def train_alone(optimizer: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("strategy", "options", "num_workers", "optimizer"),
     [
-        ("all-reduce", {}, 4, "momentum"),
-        pytest.param("all-reduce", {}, 2, "adamw", marks=pytest.mark.slow),
+        pytest.param("all-reduce", {}, 4, "momentum", marks=pytest.mark.slow),
+        ("all-reduce", {}, 2, "adamw"),
         pytest.param("ps-bsp", {"servers": 3}, 2, "adam", marks=pytest.mark.slow),
         pytest.param("ps-bsp", {"servers": 1}, 2, "adamw", marks=pytest.mark.slow),
     ],
@@ -112,11 +113,12 @@ def test_killed_worker_on_the_other_node(cluster: Cluster, tmp_path: Path, strat
         )  # fmt: skip
     took_s = time.time() - float((out / "struck").read_text())
     print(f"{strategy}: {took_s:.1f} s from the kill to the end")
-    assert took_s < 60
+    assert took_s < SOON_S
     assert str(caught.value) == f"worker 1 (process {pids(out)['worker-1']}) died during step 5"
     assert wait_until(lambda: not _sleepers(), within_s=30)
 
 
+@pytest.mark.slow
 def test_killed_node(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "out"
     struck: list[float] = []
@@ -137,7 +139,7 @@ def test_killed_node(cluster: Cluster, tmp_path: Path) -> None:
         )  # fmt: skip
     thread.join()
     print(f"{time.time() - struck[0]:.1f} s from the node's end to the run's")
-    assert time.time() - struck[0] < 60
+    assert time.time() - struck[0] < SOON_S
     assert f"worker 1 (process {pids(out)['worker-1']}) died during step" in str(caught.value)
 
 

@@ -18,7 +18,7 @@ COUNTS = (1, 2, 5, 10)
 # Name, synchronous, servers, serial share of a step, samples to target with one worker, their growth with workers.
 STRATEGIES = (
     ("all-reduce", True, 0, 0.10, 60_000, 1.04),
-    ("ps-bsp servers=2", True, 2, 0.13, 60_000, 1.04),
+    ("ps-bsp:servers=2", True, 2, 0.13, 60_000, 1.04),
     ("ps-ssp", False, 1, 0.08, 62_000, 1.08),
     ("ps-asp", False, 1, 0.05, 62_000, 1.16),
 )

@@ -93,7 +93,7 @@ def test_worker_counts_are_told_apart_without_colour(counts: set[int]) -> None:
 
 
 def test_the_same_strategy_looks_the_same_in_two_studies(subject: Subject) -> None:
-    order = ("ps-asp", "gossip", "ps-bsp servers=2", "all-reduce", "ps-ssp")
+    order = ("ps-asp", "gossip", "ps-bsp:servers=2", "all-reduce", "ps-ssp")
     other = replace(subject, all_strategies=order)
     drawn = figures([other, other])
     for figure in drawn:
@@ -124,7 +124,7 @@ def test_axes_of_iterations_say_what_one_is(subject: Subject) -> None:
     trials = subject.frames.trials
     units = trials["unit"].where(trials["strategy"] != "all-reduce", "round")
     drawn = _drawn(replace(subject.frames, trials=trials.assign(unit=units)))
-    expected = {"all-reduce": "rounds", "ps-bsp servers=2": "global updates", "ps-asp": "gradients applied"}
+    expected = {"all-reduce": "rounds", "ps-bsp:servers=2": "global updates", "ps-asp": "gradients applied"}
     for strategy, unit in expected.items():
         assert drawn["convergence"][strategy].plot.layout.xaxis.title.text == f"Iterations ({unit})"
         assert drawn["iteration-rate"][strategy].plot.layout.yaxis.title.text == f"Iterations ({unit})"
@@ -204,7 +204,7 @@ def test_iteration_rate_draws_the_mean_time_to_each_iteration(
 
 def test_axes_that_count_the_same_share_a_range(charts: dict[str, dict[str, Chart]]) -> None:
     layouts = {key: chart.plot.layout for key, chart in charts["convergence"].items()}
-    assert layouts["all-reduce"].xaxis.range == layouts["ps-bsp servers=2"].xaxis.range
+    assert layouts["all-reduce"].xaxis.range == layouts["ps-bsp:servers=2"].xaxis.range
     assert layouts["ps-ssp"].xaxis.range == layouts["ps-asp"].xaxis.range
     assert layouts["ps-asp"].xaxis.range[1] > 2 * layouts["all-reduce"].xaxis.range[1]
     assert len({layout.yaxis.range for layout in layouts.values()}) == 1

@@ -47,7 +47,9 @@ def test_every_curve_is_drawn_with_titled_axes(loaded: Loaded) -> None:
 
 
 def test_curves_are_the_plan_s(loaded: Loaded, found: Plan) -> None:
-    drawn = loaded.page.evaluate("document.getElementById('rate').data.find(t => t.name === 'all-reduce').y")
+    drawn = loaded.page.evaluate(
+        "document.getElementById('rate').data.find(t => t.name.split(' = ').includes('all-reduce')).y"
+    )
     points = [point for point in found.points if point.label == "all-reduce"]
     assert drawn == pytest.approx([point.prediction.samples_per_s for point in points])
     marked = loaded.page.locator(".summary tr.best th, .summary tr.best td").all_inner_texts()

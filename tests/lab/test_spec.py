@@ -44,13 +44,28 @@ def test_trials_are_a_seed_after_the_other() -> None:
     assert [trial.id for trial in chosen.trials] == [
         f"{name}-s{seed}" for seed in (4, 5) for name in ("single-n1", "ps-bsp_servers=2-n1", "ps-bsp_servers=2-n2")
     ]
-    assert [(out.variant.label, out.workers) for out in chosen.left_out] == [("single", 2)]
+    assert [(out.variant.text, out.workers) for out in chosen.left_out] == [("single", 2)]
     assert "runs on 1 worker, not 2" in chosen.left_out[0].reason
+
+
+def test_under_attack_what_cannot_be_hostile_is_left_out() -> None:
+    chosen = spec(strategies=("single", "all-reduce", "fed-avg"), workers=(1, 3), seeds=(0,), attacks=("alie",))
+    assert [trial.id for trial in chosen.trials] == ["all-reduce-n3-s0", "fed-avg-n1-s0", "fed-avg-n3-s0"]
+    reasons = {(out.variant.label, out.workers): out.reason for out in chosen.left_out}
+    assert "leaves none of 1 worker(s) honest" in reasons["all-reduce", 1]
+    assert "has no effect under this strategy" in reasons["single", 1]
+    assert chosen.config(0).attacks == ("alie",)
+    assert StudySpec.from_json(json.loads(json.dumps(chosen.to_json()))) == chosen
+    assert chosen.command(out="there")[-2:] == ["--attack", "alie"]
+    with pytest.raises(UsageError, match="attacks was"):
+        replace(chosen, attacks=()).require_same_study(chosen)
+    with pytest.raises(UsageError, match="unknown attack 'aly'"):
+        spec(attacks=("aly",))
 
 
 def test_a_strategy_with_options() -> None:
     variant = Variant.parse("ps-bsp:servers=3:backup_workers=1")
-    assert variant.label == "ps-bsp servers=3 backup_workers=1"
+    assert variant.text == "ps-bsp:servers=3:backup_workers=1"
     assert variant.strategy.traits.num_servers == 3
     assert variant.strategy.traits.is_synchronous, "a clock is one update, though it does not wait for everybody"
     assert not Variant.parse("ps-ssp").strategy.traits.is_synchronous
@@ -223,7 +238,7 @@ def test_a_simulated_cluster_is_kept_as_a_whole(script: Path, tmp_path: Path, mo
 
     first = virtual(CLUSTER)
     assert first.address is None, "a simulated study is on no Ray cluster"
-    assert [(out.variant.label, out.workers) for out in first.left_out] == [("ps-asp", 3)]
+    assert [(out.variant.text, out.workers) for out in first.left_out] == [("ps-asp", 3)]
     assert "1 server(s) need hosts of their own" in first.left_out[0].reason
     file.unlink()
     kept = StudySpec.from_json(json.loads(json.dumps(first.to_json())))

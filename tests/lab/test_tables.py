@@ -40,7 +40,7 @@ def test_a_trial_worked_out_by_hand(tmp_path: Path) -> None:
     frames = study(tmp_path / "made", {("ps-asp:servers=2", 2, 7): made}).frames
     trial = only(frames.trials)
     expected = {
-        "study": "made", "script": "train.py", "strategy": "ps-asp servers=2", "workers": 2, "seed": 7,
+        "study": "made", "script": "train.py", "strategy": "ps-asp:servers=2", "workers": 2, "seed": 7,
         "trial": "ps-asp_servers=2-n2-s7", "status": "finished", "reason": "", "engine": "ray", "cluster": "",
         "unit": "gradient",
         "servers": 2, "iterations": 4, "training_time_s": 10.0, "samples": 256, "samples_per_s": 25.6,

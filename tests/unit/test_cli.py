@@ -198,7 +198,7 @@ def test_help_names_every_setting(monkeypatch, capsys) -> None:
     shown = capsys.readouterr().out
     for name in ("strategy", "workers", "option", "address", "max-steps", "target", "deadline", "out", "resume"):
         assert f"--{name}" in shown
-    assert shown.count("[default: ") == 11
+    assert shown.count("[default: ") == 12
     assert "paceline run train.py --strategy ps-async" in " ".join(shown.split())
 
 
@@ -219,9 +219,9 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     servers = ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
-    gossip = ["gossip", "d-psgd", "sgp", "relay", "ad-psgd"]
-    local = ["local-sgd", "post-local", "slowmo", "diloco"]
-    averaging = ["fed-avg", "fed-prox", "fed-avgm", "fed-adam", "fed-yogi", "fed-adagrad"]
+    gossip = ["gossip", "d-psgd", "sgp", "relay", "noloco", "ad-psgd"]
+    local = ["local-sgd", "post-local", "slowmo", "des-loc", "diloco"]
+    averaging = ["fed-avg", "dp-fed-avg", "fed-prox", "fed-avgm", "fed-adam", "fed-yogi", "fed-adagrad"]
     federated = [*averaging, "scaffold", "fed-nova", "fed-bn", "fed-rep"]
     assert names == ["single", "all-reduce", "ring", *servers, *gossip, *local, *federated, "horovod"]
     assert [line.split()[:1] for line in lines].count(["backup_workers"]) == 1, (

@@ -46,8 +46,8 @@ def test_the_table_of_a_study_fits_a_terminal_of_80_columns(tmp_path: Path) -> N
     assert rows == [
         "all-reduce 1 2/2 449 (424-474) 1.0 1 449",
         "all-reduce 16 2/2 42 (41-43) 10.7 (10.3-11.0) 470,575 672",
-        "ps-bsp servers=2 1 0/1 never - 320 -",
-        "ps-bsp servers=2 16 0 failed - - -",
+        "ps-bsp:servers=2 1 0/1 never - 320 -",
+        "ps-bsp:servers=2 16 0 failed - - -",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, final
 
 import pytest
@@ -119,29 +120,43 @@ def test_bytes_are_those_of_payloads(codec: Codec) -> None:
     assert sum(moved) == size * num_rounds * sum(sent_bytes(codec, [shape], size) for shape in SHAPES)
 
 
-def overflow(rank: int, synchronizer: Synchronizer, model: Any, optimizer: Optimizer) -> float:
-    """The first round's change is more than 16 bits hold."""
+def overflow(
+    rank: int, synchronizer: Synchronizer, model: Any, optimizer: Optimizer, *, only: int | None = None
+) -> tuple[float, float]:
+    """The first round's change of a worker, or of all, is more than 16 bits hold: what all have after it, and in the
+    end."""
     for number in range(4):
         for parameter in model.tables:
-            parameter.grad = torch.full_like(parameter, 1e6 if number < 2 else 1.0)
+            is_large = number < 2 and only in (None, rank)
+            parameter.grad = torch.full_like(parameter, 1e6 if is_large else 1.0)
         synchronizer.step(optimizer.step, pause_at=0)
-    return float(model.tables[0].detach().max())
+        if number == 1:
+            between = float(model.tables[0].detach().max())
+    return between, float(model.tables[0].detach().max())
 
 
-def test_a_mean_that_a_codec_does_not_hold() -> None:
+def test_a_change_that_a_codec_does_not_hold() -> None:
     with pytest.raises(
-        Exception, match=f"{NonFiniteGradient.__name__}.*codec=fp16 does not hold the mean change.*bf16"
+        Exception, match=f"{NonFiniteGradient.__name__}.*codec=fp16 does not hold the change of parameter .*bf16"
     ):
         run_alone(LocalUpdates(every=2, codec=FP16(), codec_scope="all"), 2, overflow, build=tables)
     skipping = LocalUpdates(every=2, codec=FP16(), codec_scope="all", nonfinite="skip")
-    assert run_alone(skipping, 2, overflow, build=tables) == [-2.0, -2.0]
+    assert run_alone(skipping, 2, overflow, build=tables) == [(0.0, -2.0)] * 2
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_the_others_changes_count_where_a_codec_does_not_hold_one(only: int) -> None:
+    """As where one is not finite: half of the other's change of -2, and then all go on from there."""
+    skipping = LocalUpdates(every=2, codec=FP16(), codec_scope="all", nonfinite="skip")
+    assert run_alone(skipping, 2, partial(overflow, only=only), build=tables) == [(-1.0, -3.0)] * 2
 
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
         ("local-sgd", {"codec_scope": "all"}, "no effect without a codec"),
-        ("local-sgd", {"codec": "auto"}, "name one"),
+        ("local-sgd", {"codec": "auto:among=sign"}, "codec=sign says which way parameters went and not how far"),
+        ("diloco", {"codec": "auto", "delay": "2"}, "hides nothing"),
         ("slowmo", {"codec": "sign"}, "not how far"),
         ("diloco", {"codec": "int8", "delay": "2"}, "hides nothing"),
         ("diloco", {"codec": "int8", "aggregate": "median"}, "leave out codec"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_intervals_that_cannot_be(text: str) -> None:
 
 
 def cadence_of(every: str) -> Cadence:
-    cadence = Cadence(RunConfig(eval_every=Interval.parse(every)), waits=False)
+    cadence = Cadence(RunConfig(eval_every=Interval.parse(every)))
     cadence.evaluates = True
     return cadence
 
@@ -130,3 +131,22 @@ def test_evaluations_by_seconds_follow_a_pace_that_changes() -> None:
         time_s += (cadence.next_pause - iteration) / rate
         iteration = cadence.next_pause
     assert [int(time_s // 3) for time_s in evaluated_s] == list(range(34))
+
+
+@pytest.mark.parametrize("step_s", [1e-3, 0.1, 2.0, 9.0, 40.0])
+@pytest.mark.parametrize("workers", [1, 2, 16])
+def test_pauses_by_time_come_in_time_though_nobody_tells_the_pace_before(step_s: float, workers: int) -> None:
+    """Workers that run free all take steps of one length, of which the first takes three times as long."""
+    cadence, iteration, time_s, wanted_s = Cadence(RunConfig(), num_free_workers=workers), 0, 0.0, 27.0
+    rate, saved_s, pauses = 0.0, [0.0], 0
+    while time_s < 300:
+        if time_s - saved_s[-1] >= 0.8 * wanted_s:
+            saved_s.append(time_s)
+        cadence.meet_in(max(0.0, wanted_s - (time_s - saved_s[-1])), iteration, iterations_per_s=rate)
+        cadence.plan(Count(iteration), check_at=NEVER)
+        steps = math.ceil((cadence.next_pause - iteration) / workers)
+        took_s = steps * step_s + (0 if iteration else 2 * step_s)
+        rate = (cadence.next_pause - iteration) / took_s
+        iteration, time_s, pauses = cadence.next_pause, time_s + took_s, pauses + 1
+    assert max(later - earlier for earlier, later in pairwise(saved_s)) <= max(30.0, 5 * step_s)
+    assert pauses <= len(saved_s) + 10 + max(0, 9 * (step_s >= 2.0))

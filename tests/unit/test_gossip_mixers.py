@@ -74,7 +74,7 @@ def distance(values: Tensor) -> float:
 
 
 @pytest.mark.parametrize("topology", [Ring(), Chain(), Star(), Torus(), Exponential(), Everybody()], ids=repr)
-@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize("size", [8, 16, pytest.param(32, marks=pytest.mark.slow)])
 def test_the_distance_to_the_mean_shrinks_by_the_contraction(topology: Topology, size: int) -> None:
     values = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
     mixers = world(Averaging, topology, values)

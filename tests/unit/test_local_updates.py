@@ -220,11 +220,30 @@ def test_fragments_that_are_exchanged_together_are_the_whole() -> None:
     torch.testing.assert_close(parts, whole, **EXACT)
 
 
-def test_nothing_of_what_is_mixed_in_changes_diloco() -> None:
-    """One fragment without delay and alpha is the same, to the bit, however it is asked for."""
-    named = shared_after(build("diloco", {"every": 4}))
-    asked = {"every": 4, "fragments": 1, "delay": 0, "alpha": 0.0, "outer": "nesterov"}
-    torch.testing.assert_close(shared_after(build("local-sgd", asked)), named, **EXACT)
+def test_one_fragment_without_delay_and_alpha_is_diloco() -> None:
+    """Its algorithm 1 as it is printed, with torch's own SGD as the outer optimizer, to the bit: two workers' changes
+    have one sum, whoever adds them."""
+    every, num_rounds = 4, 6
+    torch.manual_seed(0)
+    start, workers = network(), [with_adam() for _ in range(2)]
+    outer = SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for number in range(num_rounds):
+        for rank, (model, optimizer) in enumerate(workers):
+            model.load_state_dict(start.state_dict())
+            for step in range(number * every, (number + 1) * every):
+                x, y = problem(rank, step)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        for shared_one, *own in zip(start.parameters(), *(model.parameters() for model, _ in workers), strict=True):
+            shared_one.grad = (sum(shared_one.detach() - each.detach() for each in own) / 2).clone()  # type: ignore[union-attr]
+        outer.step()
+    for name, options in (
+        ("diloco", {}),
+        ("local-sgd", {"fragments": 1, "delay": 0, "alpha": 0.0, "outer": "nesterov"}),
+    ):
+        found = shared_after(build(name, {"every": every, **options}), size=2, build=with_adam)
+        torch.testing.assert_close(found, flat(start), **EXACT)
 
 
 @pytest.mark.parametrize("outer", [OfTorch("Adagrad", 0.1), OfTorch("NAdam", 0.01), Nesterov()])

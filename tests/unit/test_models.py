@@ -19,6 +19,7 @@ NUM_PARAMETERS = {
     "convnet": (CIFAR10, 3_094),
     "digitsnet": (DIGITS, 9_930),
     "fedavg-cnn": (MNIST, 1_663_370),
+    "lenet": (MNIST, 13_426),
     "mlp": (MNIST, 199_210),
     "resnet18": (CIFAR10, 11_173_962),
     "vgg16": (CIFAR10, 14_728_266),

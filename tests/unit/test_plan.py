@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,7 +23,7 @@ import paceline
 from paceline import cli
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.errors import UsageError
-from paceline.planner import StepWork, wording
+from paceline.planner import StepWork, figures, predict, wording
 from paceline.planner.noise import NoiseScale
 from paceline.planner.observing import NOISE_STEPS, observe
 from paceline.planner.search import Check, best_of, plan, worker_counts
@@ -143,6 +145,46 @@ def test_sentences_say_what_the_numbers_do() -> None:
     assert said.startswith(f"ps-bsp on {most} workers")
     alone = plan(cluster_of(8, gbit_per_s=1e-4), replace(WORK, tensor_bytes=(40_000_000,)), num_checks=0)
     assert wording.answer(alone)[0].startswith("One worker alone")
+
+
+def test_the_headline_says_what_it_goes_by() -> None:
+    """By the noise scale a large batch may be worth nothing, and by throughput it is worth all its samples."""
+    fast = cluster_of(16, gbit_per_s=1e4)
+    by_rate, by_noise = plan(fast, WORK, num_checks=0), plan(fast, WORK, noise=NoiseScale(1.0), num_checks=0)
+    assert by_rate.best.prediction.workers > 8
+    assert " by throughput only, without a noise scale." in wording.answer(by_rate)[0]
+    assert wording.answer(by_noise)[0].startswith("One worker alone: by a noise scale of 1 samples no exchange pays")
+    useful = plan(fast, WORK, noise=NoiseScale(5000.0), num_checks=0)
+    assert useful.best.prediction.workers > 8
+    assert (
+        f"{useful.best.merit:.1f} times sooner than one worker by a noise scale of 5,000 samples"
+        in (wording.answer(useful)[0])
+    )
+
+
+def test_hosts_of_servers_are_paid_for() -> None:
+    """Four workers and four hosts for servers do at most half of what eight workers would."""
+    work = replace(WORK, tensor_bytes=(4,))
+    apart = predict(cluster_of(8), strategy="ps-bsp", options={"servers": 4}, workers=4, work=work)
+    beside = predict(
+        cluster_of(8, placement="with workers"), strategy="ps-bsp", options={"servers": 4}, workers=4, work=work
+    )
+    assert beside.efficiency == pytest.approx(1.0, abs=0.02)
+    assert apart.efficiency == pytest.approx(0.5, abs=0.01)
+
+
+def test_equal_curves_are_drawn_as_one() -> None:
+    """With four bytes to move, what workers exchange makes no difference, and those that do not wait are faster."""
+    found = plan(cluster_of(8), replace(WORK, tensor_bytes=(4,)), num_checks=0)
+    tables = {chart.key: chart.table.set_index("strategy") for chart in figures.charts(found)}
+    names = list(dict.fromkeys(tables["rate"].index))
+    shared = next(name.split(" = ") for name in names if name.startswith("all-reduce"))
+    assert len(shared) > 1
+    moving = [label for label in found.curves if ":" not in label and label != "single"]
+    assert sorted(label for name in names for label in name.split(" = ") if ":" not in label) == sorted(moving)
+    for one, other in itertools.combinations(names, 2):
+        pairs = [(table.loc[[one]].to_numpy(), table.loc[[other]].to_numpy()) for table in tables.values()]
+        assert not all(a.shape == b.shape and np.allclose(a, b, rtol=0.005) for a, b in pairs), (one, other)
 
 
 def test_servers_that_have_no_host_are_said_to_be_left_out() -> None:

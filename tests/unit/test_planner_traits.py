@@ -237,12 +237,24 @@ def test_what_the_package_s_own_strategies_declare_is_all_that_counts() -> None:
 
 
 def test_a_plan_has_a_user_s_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, traffic=(AllReduced(every=500),), unit="round")
+    register(monkeypatch, traffic=(AllReduced(every=500),))
     found = plan(cluster_of(), replace(WORK, tensor_bytes=(40_000_000,)), num_checks=1)
-    assert found.best.label == NAME  # a tenth of what local-sgd moves
+    assert found.best.label == NAME
     assert found.checks[0].label == NAME
-    assert set(found.frame.loc[found.frame["strategy"] == NAME, "unit"]) == {"round"}
+    assert set(found.frame.loc[found.frame["strategy"] == NAME, "unit"]) == {"update"}
     assert any(line.startswith(f"{NAME}: ") for line in wording.answer(found))
+
+
+def test_rounds_of_local_steps_are_priced_and_not_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how many more steps they take to a target, so that they win no plan by taking them quickly."""
+    register(monkeypatch, traffic=(AllReduced(every=500),), unit="round")
+    found = plan(cluster_of(), replace(WORK, tensor_bytes=(40_000_000,)), num_checks=0)
+    quickest = max(found.best_of_each, key=lambda point: point.merit)
+    assert (quickest.label, quickest.is_ranked) == (NAME, False)
+    assert found.best.is_ranked
+    (line,) = [line for line in wording.answer(found) if line.startswith("Shown, but not ranked")]
+    assert NAME in line
+    assert "local-sgd" in line
 
 
 def test_a_plan_says_which_strategy_it_leaves_out() -> None:

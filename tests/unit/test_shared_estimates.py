@@ -133,7 +133,7 @@ def test_codecs_that_contract_leave_out_less_than_there_is() -> None:
         ("gossip", {"codec": "random-k"}, "leave out more than there is"),
         ("gossip", {"codec": "sign"}, "leave out more than there is"),
         ("gossip", {"codec": "powersgd"}, "nobody hears everybody"),
-        ("d-psgd", {"codec": "auto"}, "name one"),
+        ("d-psgd", {"codec": "auto:among=powersgd+qsgd"}, "codec=powersgd averages among all workers"),
         ("gossip", {"codec": "int8", "mode": "relay", "topology": "chain"}, "mode=relay hands sums of models on"),
         ("gossip", {"codec": "int8", "mode": "push-sum"}, "mode=push-sum sends parts of sums"),
         ("gossip", {"codec": "int8", "mode": "running-sums"}, "mode=running-sums sends sums that grow"),

@@ -168,6 +168,18 @@ def test_costs_follow_samples_speed_and_who_shares_a_host() -> None:
         assert found == pytest.approx(seconds)
 
 
+def test_a_framework_takes_a_core_s_time_for_each_call_whatever_the_batch() -> None:
+    host = Hosts(bandwidth_gbit_per_s=1.0, speed=2.0, cores=2, gflop_per_s=5.0)
+    compute = Compute(dispatch_us=30.0, backward_share=0.75)
+    for num_samples, flop in ((1, 10e6), (10, 100e6)):
+        found = cost(host, compute).seconds(num_samples=num_samples, forward_flop=flop, forward_calls=100)
+        assert found == pytest.approx(4 * flop / 20e9 + 100 * 30e-6 / 2)
+    four = cost(host, compute, num_sharing=4).seconds(num_samples=1, forward_flop=0.0, forward_calls=100)
+    assert four == pytest.approx(2 * 100 * 30e-6 / 2), "four workers on two cores"
+    with pytest.raises(UsageError, match="dispatch_us counts where operations are counted"):
+        Compute(dispatch_us=30.0, step_s=0.1)
+
+
 def test_hosts_fail_at_their_rate() -> None:
     never = Compute(step_s=1.0)
     assert failure_s(never, seed=0, host=0) == math.inf

@@ -24,6 +24,7 @@ def test_a_pass_counts_the_same_in_every_mode(mode: Callable[[], AbstractContext
         count = ForwardCount(model, list(model.parameters()))
         count.end(model(torch.ones(2, 3, 8, 8)))
     assert count.flop == 15_552 + 2_880
+    assert count.num_calls == 5, "views are calls, too"
     # Besides, 4 operations for each element of a layer's output: 288 of the convolution, 10 of the linear layer.
     convolution, linear = 15_552 + 4 * 288, 2_880 + 4 * 10
     whole = convolution + linear

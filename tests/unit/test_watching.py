@@ -18,7 +18,7 @@ from paceline.data import files
 from paceline.engines.standing import Progress
 from paceline.running import launch, watching
 
-LABELS = ["all-reduce x 128", "12/90 ps-bsp servers=2 combine=server x 16 seed 0"]
+LABELS = ["all-reduce x 128", "12/90 ps-bsp:servers=2:combine=server x 16 seed 0"]
 
 
 @pytest.mark.parametrize("label", LABELS)

@@ -48,7 +48,14 @@ class SharedMemoryCollective(ByteCollective):
         return control
 
     def __init__(
-        self, *, rank: int, addresses: Sequence[BlockAddress], control: SharedBlock, deadline_s: float | None = 300.0
+        self,
+        *,
+        rank: int,
+        addresses: Sequence[BlockAddress],
+        control: SharedBlock,
+        deadline_s: float | None = 300.0,
+        timing: Timing | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         """Meet the other ranks. Collective call; owns `control` from here on.
 
@@ -56,6 +63,8 @@ class SharedMemoryCollective(ByteCollective):
             addresses: of what every rank got from `prepare`, in rank order.
             control: what this rank got from `prepare`.
             deadline_s: the longest wait at any one meeting of the ranks; None for ever.
+            timing: where to go on counting, for ranks that had another collective before.
+            names: what errors call the ranks, where that is not their numbers here.
 
         Raises:
             UsageError: the addresses do not fit the rank.
@@ -69,9 +78,9 @@ class SharedMemoryCollective(ByteCollective):
         self.rank = rank
         self.size = len(addresses)
         self.device = torch.device("cpu")
-        self.timing = Timing()
+        self.timing = timing or Timing()
         self._rendezvous = Rendezvous(
-            rank=rank, addresses=addresses, control=control, deadline_s=deadline_s, timing=self.timing
+            rank=rank, addresses=addresses, control=control, deadline_s=deadline_s, timing=self.timing, names=names
         )
         self._pipeline = Pipeline(self._rendezvous, self.timing)
         blocks = [peer.block for peer in self._rendezvous.peers.values()]

@@ -127,9 +127,10 @@ class Mailbox:
             self.advance()
             if message.pieces:
                 interval_s = MIXED_INTERVAL_S if self._pipeline.advance() else LOOK_INTERVAL_S
-                self._rendezvous.wait_for_event(
-                    message.obstacle(), started_s, ready=self._can_advance, interval_s=interval_s
-                )
+                obstacle = message.obstacle()
+                if message.way is self._incoming[message.way.rank]:
+                    self._rendezvous.require_moving(obstacle, message.way.rank, issued=self._pipeline.issued)
+                self._rendezvous.wait_for_event(obstacle, started_s, ready=self._can_advance, interval_s=interval_s)
 
     def poll(self, message: _Message) -> bool:
         """Advance without blocking; whether `message` is over."""

@@ -89,6 +89,11 @@ class Pipeline:
         self._advance(self._load)
         return _Submitted(self, self._issued, steps)
 
+    @property
+    def issued(self) -> int:
+        """The number of the last step that was submitted."""
+        return self._issued
+
     def poll(self, number: int) -> bool:
         """Advance without blocking; whether step `number` is over."""
         if self._over >= number:
@@ -106,7 +111,9 @@ class Pipeline:
             self._rendezvous.check()
             if not self._advance(self._do_all):
                 interval_s = MIXED_INTERVAL_S if self.advance_messages() else LOOK_INTERVAL_S
-                self._rendezvous.wait_for_event(self._obstacle(), started_s, interval_s=interval_s)
+                obstacle = self._obstacle()
+                self._rendezvous.stand(obstacle)
+                self._rendezvous.wait_for_event(obstacle, started_s, interval_s=interval_s)
 
     def advance(self) -> bool:
         """Advance without blocking; whether any step is left."""

@@ -9,15 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, final
 
 from paceline.comm.base import NonFinite, Timing
-from paceline.comm.rank_errors import disagreement, late
+from paceline.comm.rank_errors import ALIKE, disagreement, late
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.signature import SIGNATURE_BYTES, Signature
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import PeerLost, TensorMismatch, UsageError
 
 # Every rank has one page that it alone writes. First a cache line of 32-bit words:
 _EVENTS, _ARRIVED, _DONE, _DEPARTED = 0, 1, 2, 3  # EVENTS counts the changes that others sleep on
 _SLEEPS = 4  # whether this rank sleeps, or is about to, on another's events
+_STANDS_AT = 5  # the last step at which this rank has waited for others to arrive, and for nothing else
 # then a line with a doorbell that others ring and this rank sleeps on,
 _BELL = 16
 _NUM_WORDS = 32
@@ -237,6 +238,29 @@ class Rendezvous:
         for rank in obstacle.missing():
             if not self.peers[rank].is_alive():
                 self._lose(obstacle, rank)
+
+    def stand(self, obstacle: Obstacle) -> None:
+        """Tell the others that this rank does nothing else until the obstacle is gone."""
+        if obstacle.counter is self.arrived:
+            futex.fence()
+            self._words[_STANDS_AT] = obstacle.number & _MASK
+
+    def require_moving(self, obstacle: Obstacle, rank: int, *, issued: int) -> None:
+        """Raise TensorMismatch if the rank's message, which this one waits for, cannot come: the rank stands at a step
+        beyond all that this one has `issued`, and has put all that it has sent into its box before."""
+        stands_at = self.peers[rank].words[_STANDS_AT]
+        ahead = (stands_at - issued) & _MASK
+        futex.fence()
+        if not stands_at or not 0 < ahead <= NUM_SIGNATURES or rank not in obstacle.missing():
+            return
+        name, peer = self._names[self.rank], self._names[rank]
+        theirs = Signature.unpack(bytes(self.peers[rank].block.buffer[_signature_place(issued + ahead)]))
+        self.fail(
+            TensorMismatch(
+                f"rank {name} waits for {obstacle.signature} from rank {peer}, which waits for rank {name} to take "
+                f"part in {theirs}; {ALIKE}"
+            )
+        )
 
     def wait_for_event(
         self,

@@ -30,6 +30,7 @@ from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.output import captured
+from paceline.engines.ray.reforming import Reforming
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.world import World, enter
 from paceline.errors import Aborted, UsageError
@@ -201,6 +202,8 @@ class WorkerActor:
         except BaseException as error:
             return outcome_of(error, num_steps=progress())
         finally:
+            if world is not None:
+                world.release()
             line.close()
             ends.close()
             enter(None)
@@ -265,6 +268,9 @@ class WorkerActor:
             store=store_of(0) if spec.servers else None,
             store_beside=store_of if spec.servers else None,
             connect_mailbox=connect_mailbox if spec.size > 1 else None,
+            reform=Reforming(line, collective, deadline_s=spec.config.deadline_s, add=ends.add)
+            if spec.config.elastic is not None
+            else None,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
         world = World(context, spec.strategy, spec.config, line, restored, meeting_place)

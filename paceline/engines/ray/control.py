@@ -2,9 +2,9 @@
 
 import collections
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import zmq
 
@@ -67,6 +67,8 @@ class ControlLine(Reporter):
         self._write_error: str | None = None
         self._loaded = threading.Event()
         self._content = b""
+        self._formed = threading.Event()
+        self._form: Mapping[str, Any] = {}
         self._thread = threading.Thread(target=self._speak, name="paceline-control", daemon=True)
         self._thread.start()
 
@@ -97,6 +99,15 @@ class ControlLine(Reporter):
             if self._abort_reason is not None:
                 raise Aborted(f"the checkpoint did not come: {self._abort_reason}")
         return self._content
+
+    def report(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Tell the launcher that somebody is lost; returns who goes on. Raises Aborted if the run ends."""
+        self._formed.clear()
+        self._outbox.append(Message(Kind.REPORT, self._launcher.epoch, body=body))
+        while not self._formed.wait(_PULSE_S):
+            if self._abort_reason is not None:
+                raise Aborted(f"nobody said who goes on: {self._abort_reason}")
+        return self._form
 
     def stop_requested(self) -> bool:
         return self._stop
@@ -146,6 +157,9 @@ class ControlLine(Reporter):
         elif message.kind is Kind.CONTENT:
             self._content = b"".join(raw_bytes(frame) for frame in message.payload)
             self._loaded.set()
+        elif message.kind is Kind.FORM:
+            self._form = message.body
+            self._formed.set()
         elif message.kind is Kind.STOP:
             self._stop = True
         elif message.kind is Kind.ABORT:

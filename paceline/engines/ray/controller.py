@@ -1,9 +1,10 @@
 """The launcher's end of every control line: records to disk, files in place, who is at which step."""
 
+import collections
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -55,6 +56,10 @@ class Controller:
         self._writer = RecordWriter(directory)
         self.num_steps: dict[str, int] = {}
         """Of every member heard so far: its steps (of a server: updates) when it was last heard."""
+        self.heard_s: dict[str, float] = {}
+        """When each member was last heard, by the monotonic clock."""
+        self.reports: collections.deque[Mapping[str, Any]] = collections.deque()
+        """What members have said of others that they have lost."""
         self.standstill = Standstill()
         self.gone: set[str] = set()
         """Members that have said all they had to say."""
@@ -92,9 +97,12 @@ class Controller:
 
     def tell_all(self, kind: Kind, **body: Any) -> None:
         for identity in self.num_steps:
-            # A member that is gone has no route any more.
-            with contextlib.suppress(zmq.ZMQError):
-                self._listener.send(identity.encode(), Message(kind, self._epoch, body=body))
+            self.tell(identity, kind, **body)
+
+    def tell(self, identity: str, kind: Kind, **body: Any) -> None:
+        # A member that is gone has no route any more.
+        with contextlib.suppress(zmq.ZMQError):
+            self._listener.send(identity.encode(), Message(kind, self._epoch, body=body))
 
     def close(self) -> None:
         self._guarded(self._writer.close)
@@ -110,8 +118,9 @@ class Controller:
             self.num_steps.setdefault(identity, 0)
             if message.kind is Kind.PULSE:
                 self.num_steps[identity] = num_steps = message.iteration
+                self.heard_s[identity] = now_s = time.monotonic()
                 awaits_others = message.body["awaits_others"]
-                self.standstill.hear(identity, num_steps=num_steps, awaits_others=awaits_others, now_s=time.monotonic())
+                self.standstill.hear(identity, num_steps=num_steps, awaits_others=awaits_others, now_s=now_s)
             elif message.kind is Kind.RECORDS:
                 steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
                 records = [*steps, *(from_plain(record) for record in message.body["records"])]
@@ -122,6 +131,8 @@ class Controller:
                     self._on_output(identity, str(line))
             elif message.kind is Kind.FILE:
                 self._write_file(identity, message)
+            elif message.kind is Kind.REPORT:
+                self.reports.append(message.body)
             elif message.kind is Kind.GOODBYE:
                 self.gone.add(identity)
             elif message.kind is Kind.LOAD:

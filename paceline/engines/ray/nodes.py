@@ -17,6 +17,7 @@ import ray
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
 from paceline.engines.ray.tokens import own_token, require_token_mode, users_token
 from paceline.errors import RunFailed, UsageError
+from paceline.threads import let_idle_threads_sleep
 
 # Tensors never go through Ray's object store, so a local cluster gets the smallest that Ray allows.
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -89,6 +90,7 @@ def _is_same(address: str, own: str) -> bool:
 def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bool, num_workers: int) -> None:
     # Without these, Ray prints a notice about accelerators for every start, and one about every process that died.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    let_idle_threads_sleep()  # in a notebook, too: the processes that Ray starts inherit it
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     try:
         if address is None:

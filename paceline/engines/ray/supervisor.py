@@ -20,6 +20,7 @@ from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.liveness import Watch, end_processes_of
 from paceline.engines.ray.nodes import Place, nodes, own_address, own_node_id, place
+from paceline.engines.ray.survival import Survival
 from paceline.engines.scripting import Outcome, Program
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
@@ -30,6 +31,7 @@ FIRST_EPOCH = 1
 _TURN_S = 0.05
 _START_S = 120.0
 _GATHER_S = 1.5  # how long others may take to tell their side once one member has failed
+_WORD_S = 5.0  # how long it may take until it is clear that an elastic run has begun, when somebody dies early
 _GRACE_S = 2.0  # how long members have to end by themselves once the run is aborted
 _FAREWELL_S = 30.0  # how long members that have ended well may take to have their last records heard
 _SWEEP_S = 3.0  # how long other hosts may take to end what a dead member left
@@ -72,8 +74,12 @@ class _Members:
         return any(name.startswith("worker") and name not in self.dead for name in self.pending.values())
 
     @property
+    def has_error(self) -> bool:
+        return any(outcome.error is not None for outcome in self.outcomes.values())
+
+    @property
     def has_failure(self) -> bool:
-        return bool(self.dead) or any(outcome.error is not None for outcome in self.outcomes.values())
+        return bool(self.dead) or self.has_error
 
     @property
     def has_cause(self) -> bool:
@@ -99,6 +105,9 @@ class Supervisor:
             checkpoint=job.checkpoint or b"",
         )
         self._is_urgent = False
+        self._survival: Survival | None = None
+        self._ended: set[str] = set()
+        """Workers that have come to their end, as an elastic run's others know."""
 
     def run(self) -> None:
         """Return when every worker has ended well.
@@ -153,6 +162,21 @@ class Supervisor:
             job.config,
             job.checkpoint is not None,
         )
+        elastic = job.config.elastic
+        if elastic is not None:
+            if transport(spec.members) not in ("none", "shared memory"):
+                raise UsageError(
+                    "--elastic is for workers on the cores of one host so far, which meet in shared memory; leave it "
+                    "out, or use --device cpu and a cluster of one host"
+                )
+            self._survival = Survival(
+                elastic,
+                self._controller,
+                membership=spec.membership,
+                deadline_s=job.config.deadline_s,
+                pids={name: info.pid for name, info in members.infos.items()},
+                say=lambda line: self._watcher.on_output("run", line),
+            )
         transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
@@ -191,10 +215,39 @@ class Supervisor:
             self._turn(timeout_s=_TURN_S)
             self._controller.raise_write_error()
             self._collect()
+            if self._survival is not None:
+                self._survive(self._survival)
             if self._members.has_failure:
                 self._fail()
             if not self._job.strategy.traits.lock_step:  # there every wait has its deadline
                 self._require_steps()
+
+    def _survive(self, survival: Survival) -> None:
+        """Workers that have died are no members any more, and the others go on."""
+        members = self._members
+        for name, outcome in members.outcomes.items():
+            if outcome.error is None and name not in self._ended:
+                self._ended.add(name)
+                survival.end(name)
+        survival.hear()
+        if members.dead and not survival.has_begun:
+            # Word of the first step may still be under way; others who have taken it say so when they miss the dead.
+            self._gather(lambda: survival.has_begun or members.has_error, limit_s=_WORD_S)
+            if not survival.has_begun:
+                return
+        try:
+            for name in sorted(members.dead):
+                survival.lose(name)
+                members.dead.discard(name)
+                members.pending = {future: other for future, other in members.pending.items() if other != name}
+                del members.actors[name]
+            survival.end_silent()
+            survival.require_all()
+        except RunFailed as failure:
+            self._is_urgent = True
+            self._controller.tell_all(Kind.ABORT, reason=str(failure))
+            self._gather(lambda: not members.has_workers_pending, limit_s=_GRACE_S)
+            raise
 
     def _part(self) -> None:
         """All workers have ended well: end the servers, and hear everybody's last records."""

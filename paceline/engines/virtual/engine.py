@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
+from paceline.comm.rank_errors import ALIKE
 from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import Outcome, outcome_of, run_program
 from paceline.engines.standing import Progress, Watcher
@@ -96,7 +97,7 @@ class VirtualRun:
                 is_synchronous=self._job.strategy.traits.lock_step,
             )
         if stuck:
-            raise RunFailed(f"at {now_s:g} s of virtual time nobody can go on: {waiting}")
+            raise RunFailed(f"at {now_s:g} s of virtual time nobody can go on: {waiting}; {ALIKE}")
 
     # --- workers ------------------------------------------------------------------------------------------------
 
@@ -113,6 +114,8 @@ class VirtualRun:
         except BaseException as error:
             outcome = outcome_of(error, num_steps=world.progress() if world is not None else 0)
         finally:
+            if world is not None:
+                world.release()
             enter_here(None)
         self._outcomes[rank] = outcome
         self._is_ending = self._is_ending or outcome.error is not None

@@ -13,7 +13,7 @@ from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
 
 _CLIENT, _INITIAL = "client.", "initial."
-_PRIVATE, _CONTROL, _OPTIMIZER = "private.", "control.", "optimizer."
+_PRIVATE, _CONTROL, _OPTIMIZER, _LEFT = "private.", "control.", "optimizer.", "left."
 
 
 @final
@@ -56,10 +56,16 @@ class Clients:
         own = [kept.get(f"{_CONTROL}{index}", zero).to(zero.device) for index, zero in enumerate(zeros)]
         return [Control(*pair) for pair in zip(own, self._shared_controls, strict=True)]
 
-    def keep(self, client: int, controls: Sequence[Tensor]) -> None:
-        """The client's turn is over, and these are its own controls from here on."""
+    def left_of(self, client: int) -> list[Tensor]:
+        """What the codec left out of the client's last change, one a tensor; nothing if it has kept nothing."""
+        kept, device = _without(_LEFT, self._kept[client]), self._replica.parameters[0].device
+        return [kept[str(index)].to(device) for index in range(len(kept))]
+
+    def keep(self, client: int, controls: Sequence[Tensor], left: Sequence[Tensor] = ()) -> None:
+        """The client's turn is over, and these are its own controls from here on, and what is left of its change."""
         kept = {_PRIVATE + name: tensor for name, tensor in self.private.items()}
         kept |= {f"{_CONTROL}{index}": control for index, control in enumerate(controls)}
+        kept |= {f"{_LEFT}{index}": tensor for index, tensor in enumerate(left)}
         if self._keeps_optimizer:
             state = export_state(self._replica.optimizer, self._replica.parameters)
             kept |= {_OPTIMIZER + name: tensor for name, tensor in state.items()}

@@ -1,5 +1,6 @@
 """What a round's clients contribute, joined over all workers."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
@@ -12,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
+from paceline.strategies.federated.secured import Masks, SecureSum, flat
 
 _TALLY = TensorSpec("tally", (3,), torch.float64)
 """The sum of weights, how many contributions there are, and how many workers leave."""
@@ -36,15 +38,32 @@ class Joining:
         specs: of a contribution's tensors.
         num_changes: so many of them, the first ones, are what a client changed of parameters. How contributions lie to
             one another is told by these alone, and hostile clients change these alone.
+        masks: has these summed so that nobody sees one client's; the others are then 0, as long as nobody changes
+            them.
+
+    Raises:
+        UsageError: the context has hostile clients, who would have to know what masks hide.
     """
 
     def __init__(
-        self, context: Context, specs: Sequence[TensorSpec], aggregator: Aggregator, *, num_changes: int
+        self,
+        context: Context,
+        specs: Sequence[TensorSpec],
+        aggregator: Aggregator,
+        *,
+        num_changes: int,
+        masks: Masks | None = None,
     ) -> None:
         self._collective: Collective = context.collective
         self._aggregator, self._specs, self._num_changes = aggregator, specs, num_changes
         self._corrupt = context.corrupt_clients
-        self._keeps_sum = aggregator.streams and self._corrupt is None
+        if masks is not None and self._corrupt is not None:
+            raise UsageError("hostile clients go by what honest ones send, which secure=masks hides; leave one out")
+        self._secure: SecureSum | None = None
+        if masks is not None:
+            num_elements = sum(math.prod(spec.shape) for spec in specs[:num_changes])
+            self._secure = SecureSum(masks, context.collective, num_elements=num_elements, seed=context.seed)
+        self._keeps_sum = aggregator.streams and self._corrupt is None and self._secure is None
         layout = by_group([*specs, _TALLY])
         buffer = allocated(context, layout.num_bytes)
         *self._sums, self._tally = layout.views(buffer)
@@ -83,6 +102,8 @@ class Joining:
             work.wait()
         weight, num_contributions, num_leaving = self._tally.tolist()
         found = Joined(self._sums, int(num_contributions), num_leaving > 0)
+        if self._secure is not None:
+            return found._replace(num_contributions=self._sum_under_masks(self._secure, round_number))
         if not num_contributions:
             return found
         if self._keeps_sum:
@@ -104,6 +125,16 @@ class Joining:
                 f"round {round_number}: aggregate={self._aggregator}: {error}; draw more clients (fraction), as "
                 "many in each round (sampler=uniform)"
             ) from None
+
+    def _sum_under_masks(self, secure: SecureSum, round_number: int) -> int:
+        """The sums become the mean; returns over how many clients."""
+        held = {each.sender: (each.weight, flat(each, self._num_changes)) for each in self._held}
+        total = secure.total(held, round_number=round_number)
+        if total.num_summed:
+            sums = self._sums[: self._num_changes]
+            for out, part in zip(sums, total.sum.split([out.numel() for out in sums]), strict=True):
+                out.copy_((part / total.weight).view(out.shape))
+        return total.num_summed
 
     def _changes(self, contribution: Contribution) -> Contribution:
         return contribution._replace(tensors=contribution.tensors[: self._num_changes])

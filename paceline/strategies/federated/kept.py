@@ -3,7 +3,7 @@
 import io
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import final
+from typing import IO, final
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 @final
 class Kept:
     """Named tensors of each client. The file has no name, so that a killed process leaves nothing behind; it lies where
-    TMPDIR says."""
+    TMPDIR says, and is there once a client keeps anything."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="paceline-clients-")  # noqa: SIM115 - it lives as long as the run
+        self._opened: IO[bytes] | None = None
         self._places: dict[int, tuple[int, int]] = {}
 
     def __iter__(self) -> Iterator[int]:
@@ -44,4 +44,11 @@ class Kept:
         self._places[client] = (start, len(raw))
 
     def close(self) -> None:
-        self._file.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def _file(self) -> IO[bytes]:
+        if self._opened is None:
+            self._opened = tempfile.TemporaryFile(prefix="paceline-clients-")  # noqa: SIM115 - as long as the run
+        return self._opened

@@ -15,7 +15,9 @@ from paceline.layout import TensorSpec
 from paceline.outer import Outer
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
+from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joining
+from paceline.strategies.federated.secured import Masks
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
 
@@ -31,6 +33,8 @@ class ServerModel:
     Args:
         private: names of what stays with the clients.
         has_controls: whether clients have controls, as `paceline.correction` says.
+        guard: hides what clients changed under noise, if anything does.
+        masks: hide it from the server, if anything does.
 
     Raises:
         UsageError: the optimizer trains private layers alone.
@@ -45,6 +49,8 @@ class ServerModel:
         aggregator: Aggregator,
         private: frozenset[str],
         has_controls: bool,
+        guard: Guard | None = None,
+        masks: Masks | None = None,
     ) -> None:
         specs = [spec for spec in replica.specs if spec.name not in private]
         if not specs:
@@ -73,7 +79,10 @@ class ServerModel:
         ]
         of_controls = [replace(spec, name=f"{_CONTROL}{spec.name}") for spec in specs] if has_controls else []
         of_client = [*specs, *of_buffers, *of_controls, TensorSpec("scale", (1,), torch.float64)]
-        self._joining = Joining(context, of_client, aggregator, num_changes=len(specs))
+        if guard is not None:
+            of_client.append(TensorSpec("within", (1,), torch.float64))
+        self._guard, self._hides = guard, guard is not None or masks is not None
+        self._joining = Joining(context, of_client, aggregator, num_changes=len(specs), masks=masks)
         self._is_scaled = aggregator.streams  # others weigh contributions anew, and their scales are all 1
 
     @property
@@ -102,7 +111,14 @@ class ServerModel:
 
     @torch.no_grad()
     def contribute(
-        self, client: int, changes: Sequence[Tensor], controls: Sequence[Tensor], *, weight: float, scale: float
+        self,
+        client: int,
+        changes: Sequence[Tensor],
+        controls: Sequence[Tensor],
+        *,
+        weight: float,
+        scale: float,
+        round_number: int,
     ) -> None:
         """One client's part in the round.
 
@@ -118,8 +134,13 @@ class ServerModel:
             _change_of_buffer(name, server, local)
             for name, server, local in zip(self._buffer_names, self._shared_buffers, self._buffers, strict=True)
         ]
-        factor = torch.tensor([scale], dtype=torch.float64, device=changes[0].device)
-        self._joining.add(Contribution(client, weight, "gradient", [*scaled, *of_buffers, *controls, factor]))
+        sent = [*of_buffers, *controls, torch.tensor([scale], dtype=torch.float64, device=changes[0].device)]
+        if self._hides:
+            self._require_unchanged(of_buffers)
+        if self._guard is not None:
+            *scaled, within = self._guard.outward(scaled, client=client, round_number=round_number)
+            sent.append(within)
+        self._joining.add(Contribution(client, weight, "gradient", [*scaled, *sent]))
 
     @torch.no_grad()
     def join(self, *, round_number: int, num_clients: int, leaves: bool) -> tuple[bool, bool]:
@@ -133,10 +154,14 @@ class ServerModel:
             Whether anybody contributed, and whether a worker leaves, so that there is no further round.
         """
         joined = self._joining.join(round_number=round_number, leaves=leaves)
-        if joined.num_contributions:
-            self._step(joined.gradients, share=joined.num_contributions / num_clients)
+        count, gradients, guard = joined.num_contributions, joined.gradients, self._guard
+        if guard is not None and (count or guard.steps_alone):
+            num_changes = len(self.trained)
+            gradients = guard.inward(gradients, num_changes=num_changes, num_summed=count, round_number=round_number)
+        if count or (guard is not None and guard.steps_alone):
+            self._step(gradients, share=count / num_clients)
         self._joining.clear()
-        return joined.num_contributions > 0, joined.is_last
+        return count > 0, joined.is_last
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -153,19 +178,31 @@ class ServerModel:
         """What is not in the global model; all workers have it alike."""
         state = {f"{_OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
         controls = {f"{_CONTROL}{index}": control for index, control in enumerate(self.controls)}
-        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()}
+        guards = self._guard.own_state() if self._guard is not None else {}
+        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there."""
+        if self._guard is not None:
+            self._guard.restore(own)
         state = {name.removeprefix(_OUTER): tensor for name, tensor in own.items() if name.startswith(_OUTER)}
         import_state(self._optimizer, self.parameters, state)
         for index, control in enumerate(self.controls):
             if (saved := own.get(f"{_CONTROL}{index}")) is not None:
                 control.copy_(saved)
 
+    def _require_unchanged(self, of_buffers: Sequence[Tensor]) -> None:
+        """Raises UsageError if clients changed a buffer, which nothing hides."""
+        for name, change in zip(self._buffer_names, of_buffers, strict=True):
+            if change.any():
+                raise UsageError(
+                    f"what clients changed of parameters is hidden, and they changed the buffer {name!r} as well; use "
+                    "layers without running statistics, such as GroupNorm for BatchNorm"
+                )
+
     def _step(self, gradients: Sequence[Tensor], *, share: float) -> None:
         remaining = iter(gradients[:-1])
-        scale = float(gradients[-1]) if self._is_scaled else 1.0
+        scale = float(gradients[-1]) if self._is_scaled and gradients[-1] else 1.0
         for parameter, gradient in zip(self.parameters, remaining, strict=False):
             parameter.grad = gradient if scale == 1.0 else gradient.mul_(scale)
         self._optimizer.step()

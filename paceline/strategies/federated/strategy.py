@@ -4,13 +4,17 @@ from dataclasses import dataclass
 from typing import Literal, final, get_args
 
 from paceline.aggregate import MEAN, Aggregator
+from paceline.codec import Codec, TensorCodec
 from paceline.correction import Correction
 from paceline.errors import UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.partition import IID, Partition
+from paceline.privacy import Privacy
 from paceline.roster import Participation, Sampler, Uniform, num_drawn
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
+from paceline.strategies.federated.secured import LEAST_CLIENTS, Masks
 from paceline.strategies.federated.synchronizer import FederatedSynchronizer
+from paceline.strategies.federated.uploading import require_of_clients
 from paceline.strategies.joint import AGGREGATE_DOC
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
@@ -58,6 +62,10 @@ class Federated(Strategy):
     alternates: bool = option(False, "in a turn the private layers train first, alone, and then the shared ones")
     private_epochs: int = option(1, "passes over a client's samples for which the private layers train alone")
 
+    codec: Codec | None = option(None, "the form in which clients send their changes, such as qsgd; none: as they are")
+    privacy: Privacy | None = option(None, "what hides clients' changes under noise: central or local")
+    secure: Masks | None = option(None, "what hides changes from the server: masks, which cancel out in the sum")
+
     def validate(self) -> None:
         require_choice("weights", self.weights, get_args(Weights))
         require_choice("optimizer", self.optimizer, get_args(OptimizerState))
@@ -78,6 +86,61 @@ class Federated(Strategy):
             )
         if not self.aggregate.streams:
             self._require_robust()
+        if self.privacy is not None:
+            self._require_private(self.privacy)
+        if self.secure is not None:
+            self._require_summed(self.secure)
+        self.codec_of_clients()
+
+    def codec_of_clients(self) -> TensorCodec | None:
+        """How changes are encoded. Raises UsageError for what clients cannot use."""
+        if self.codec is None:
+            return None
+        is_private, is_secure = self.privacy is not None, self.secure is not None
+        return require_of_clients(self.codec, keeps_state=self.keeps_state, is_private=is_private, is_secure=is_secure)
+
+    def _require_summed(self, secure: Masks) -> None:
+        """Raises UsageError where a round needs more than the sum of what clients changed."""
+        num_clients = num_drawn(self.fraction, self.clients)
+        reasons = {
+            f"aggregate={self.aggregate} looks at single changes, and the server knows their sum alone; use the mean": (
+                not self.aggregate.streams
+            ),
+            "controls would travel beside the sum; leave correction out": self.has_controls,
+            "numbers of steps would travel beside the sum; leave normalise out": self.normalise,
+            "nonfinite=allow lets values through that have no level; use skip": self.nonfinite == "allow",
+            f"{num_clients} client(s) a round do not hide one another; use {LEAST_CLIENTS} or more": (
+                num_clients < LEAST_CLIENTS
+            ),
+            "privacy.quantile needs a count beside the sum; leave it out": (
+                self.privacy is not None and self.privacy.follows_norms
+            ),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UsageError(f"secure={secure}: {reason}")
+
+    def _require_private(self, privacy: Privacy) -> None:
+        """Raises UsageError where noise would not hide what a client changed, or nobody could say how well."""
+        reasons = {
+            "one client may move the joint of this aggregate by more than its clipped change; leave aggregate out": (
+                not self.aggregate.streams
+            ),
+            "control variates leave the client without noise; leave correction out": self.has_controls,
+            "normalise=true divides changes after they are clipped; leave it out": self.normalise,
+            "the model that is saved holds private layers, without noise; leave private out": bool(self.private),
+            "nonfinite=allow lets changes through that nothing clips; use skip": self.nonfinite == "allow",
+        }
+        if privacy.on_sum(num_expected=self.fraction * self.clients) is not None:
+            reasons |= {
+                "a client with many samples would count more than its clip; use weights=equal": self.weights != "equal",
+                "what rounds cost is known where clients are drawn each for itself; use sampler=poisson": (
+                    self.fraction < 1 and not self.sampler.is_independent
+                ),
+            }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UsageError(f"privacy={privacy}: {reason}")
 
     def _require_robust(self) -> None:
         """Raises UsageError where clients' changes are not to be joined otherwise than by their mean."""

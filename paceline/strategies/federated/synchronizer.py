@@ -15,8 +15,10 @@ from paceline.roster import Turn
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.federated.clients import Clients
+from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.private import private_names
 from paceline.strategies.federated.server import ServerModel
+from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
@@ -46,6 +48,10 @@ class FederatedSynchronizer(Synchronizer):
         assert context.roster is not None, "strategies with clients are given a roster"
         self._strategy, self._roster = strategy, context.roster
         private = private_names(replica.model, strategy.private)
+        if strategy.privacy is not None and not replica.is_first:
+            raise UsageError("privacy is accounted for one optimizer, and several were prepared; prepare one")
+        privacy = strategy.privacy
+        self._guard = Guard(privacy, context.roster, seed=context.seed) if privacy is not None else None
         self._server = ServerModel(
             context,
             replica,
@@ -53,6 +59,8 @@ class FederatedSynchronizer(Synchronizer):
             aggregator=strategy.aggregate,
             private=private,
             has_controls=strategy.has_controls,
+            guard=self._guard,
+            masks=strategy.secure,
         )
         self._clients = Clients(
             replica,
@@ -60,6 +68,12 @@ class FederatedSynchronizer(Synchronizer):
             shared_controls=self._server.controls,
             keeps_optimizer=strategy.optimizer == "kept",
         )
+        codec = strategy.codec_of_clients()
+        self._upload = Upload(codec, seed=context.seed) if codec is not None else None
+        if self._upload is not None:
+            changes = self._server.parameters
+            plain = sum(change.nbytes for change in changes)
+            self.facts = {"upload_bytes": self._upload.num_bytes(changes), "uncoded_bytes": plain}
         self._playing: _Playing | None = None
         self._num_played = 0  # of this round's turns
         self._num_steps = 0
@@ -116,10 +130,14 @@ class FederatedSynchronizer(Synchronizer):
             return
         controls = self._kept_controls(playing, changes)
         growth = [after - before.own for after, before in zip(controls, playing.controls, strict=True)]
-        self._clients.keep(turn.client, controls)
+        left: list[Tensor] = []
+        if self._upload is not None:
+            known = self._clients.left_of(turn.client)
+            changes, left = self._upload.passed(changes, known, client=turn.client, round_number=turn.round)
+        self._clients.keep(turn.client, controls, left)
         weight = float(turn.num_samples if strategy.weights == "samples" else 1) * turn.times
         scale = self._path_length(playing) if strategy.normalise else 1.0
-        self._server.contribute(turn.client, changes, growth, weight=weight, scale=scale)
+        self._server.contribute(turn.client, changes, growth, weight=weight, scale=scale, round_number=turn.round)
 
     def _kept_controls(self, playing: _Playing, changes: list[Tensor]) -> list[Tensor]:
         correction = self._strategy.correction
@@ -145,8 +163,14 @@ class FederatedSynchronizer(Synchronizer):
             round_number=self.iteration, num_clients=num_clients, leaves=leaves
         )
         self.iteration += has_contributed or not self._is_over
+        self._look_at_budget()
         self._num_played = 0
         self._server.load()
+
+    def _look_at_budget(self) -> None:
+        """The run ends before the round that it cannot afford."""
+        if self._guard is not None and self._guard.is_spent(self.iteration + 1):
+            self._is_over, self.ended_by = True, "privacy"
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -203,6 +227,10 @@ class FederatedSynchronizer(Synchronizer):
         with self._server.in_place(), averaged(self._clients.private.values(), self.context.collective):
             yield self.replica.model
 
+    @property
+    def measures(self) -> Mapping[str, float]:
+        return {"epsilon": self._guard.epsilon(self.iteration)} if self._guard is not None else {}
+
     def own_state(self) -> dict[str, OwnState]:
         return {**self._server.own_state(), **self._clients.own_state()}
 
@@ -210,6 +238,7 @@ class FederatedSynchronizer(Synchronizer):
         self.iteration = iteration
         self._server.restore(own)
         self._clients.restore(own)
+        self._look_at_budget()
 
     def close(self) -> None:
         self._clients.close()

@@ -41,8 +41,14 @@ class Mixer(ABC):
         step()
 
     def state(self) -> dict[str, Tensor]:
-        """What the next exchanges depend on besides the own values, to be loaded in place."""
+        """What the next exchanges depend on besides the own values."""
         return {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave, as far as it is there: in place."""
+        for name, tensor in self.state().items():
+            if name in state:
+                tensor.copy_(state[name])
 
     def coding_s(self, step: int) -> tuple[float, float]:
         """What a host of speed 1 takes to encode what is sent, and to decode what came."""

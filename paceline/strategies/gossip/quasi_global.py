@@ -4,6 +4,7 @@ Lin et al., "Quasi-global momentum: accelerating decentralized deep learning on 
 algorithm 1 without Nesterov's variant, with the same factor for both of its moving averages.
 """
 
+from collections.abc import Mapping
 from typing import final
 
 from torch import Tensor
@@ -47,3 +48,8 @@ class QuasiGlobal:
 
     def state(self) -> dict[str, Tensor]:
         return {"quasi_global": self._momentum.buffer}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave, if it is there."""
+        if (saved := state.get("quasi_global")) is not None:
+            self._momentum.buffer.copy_(saved)

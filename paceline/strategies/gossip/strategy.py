@@ -8,9 +8,10 @@ from typing import Any, Literal, final, get_args
 
 from torch import Tensor, nn
 
-from paceline.codec import Codec, TensorCodec
+from paceline.codec import Auto, Codec, TensorCodec
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
+from paceline.outer import Momentum, Outer, require_in_range
 from paceline.schedule import Every
 from paceline.strategies.base import (
     Context,
@@ -20,12 +21,21 @@ from paceline.strategies.base import (
     option,
     require_choice,
 )
-from paceline.strategies.coding import NOTHING_CODED, Scope, coding_of, require_of_neighbours, require_real
+from paceline.strategies.choosing import Choosing, LinkSpeed
+from paceline.strategies.coding import (
+    NOTHING_CODED,
+    Scope,
+    coding_of,
+    of_neighbours,
+    require_of_neighbours,
+    require_real,
+)
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.gossip.averaging import Averaging
 from paceline.strategies.gossip.links import Links
 from paceline.strategies.gossip.mixer import Mixer
 from paceline.strategies.gossip.model import FlatModel
+from paceline.strategies.gossip.outer_step import OuterStep
 from paceline.strategies.gossip.push_sum import PushSum
 from paceline.strategies.gossip.quasi_global import QuasiGlobal
 from paceline.strategies.gossip.relay import Relay, require_tree
@@ -36,14 +46,17 @@ from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_s
 from paceline.strategies.traits import Neighbouring, Traits
 from paceline.topology import Ring, Topology
 
-Mode = Literal["average", "push-sum", "running-sums", "relay"]
+Mode = Literal["average", "push-sum", "running-sums", "relay", "outer"]
 Order = Literal["atc", "awc"]
+_KEPT = "gossip."
 _MIXERS: Mapping[str, type[Mixer]] = {
     "average": Averaging,
     "push-sum": PushSum,
     "running-sums": RunningSums,
     "relay": Relay,
+    "outer": OuterStep,
 }
+_OUTER = Momentum(lr=0.7, momentum=0.5)
 
 
 @final
@@ -52,8 +65,8 @@ class Gossip(Strategy):
     """Decentralized data parallelism: a worker exchanges models with its neighbours alone.
 
     `average` is D-PSGD (Lian et al., NeurIPS 2017), `push-sum` SGP (Assran et al., ICML 2019), `relay` RelaySGD
-    (Vogels et al., NeurIPS 2021). Unlike there, any optimizer of the script may make the steps, and a gradient counts
-    by its share of the global batch.
+    (Vogels et al., NeurIPS 2021), `outer` NoLoCo (Kolehmainen et al., 2025). Unlike there, any optimizer of the script
+    may make the steps, and a gradient counts by its share of the global batch.
 
     >>> Gossip(topology=Ring()).traits.lock_step
     False
@@ -65,7 +78,8 @@ class Gossip(Strategy):
     mode: Mode = option(
         "average",
         "average: mean with the neighbours; push-sum: sums and weights, for links that go one way; running-sums: "
-        "push-sum that bears lost messages, each twice as large; relay: sums that travel along a tree",
+        "push-sum that bears lost messages, each twice as large; relay: sums that travel along a tree; outer: an outer "
+        "step from where a worker was after the exchange before towards the mean with the neighbours",
     )
     order: Order = option(
         "atc",
@@ -76,6 +90,7 @@ class Gossip(Strategy):
     quasi_global: float = option(
         0.0, "momentum from how the mixed model moved, for SGD without a momentum of its own; 0: none"
     )
+    outer: Outer = option(_OUTER, "with mode=outer, what makes that step: momentum, nesterov, adam, average or torch")
     codec: Codec | None = option(
         None,
         "the form in which models' differences to what neighbours know travel, such as int8 or top-k; none: models",
@@ -97,7 +112,12 @@ class Gossip(Strategy):
             raise UsageError(f"quasi_global must be at least 0 and below 1, not {self.quasi_global}")
         if self.mode == "relay" and self.order == "awc":
             raise UsageError("order=awc is not for mode=relay, whose messages hold the step just made")
-
+        if self.mode == "outer":
+            require_in_range(self.outer)
+            if self.quasi_global:
+                raise UsageError("quasi_global is not for mode=outer, whose outer step has a momentum of its own")
+        elif self.outer != _OUTER:
+            raise UsageError(f"outer={self.outer} has no effect with mode={self.mode}; use mode=outer")
         self._require_codec()
 
     def _require_codec(self) -> None:
@@ -110,12 +130,11 @@ class Gossip(Strategy):
         if self.consensus_step != "auto" and not 0 < self.consensus_step <= 1:
             raise UsageError(f"consensus_step must be auto, or above 0 and at most 1, not {self.consensus_step}")
 
-    @property
-    def step_of_codec(self) -> float:
+    def step_of(self, codec: Codec) -> float:
         """The consensus step, in numbers."""
         if self.consensus_step != "auto":
             return self.consensus_step
-        return 1.0 if self.codec is None or not self.codec.sparse else min(1.0, 2 * self.codec.part)
+        return min(1.0, 2 * codec.part) if codec.sparse else 1.0
 
     def check(self, *, num_workers: int) -> None:
         topology = self.topology
@@ -133,7 +152,7 @@ class Gossip(Strategy):
             )
         if not joins_all:
             raise UsageError(f"under {topology} some of {num_workers} workers never hear of some others")
-        if self.mode == "average" and not keeps_mean:
+        if self.mode in ("average", "outer") and not keeps_mean:
             raise UsageError(f"the weights of {topology} do not keep the mean of all models; use mode=push-sum")
 
     @property
@@ -144,7 +163,7 @@ class Gossip(Strategy):
             every=self.every,
             behind_computing=self.order == "awc",
             message_size=mixer.message_size,
-            codec=self.codec,
+            codec=of_neighbours(self.codec),
             codec_scope=self.codec_scope,
         )
         return Traits(
@@ -166,31 +185,57 @@ class _GossipSynchronizer(Synchronizer):
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, Every(strategy.every)
         self._model = FlatModel(replica)
-        self._mixer = self._mixer_of(strategy)
+        codec = of_neighbours(strategy.codec)
+        coding = coding_of(codec, strategy.codec_scope, context)
+        self._choosing: Choosing | None = None
+        if coding is not None and isinstance(codec, Auto):
+            self._choosing, coding = self._choosing_among(codec), None
+        elif strategy.codec is not None:
+            self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
+        self._mixer = self._plain_mixer() if coding is None else self._coded_mixer(coding.codec)
         self._links = Links(context.collective, context.pacing)
         self._momentum = QuasiGlobal(self._model, strategy.quasi_global) if strategy.quasi_global else None
         self._weight = 1.0
         self._coding = Timing()
 
-    def _mixer_of(self, strategy: Gossip) -> Mixer:
-        context, own = self.context, self._model.parcel
-        coding = coding_of(strategy.codec, strategy.codec_scope, context)
-        if strategy.codec is not None:
-            self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
-        if coding is None:
-            return _MIXERS[strategy.mode](strategy.topology, own, rank=context.rank, size=context.size)
-        assert isinstance(coding.codec, TensorCodec)
+    def _plain_mixer(self) -> Mixer:
+        strategy, context, own = self._strategy, self.context, self._model.parcel
+        if strategy.mode == "outer":
+            return OuterStep(strategy.topology, own, rank=context.rank, size=context.size, outer=strategy.outer)
+        return _MIXERS[strategy.mode](strategy.topology, own, rank=context.rank, size=context.size)
+
+    def _coded_mixer(self, codec: Codec) -> Mixer:
+        strategy, context, own = self._strategy, self.context, self._model.parcel
+        assert isinstance(codec, TensorCodec)
         for segment in own.layout.segments:
-            require_real(coding.codec, segment.dtype)
+            require_real(codec, segment.dtype)
         return SharedEstimates(
             strategy.topology,
             own,
             rank=context.rank,
             size=context.size,
-            codec=coding.codec,
+            codec=codec,
             seed=context.seed,
-            consensus_step=strategy.step_of_codec,
+            consensus_step=strategy.step_of(codec),
         )
+
+    def _choosing_among(self, codec: Auto) -> Choosing:
+        near = self._strategy.topology.neighbours(0, self.context.rank, self.context.size)
+        count = sum(segment.num_elements for segment in self._model.parcel.layout.segments)
+        taken_s = partial(
+            LinkSpeed(self.context, among_hosts=False).messages_s, shape=(count,), num_messages=len(near.sends_to)
+        )
+        return Choosing(codec, self.context, taken_s)
+
+    def _choose(self) -> None:
+        """Go on with a codec, if exchanges without have shown that one is worth it. Nothing is under way."""
+        outcome = self._choosing.step_ended() if self._choosing is not None else None
+        if outcome is None:
+            return
+        codec, why = outcome
+        self.facts, self._choosing = {"codec": why}, None
+        if codec is not None:
+            self._mixer = self._coded_mixer(codec)
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -236,6 +281,8 @@ class _GossipSynchronizer(Synchronizer):
             self._momentum.end()
         self._model.scale_gradients(1 / self._weight)  # for a script that adds to them
         self.iteration += 1
+        if is_due:
+            self._choose()
         if self._strategy.order == "awc" and self._schedule.due(self.iteration + 1):
             self._start()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
@@ -278,11 +325,12 @@ class _GossipSynchronizer(Synchronizer):
         kept = dict(self._mixer.state())
         if self._momentum is not None:
             kept |= self._momentum.state()
-        return {**of_replica(self.replica), **{f"gossip.{name}": OwnState(tensor) for name, tensor in kept.items()}}
+        return {**of_replica(self.replica), **{f"{_KEPT}{name}": OwnState(tensor) for name, tensor in kept.items()}}
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)
         load_replica(self.replica, own)
-        for name, wanted in self.own_state().items():
-            if name.startswith("gossip.") and name in own:
-                wanted.tensor.copy_(own[name])
+        kept = {name.removeprefix(_KEPT): tensor for name, tensor in own.items() if name.startswith(_KEPT)}
+        self._mixer.load(kept)
+        if self._momentum is not None:
+            self._momentum.load(kept)

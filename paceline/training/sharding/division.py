@@ -18,7 +18,7 @@ class RankBatch:
     """This rank's share of the global batch, times the number of ranks; 1 where all have equally many samples."""
 
 
-_Group = list[Sequence[Any]]
+Group = list[Sequence[Any]]
 
 
 def share_out(
@@ -34,35 +34,41 @@ def share_out(
     Raises:
         UsageError: there are fewer samples than ranks.
     """
-    held: _Group | None = None
+    for group in groups_of(batches, size=size, drop_last=drop_last):
+        yield _part(group, rank)
+
+
+def groups_of(batches: Iterable[Sequence[Any]], *, size: int, drop_last: bool = False) -> Iterator[Group]:
+    """The global batches that `share_out` deals out, in one part for each rank. Raises as it does."""
+    held: Group | None = None
     for group in _grouped(batches, size):
         if held is None or _count(group) >= size:
             if held is not None:
-                yield _part(held, rank)
+                yield held
             held = group
         elif not drop_last:
             held = [[sample for batch in (*held, *group) for sample in batch]]
     if held is not None and (len(held) < size or len(held[-1]) < len(held[0])):
         held = None if drop_last else _evened(held, size)
     if held is not None:
-        yield _part(held, rank)
+        yield held
 
 
-def _grouped(batches: Iterable[Sequence[Any]], size: int) -> Iterator[_Group]:
+def _grouped(batches: Iterable[Sequence[Any]], size: int) -> Iterator[Group]:
     remaining = iter(batches)
     while group := list(itertools.islice(remaining, size)):
         yield group
 
 
-def _count(group: _Group) -> int:
+def _count(group: Group) -> int:
     return sum(len(batch) for batch in group)
 
 
-def _part(group: _Group, rank: int) -> RankBatch:
+def _part(group: Group, rank: int) -> RankBatch:
     return RankBatch(tuple(group[rank]), len(group[rank]) * len(group) / _count(group))
 
 
-def _evened(group: _Group, size: int) -> _Group:
+def _evened(group: Group, size: int) -> Group:
     """The group's samples, divided evenly."""
     samples = [sample for batch in group for sample in batch]
     if len(samples) < size:

@@ -33,6 +33,7 @@ class ShardedLoader:
         on_pass_end: called when it has handed out all of them, and the script asks for one more.
         gather: every rank's value, in rank order; a collective call.
         takes_equal_steps: whether all ranks are to have as many batches.
+        dealing: what deals the samples of map-style data out, where workers may die.
         participation: of clients, each pass being over the data of one; none: over this rank's part of all data.
 
     A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
@@ -58,19 +59,24 @@ class ShardedLoader:
         gather: Gather = lambda value: [value],
         takes_equal_steps: bool = False,
         participation: Participation | None = None,
+        dealing: Callable[[Orders], Source] | None = None,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise UsageError(f"prepare takes a torch DataLoader, not {type(loader).__name__}")
         if type(loader).__iter__ is not DataLoader.__iter__:
             raise UsageError(f"{type(loader).__name__} iterates in a way of its own; use a plain DataLoader")
-        self._loader = loader
+        self._loader, self._rank = loader, rank
         self._on_return, self._should_stop = on_return, should_stop
         self._on_part, self._on_position, self._poison = on_part, on_position, poison
         self._on_pass, self._on_pass_end = on_pass, on_pass_end
         self._source: Source
         self.roster: Roster | None = None
         """Whose turn each pass is, where there are clients."""
-        if participation is not None:
+        if dealing is not None:
+            if isinstance(loader.dataset, IterableDataset):
+                raise UsageError("--elastic deals samples anew, which streams do not allow; use a map-style data set")
+            self._source = dealing(Orders(loader, rank=rank, size=size, seed=seed))
+        elif participation is not None:
             self._source = clients = ClientBatches(loader, participation, rank=rank, size=size, seed=seed)
             self.roster = clients.roster
         elif isinstance(loader.dataset, IterableDataset):
@@ -82,7 +88,7 @@ class ShardedLoader:
         self.place = Place(0, 0)
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
-        self._num_idle_epochs = 0
+        self._num_idle_epochs = self._num_passes = 0
         self.identity = self._source.identity()
         """What tells this data from other data, by name."""
         self.is_even = self._source.is_even
@@ -136,6 +142,8 @@ class ShardedLoader:
         self._on_pass()
         if self._should_stop():
             return
+        self._num_passes += 1
+        own_pass = self._num_passes
         for part in self._source.parts(self.place):
             if self._poison is not None:
                 part = part._replace(data=self._poison(part.data))
@@ -144,9 +152,15 @@ class ShardedLoader:
             try:
                 yield part.data
             except GeneratorExit:
-                if not self._should_stop():
+                if not self._should_stop() and own_pass == self._num_passes:
                     self.place = Place(epoch + 1, 0)
                 raise
+            if own_pass != self._num_passes:
+                raise UsageError(
+                    f"rank {self._rank}: the script goes on with a pass over the loader after it has begun another, "
+                    "and both would be of the same epoch; end one before the other, or prepare two loaders by name: "
+                    "prepare(..., first=loader, second=another)"
+                )
             self._on_return()
             if self._should_stop():
                 return

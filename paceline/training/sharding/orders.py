@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from paceline.errors import UsageError
 from paceline.seeding import derive, preserved_random_state, random_state, seed_everything, set_random_state
-from paceline.training.sharding.division import RankBatch, share_out
+from paceline.training.sharding.division import Group, RankBatch, groups_of, share_out
 from paceline.training.sharding.part import Part, Place
 from paceline.training.sharding.rebuilding import rebuilt
 
@@ -56,6 +56,11 @@ class Orders:
             raise TypeError("a sampler without a length")
         return self._length
 
+    @property
+    def has_end(self) -> bool:
+        """Whether it is known how many batches an epoch has."""
+        return self._length is not None
+
     def identity(self) -> dict[str, Any]:
         order = hashlib.blake2b(digest_size=8)
         for batch in itertools.islice(self._drawn(0), None if self._length is not None else _DRAWN_AT_ONCE):
@@ -69,17 +74,29 @@ class Orders:
 
     def batches(self, epoch: int) -> Iterator[RankBatch]:
         """This rank's indices of an epoch."""
-        # Where nobody knew how many unbatched samples come, those that are not enough for every rank are left out.
-        drop_last = getattr(self._batch_sampler, "drop_last", self._batch_sampler is None)
-        return share_out(self._drawn(epoch), rank=self._rank, size=self._size, drop_last=drop_last)
+        return share_out(self._drawn(epoch), rank=self._rank, size=self._size, drop_last=self._drops_last)
+
+    def groups(self, epoch: int) -> Iterator[Group]:
+        """All ranks' indices of an epoch, by global batches."""
+        return groups_of(self._drawn(epoch), size=self._size, drop_last=self._drops_last)
 
     def parts(self, place: Place) -> Iterator[Part]:
+        batches = itertools.islice(self.batches(place.epoch), place.num_batches_done, None)
+        return self.fetched(batches, self._rank, place.epoch)
+
+    def fetched(self, batches: Iterator[RankBatch], *path: int) -> Iterator[Part]:
+        """The samples of these batches. `path`: what tells them from others that are fetched."""
         # Augmentation in loader workers: a stream of its own for every rank, whatever generator the script has given.
-        self._generator.manual_seed(derive(self._seed, "loader", self._rank, place.epoch))
-        fed = self._feed.begin(itertools.islice(self.batches(place.epoch), place.num_batches_done, None))
+        self._generator.manual_seed(derive(self._seed, "loader", *path))
+        fed = self._feed.begin(batches)
         for data in self._inner:
             batch = fed.popleft()
             yield Part(data, len(batch.samples), batch.weight)
+
+    @property
+    def _drops_last(self) -> bool:
+        # Where nobody knew how many unbatched samples come, those that are not enough for every rank are left out.
+        return getattr(self._batch_sampler, "drop_last", self._batch_sampler is None)
 
     def _drawn(self, epoch: int) -> Iterable[Sequence[Any]]:
         """All ranks' batches of an epoch."""

@@ -59,6 +59,7 @@ class StepCost:
         # This takes all hosts to compute at the same time, which is nearly so where they wait for one another.
         of_machine = 1.0 if cluster.shared_cores is None else min(1.0, cluster.shared_cores / num_hosts)
         self._host_speed = host.speed
+        self._core_speed = host.speed * min(1.0, host.cores / num_sharing) * of_machine
         self._speed = host.speed * share * of_machine
         self._flop_per_s = (host.gflop_per_s or 0.0) * _GIGA * (1 if host.devices else host.cores) * self._speed
         self._reference_samples: int | None = None
@@ -67,11 +68,14 @@ class StepCost:
         """What takes a core of a host of speed 1 so long."""
         return seconds / self._host_speed
 
-    def seconds(self, *, num_samples: int, forward_flop: float, is_training: bool = True) -> float:
+    def seconds(
+        self, *, num_samples: int, forward_flop: float, forward_calls: int = 0, is_training: bool = True
+    ) -> float:
         """The time of a forward and a backward pass over `num_samples`. Where operations are counted, those of the
         backward pass are taken to be so many that it takes `backward_share` of the time.
 
         Args:
+            forward_calls: operations that the forward pass calls; each takes a core's time, whatever its size.
             is_training: the batch may be the first that is trained on, of which `step_s` speaks. An evaluation before
                 that has other batches; it is taken to last a step for each.
         """
@@ -82,7 +86,8 @@ class StepCost:
             return compute.sample_s * num_samples / self._speed
         if compute.reference_s is not None:
             return compute.reference_s * num_samples / (self._reference_samples or num_samples) / self._speed
-        return forward_flop / (1 - compute.backward_share) / self._flop_per_s
+        called_s = forward_calls * compute.dispatch_us * 1e-6 / self._core_speed
+        return forward_flop / (1 - compute.backward_share) / self._flop_per_s + called_s
 
 
 def failure_s(compute: Compute, *, seed: int, host: int) -> float:

@@ -13,11 +13,13 @@ _PER_OUTPUT = 4
 
 @final
 class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention by torch's own formulas while it is entered."""
+    """Counts matrix products, convolutions and attention by torch's own formulas while it is entered, and every
+    operation that is called."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flop = 0.0
+        self.num_calls = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -27,7 +29,11 @@ class FlopCount(TorchDispatchMode):
             # In inference mode a whole layer arrives here, and only its parts have formulas.
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
-            return parts if parts is not NotImplemented else func(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+            self.num_calls += 1
+            return func(*args, **(kwargs or {}))
+        self.num_calls += 1
         result = func(*args, **(kwargs or {}))
         self.flop += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -59,6 +65,11 @@ class ForwardCount:
     @property
     def flop(self) -> float:
         return self._mode.flop
+
+    @property
+    def num_calls(self) -> int:
+        """Of operations, however large."""
+        return self._mode.num_calls
 
     def shares(self) -> list[float]:
         """What part of the backward pass each parameter's gradient takes. The parts add up to 1.

@@ -79,7 +79,7 @@ class _ModelPace:
         self._parameters, self._given_shares = parameters, list(given_shares)
         self._count: ForwardCount | None = None
         self._shares: list[float] | None = None  # of the backward pass, by parameter, once a forward pass was counted
-        self._flop_per_sample = 0.0
+        self._flop_per_sample, self._num_calls = 0.0, 0
         self._forward_s: float | None = None  # of the forward pass under way, once it is known
         self._backward_s: float | None = None  # of a backward pass through what was computed last
         self._left_s = 0.0  # of the backward pass under way
@@ -103,7 +103,7 @@ class _ModelPace:
         if self._count is not None:
             self._count.end(output)
             self._shares = self._given_shares or self._count.shares()
-            self._flop_per_sample = self._count.flop / num_samples
+            self._flop_per_sample, self._num_calls = self._count.flop / num_samples, self._count.num_calls
             self._count = None
         forward_s = self._forward_s if self._forward_s is not None else self._draw(num_samples)
         self._forward_s = None
@@ -113,7 +113,12 @@ class _ModelPace:
         """Draw how long the passes over a batch take; returns the forward pass's part, in seconds."""
         is_training = torch.is_grad_enabled()
         forward_flop = self._flop_per_sample * num_samples
-        mean_s = self._cost.seconds(num_samples=num_samples, forward_flop=forward_flop, is_training=is_training)
+        mean_s = self._cost.seconds(
+            num_samples=num_samples,
+            forward_flop=forward_flop,
+            forward_calls=self._num_calls,
+            is_training=is_training,
+        )
         if not is_training:
             return mean_s * (1 - self._settings.backward_share)
         step_s = self._times.draw(mean_s)

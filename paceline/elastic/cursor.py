@@ -1,0 +1,103 @@
+"""The one cursor of an epoch's data: what is dealt to whom, what is done, and what has to be dealt anew.
+
+Every member computes the same from the same events, so that nobody asks for samples.
+"""
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from paceline.elastic.spec import GlobalBatch
+
+Group = Sequence[Sequence[Any]]
+"""The samples of a global batch, in one part for each of the workers that the run started with."""
+
+
+@final
+@dataclass(frozen=True)
+class Round:
+    """What members train on between two exchanges."""
+
+    parts: tuple[tuple[Any, ...], ...]
+    """Each member's samples, in the order of their ranks; empty where there are fewer samples than members."""
+    num_samples: int
+    """Of the update that the round belongs to."""
+    begins: bool
+    """The update begins with this round."""
+    after: "Cursor"
+    """When all parts are done."""
+
+    def weight(self, place: int) -> float:
+        """This member's share of the update, times the number of members: so the mean over them adds up the shares."""
+        return len(self.parts[place]) * len(self.parts) / self.num_samples
+
+    def without(self, lost: Collection[int], *, global_batch: GlobalBatch) -> "Round":
+        """The round, repeated by those who are left. `lost`: places of the others, whose samples are dealt anew."""
+        kept = tuple(part for place, part in enumerate(self.parts) if place not in lost)
+        back = tuple(sample for place in sorted(lost) for sample in self.parts[place])
+        num_samples = self.num_samples if global_batch == "keep" else max(1, sum(map(len, kept)))
+        cursor = self.after
+        return Round(kept, num_samples, self.begins, Cursor(cursor.num_groups, (*back, *cursor.rest), is_uneven=True))
+
+
+@final
+@dataclass(frozen=True)
+class Cursor:
+    """How far an epoch is. A value: `Round.after` is the next one."""
+
+    num_groups: int = 0
+    """Global batches that are done, or begun."""
+    rest: tuple[Any, ...] = ()
+    """Samples of these that are to be dealt yet, the first ones first."""
+    is_uneven: bool = False
+    """Somebody has died since the epoch began, and data are dealt in other parts than the groups'."""
+
+    def deal(self, groups: Sequence[Group], *, size: int, global_batch: GlobalBatch) -> Round | None:
+        """The next round for so many members; none at the epoch's end."""
+        return self._keep(groups, size) if global_batch == "keep" else self._grow(groups, size)
+
+    def is_update_complete(self, *, global_batch: GlobalBatch) -> bool:
+        """Whether the update that was dealt last has all its samples."""
+        return global_batch == "grow" or not self.rest
+
+    def _keep(self, groups: Sequence[Group], size: int) -> Round | None:
+        """Parts of one group, none larger than the group's own."""
+        begins = not self.rest
+        num_groups = self.num_groups + begins
+        if num_groups > len(groups):
+            return None
+        group = groups[num_groups - 1]
+        num_samples = sum(map(len, group))
+        if begins and size == len(group):
+            return Round(_tuples(group), num_samples, begins, Cursor(num_groups))
+        samples = tuple(itertools.chain.from_iterable(group)) if begins else self.rest
+        num_rounds = -(-len(samples) // (size * max(map(len, group))))
+        taken = -(-len(samples) // num_rounds)
+        return Round(_evened(samples[:taken], size), num_samples, begins, Cursor(num_groups, samples[taken:], True))
+
+    def _grow(self, groups: Sequence[Group], size: int) -> Round | None:
+        """As many samples for each member as in the parts of the first group."""
+        num_groups, samples = self.num_groups, self.rest
+        if not samples and num_groups < len(groups) and size == len(groups[num_groups]) and not self.is_uneven:
+            group = groups[num_groups]
+            return Round(_tuples(group), sum(map(len, group)), True, Cursor(num_groups + 1))
+        wanted = size * max(map(len, groups[0])) if groups else 0
+        while len(samples) < wanted + size and num_groups < len(groups):
+            samples += tuple(itertools.chain.from_iterable(groups[num_groups]))
+            num_groups += 1
+        if not samples:
+            return None
+        # A rest with less than a sample for each joins the round before it, as where nobody dies.
+        taken = wanted if len(samples) == wanted or len(samples) >= wanted + size else len(samples)
+        after = Cursor(num_groups, samples[taken:], is_uneven=True)
+        return Round(_evened(samples[:taken], size), taken, True, after)
+
+
+def _tuples(group: Group) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(part) for part in group)
+
+
+def _evened(samples: tuple[Any, ...], size: int) -> tuple[tuple[Any, ...], ...]:
+    bounds = [len(samples) * part // size for part in range(size + 1)]
+    return tuple(samples[start:stop] for start, stop in itertools.pairwise(bounds))

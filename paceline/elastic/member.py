@@ -1,0 +1,56 @@
+"""One member's half of the protocol: what it has of a step, and whether it may apply it."""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+from paceline.elastic.messages import Form, Report, StaleEpoch
+from paceline.membership import Membership
+
+
+@final
+@dataclass(frozen=True)
+class Member:
+    """A value: each event makes the next one."""
+
+    rank: int
+    membership: Membership
+    applied: int = 0
+    """Steps that it has applied."""
+    holds: bool = False
+    """It has the whole result of the next step."""
+    has_stopped: bool = False
+    """It has lost sight of another member, and waits for the next epoch."""
+
+    def with_result(self) -> "Member":
+        """The result of the next step is whole here."""
+        assert not self.has_stopped
+        return replace(self, holds=True)
+
+    def with_step_applied(self) -> "Member":
+        """All of the epoch have the result, so that the step is committed."""
+        assert self.holds
+        assert not self.has_stopped
+        return replace(self, applied=self.applied + 1, holds=False)
+
+    def stopped(self) -> "Member":
+        """Another member is lost, or does not answer. Nothing is applied until the next epoch."""
+        return replace(self, has_stopped=True)
+
+    def report(self) -> Report:
+        """What the coordinator is told, who has the next epoch begin."""
+        assert self.has_stopped
+        return Report(self.membership.epoch, self.rank, self.applied, self.holds)
+
+    def formed(self, form: Form) -> tuple["Member", bool]:
+        """The next epoch, and whether the step is applied whose result is held. Otherwise it is repeated.
+
+        Raises:
+            StaleEpoch: the word is not of a later epoch, or of one without this member.
+        """
+        if form.membership.epoch <= self.membership.epoch or self.rank not in form.membership.ranks:
+            raise StaleEpoch(
+                f"rank {self.rank} of epoch {self.membership.epoch} refused to join epoch {form.membership.epoch} of "
+                f"ranks {form.membership.ranks}"
+            )
+        assert form.step in (self.applied, self.applied + self.holds)
+        return Member(self.rank, form.membership, form.step), form.step > self.applied

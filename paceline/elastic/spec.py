@@ -1,0 +1,55 @@
+"""What an elastic run is asked for."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, Self, final, get_args
+
+from paceline.errors import UsageError
+
+GlobalBatch = Literal["keep", "grow"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How many workers a run may go on with, and what becomes of its global batch. Raises UsageError for values out of
+    range.
+
+    >>> Elastic.parse("2:4")
+    Elastic(at_least=2, at_most=4, global_batch='keep', deadline_s=3.0)
+    """
+
+    at_least: int
+    """The run ends where fewer workers are left."""
+    at_most: int
+    global_batch: GlobalBatch = "keep"
+    """keep: an update is made of as many samples as at the start, in more steps of the script; grow: of as many as the
+    workers that are there have in a batch each."""
+    deadline_s: float = 3.0
+    """A worker that is not heard of for so long is ended."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.at_least <= self.at_most:
+            raise UsageError(f"--elastic {self.at_least}:{self.at_most}: MIN must be at least 1 and at most MAX")
+        if self.global_batch not in get_args(GlobalBatch):
+            raise UsageError(f"--global-batch must be keep or grow, not {self.global_batch!r}")
+        if not self.deadline_s >= 1:
+            raise UsageError(f"the deadline of an elastic run must be at least 1 s, not {self.deadline_s:g}")
+
+    @classmethod
+    def parse(cls, text: str, *, global_batch: GlobalBatch = "keep") -> Self:
+        """Read `MIN:MAX`. Raises UsageError if the text has another form."""
+        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+        if match is None:
+            raise UsageError(f"--elastic {text!r} is not of the form MIN:MAX, such as 2:4")
+        return cls(at_least=int(match[1]), at_most=int(match[2]), global_batch=global_batch)
+
+    def require(self, *, num_workers: int) -> None:
+        """Raises UsageError for a number of workers that the run cannot start with."""
+        if num_workers < self.at_least:
+            raise UsageError(f"--elastic {self.at_least}:{self.at_most} needs {self.at_least} workers or more to start")
+        if num_workers != self.at_most:
+            raise UsageError(
+                f"--elastic {self.at_least}:{self.at_most} with {num_workers} workers: workers may leave a run, and "
+                f"none can join it yet; use --elastic {self.at_least}:{num_workers}"
+            )

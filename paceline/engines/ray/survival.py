@@ -1,0 +1,136 @@
+"""The launcher's half of an elastic run: it notices who is gone or silent, and has the others go on."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from paceline.elastic import Coordinator, Elastic, Form, StaleEpoch
+from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.reforming import report_of
+from paceline.errors import RunFailed
+from paceline.membership import Membership
+from paceline.messages import Kind
+
+_OWN_PAUSE_S = 1.0  # a launcher that did not run for so long blames nobody for it
+
+
+@final
+class Survival:
+    """Raises RunFailed where too few workers are left.
+
+    Args:
+        deadline_s: how long the others may wait for one who does not come to its next exchange.
+        pids: the workers' processes, by name.
+        say: shows a line where the run was started.
+    """
+
+    def __init__(
+        self,
+        elastic: Elastic,
+        controller: Controller,
+        *,
+        membership: Membership,
+        deadline_s: float,
+        pids: Mapping[str, int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
+        self._coordinator = Coordinator.first(membership, at_least=elastic.at_least)
+        self._memories: dict[str, Any] = {}
+        self._why: dict[str, str] = {}
+        self._deadline_s, self._awaited_s = deadline_s, 0.0
+        self._looked_s = self._lost_s = time.monotonic()
+        self._heard_s: dict[str, float] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all workers have come to their first step, as far as is known here."""
+        return self._controller.progress.phase == "training" or bool(self._controller.reports or self._memories)
+
+    def lose(self, name: str) -> None:
+        """This worker's process has ended, in the middle of the run."""
+        rank, progress = _rank_of(name), self._controller.progress
+        progress.phase = "training"  # whoever would have said so may be the one
+        why = self._why.pop(name, "its process ended")
+        self._lost_s = time.monotonic()
+        self._coordinator, form = self._coordinator.died(rank)
+        left = len(self._coordinator.living)
+        num_steps = self._controller.num_steps.get(name, 0)
+        self._controller.event("lost", name, process=self._pids.get(name), why=why, num_steps=num_steps, left=left)
+        self._say(f"worker {rank} (process {self._pids.get(name)}) is lost: {why}; workers left: {left}")
+        self._send(form)
+
+    def end(self, name: str) -> None:
+        """This worker has come to its end."""
+        self._coordinator, form = self._coordinator.ended(_rank_of(name))
+        self._send(form)
+
+    def hear(self) -> None:
+        """Take in what workers have said of losses that they see."""
+        while self._controller.reports:
+            body = self._controller.reports.popleft()
+            try:
+                self._coordinator, form = self._coordinator.hear(report_of(body))
+            except StaleEpoch as stale:
+                self._controller.event("refused", f"worker-{body['rank']}", error=str(stale))
+                continue
+            self._memories[str(body["rank"])] = body["memory"]
+            self._send(form)
+
+    def end_silent(self) -> None:
+        """End the processes of workers that have said nothing for the deadline, so that they are known to be gone."""
+        now_s = time.monotonic()
+        if not self.has_begun:
+            return
+        if now_s - self._looked_s > _OWN_PAUSE_S:
+            self._heard_s = dict.fromkeys(self._heard_s, now_s)
+        self._looked_s = now_s
+        for rank in self._coordinator.living:
+            name = f"worker-{rank}"
+            heard_s = max(self._heard_s.get(name, 0.0), self._controller.heard_s.get(name, now_s))
+            self._heard_s[name] = heard_s
+            if now_s - heard_s > self._elastic.deadline_s and name not in self._why:
+                self._why[name] = f"it was silent for {now_s - heard_s:.1f} s and was ended"
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[name], signal.SIGKILL)
+
+    def require_all(self) -> None:
+        """Raises RunFailed, which names them, if others have waited for workers too long that live and do not come."""
+        awaited = self._coordinator.awaited
+        if not awaited:
+            self._awaited_s = 0.0
+            return
+        self._awaited_s = self._awaited_s or time.monotonic()
+        if time.monotonic() - self._awaited_s > self._deadline_s:
+            names = ", ".join(f"worker {rank} (process {self._pids[f'worker-{rank}']})" for rank in awaited)
+            raise RunFailed(
+                f"{names}: not come to the next exchange for {self._deadline_s:g} s, while the others wait to go on "
+                "without those who have died; see what keeps it, or give a longer --deadline"
+            )
+
+    def _send(self, form: Form | None) -> None:
+        if form is None:
+            return
+        ranks = form.membership.ranks
+        took_s = time.monotonic() - self._lost_s
+        self._controller.event(
+            "reformed", epoch=form.membership.epoch, ranks=list(ranks), step=form.step, took_s=took_s
+        )
+        self._say(
+            f"{', '.join(f'worker {rank}' for rank in ranks)}: on from step {form.step + 1}, {took_s:.2f} s later"
+        )
+        body = {
+            "epoch": form.membership.epoch,
+            "ranks": list(ranks),
+            "step": form.step,
+            "memories": {str(rank): self._memories[str(rank)] for rank in ranks},
+        }
+        for rank in ranks:
+            self._controller.tell(f"worker-{rank}", Kind.FORM, **body)
+
+
+def _rank_of(name: str) -> int:
+    return int(name.partition("-")[2])

@@ -1,0 +1,139 @@
+"""A worker's run while others die: it regroups with those who are left, and goes on from the step that all have."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.elastic import Elastic, Member
+from paceline.errors import PeerLost, UsageError
+from paceline.strategies.base import Context, Synchronizer
+from paceline.training.given import Given
+from paceline.training.sharding.dealt import Dealt
+from paceline.training.sharding.orders import Orders
+from paceline.training.worker_run import WorkerRun
+
+if TYPE_CHECKING:
+    from paceline.training.handouts import Handouts
+
+T = TypeVar("T")
+
+
+@final
+class Survival:
+    """What a synchronizer that repeats steps asks (`Recovery`), and what a session asks.
+
+    Raises:
+        UsageError: the script has what cannot be repeated or dealt anew.
+    """
+
+    def __init__(self, run: WorkerRun, elastic: Elastic) -> None:
+        self._run, self._elastic = run, elastic
+        self._member = Member(run.context.rank, run.context.membership)
+        self._data: Dealt | None = None
+        self._handouts: Handouts | None = None
+        self.samples = self.batches = 0
+        """That all workers together have trained on, those who have died among them."""
+
+    def attach(self, given: Given, handouts: Any) -> None:
+        """Look at what the script has prepared, and whose batches are committed."""
+        if len(given.optimizers) != 1 or len(given.loaders) != 1:
+            raise UsageError("--elastic takes one optimizer and one loader so far; leave --elastic out for several")
+        self._handouts = handouts
+        if self._elastic.global_batch == "keep":
+            for each in given.extra.values():
+                if isinstance(each, LRScheduler):
+                    self._hold_back(each)
+
+    def deals(self, orders: Orders) -> Dealt:
+        """What deals out the samples of the loader."""
+        context = self._run.context
+        if not orders.has_end:
+            raise UsageError("--elastic needs to know an epoch's samples; give the DataLoader a sampler with an end")
+        self._data = Dealt(
+            orders, rank=context.rank, membership=context.membership, global_batch=self._elastic.global_batch
+        )
+        return self._data
+
+    def require_prepared_schedulers(self, given: dict[str, Any], optimizer: Any) -> None:
+        """Raises UsageError for a scheduler that would step where the optimizer does not."""
+        if self._elastic.global_batch != "keep" or not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            return
+        if not any(isinstance(each, LRScheduler) for each in given.values()):
+            raise UsageError(
+                "with --elastic and --global-batch keep an update may take several steps of the script, in which a "
+                "scheduler is to wait: give it to worker.prepare(..., scheduler=scheduler), or use --global-batch grow"
+            )
+
+    # --- as Recovery ------------------------------------------------------------------------------------------
+
+    @property
+    def begins_update(self) -> bool:
+        dealt = self._dealt.under_way
+        return dealt is None or dealt.begins
+
+    @property
+    def weight(self) -> float:
+        return self._dealt.weight
+
+    def commit(self) -> bool:
+        handouts, dealt = self._handouts, self._dealt.under_way
+        assert handouts is not None
+        if dealt is None or handouts.num_out > 1:
+            raise UsageError(
+                f"rank {self._run.context.rank}: with --elastic a gradient is to be of the batch that the loader gave "
+                "last, which nothing tells here; train on each batch once, before the next one "
+                "(DataLoader(num_workers=...) reads ahead by itself), or leave --elastic out"
+            )
+        self.samples += sum(map(len, dealt.parts))
+        self.batches += sum(map(bool, dealt.parts))
+        self._member = self._member.with_result().with_step_applied()
+        return self._dealt.commit()
+
+    def regroup(self) -> Context:
+        run = self._run
+        reform = run.context.reform
+        assert reform is not None
+        run.awaits_others = False
+        self._member, collective, applies = reform(self._member)
+        assert not applies  # in shared memory whoever has a result has applied it
+        self._dealt.resize(self._member.membership)
+        run.context = replace(
+            run.context,
+            membership=self._member.membership,
+            collective=collective,
+            local_rank=collective.rank,
+            local_size=collective.size,
+        )
+        return run.context
+
+    # --- where all workers meet -------------------------------------------------------------------------------
+
+    def repeated(self, meet: Callable[[], T], synchronizer: Synchronizer) -> T:
+        """What `meet` returns, which is called anew by those who are left when somebody dies in it."""
+        is_whole = True
+        while True:
+            try:
+                if not is_whole:
+                    synchronizer.rejoin(self.regroup())
+                    is_whole = True
+                return meet()
+            except PeerLost:
+                is_whole = False
+
+    @property
+    def _dealt(self) -> Dealt:
+        assert self._data is not None
+        return self._data
+
+    def _hold_back(self, scheduler: LRScheduler) -> None:
+        """Where the optimizer's last step was not applied, the scheduler does not step either."""
+        kind, run = type(scheduler), self._run
+
+        def step(this: Any, *arguments: Any, **named: Any) -> None:
+            if run.prepared.synchronizer.has_updated:
+                kind.step(this, *arguments, **named)
+
+        # A class, since whatever hangs on the object itself would be in its state.
+        scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})

@@ -1,0 +1,85 @@
+"""Notices a loss that is a sum over its batch, where workers average gradients as if it were a mean."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.buckets import when_gradient_is_ready
+from paceline.errors import UsageError
+
+_BACKWARD = torch.autograd.backward.__code__
+_SUM = 2  # of `reduction`, as torch's losses keep it for their backward pass
+_PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0")
+
+
+@final
+class SummedLoss:
+    """Looks at the loss of the first backward pass, while its gradients come: on a CPU the pass has been called further
+    up the stack. What a script multiplies or divides is as it wants it.
+
+    Args:
+        num_samples: of the batch that the script has got last.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, rank: int, size: int, num_samples: Callable[[], int]
+    ) -> None:
+        self._rank, self._size, self._num_samples = rank, size, num_samples
+        self.has_looked = False
+        self._hooks = [when_gradient_is_ready(parameter, self._look, 0) for parameter in parameters]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _look(self, _: int) -> None:
+        """Raises UsageError for a sum."""
+        if self.has_looked:
+            return
+        self.has_looked = True
+        num_samples = self._num_samples()
+        culprit = next((sum_ for node in _losses() if (sum_ := _sum_in(node, num_samples))), None)
+        if culprit is not None and num_samples > 1:
+            raise UsageError(
+                f"rank {self._rank}: the loss is a sum over the batch ({culprit}), and workers average gradients as if "
+                f"it were a mean, so that a step would be {self._size} times smaller than one process would take with "
+                "the same batches; take the mean (reduction='mean'), or multiply the loss by worker.size"
+            )
+
+
+def _losses() -> Iterator[Any]:
+    """The nodes of the graph that the backward pass further up the stack began at; none where it was given gradients
+    to begin with."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _BACKWARD:
+            tensors, gradients = frame.f_locals["tensors"], frame.f_locals["grad_tensors"]
+            if gradients is None:
+                given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+                yield from (tensor.grad_fn for tensor in given if isinstance(tensor, Tensor))
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _sum_in(node: Any, num_samples: int) -> str | None:
+    """The name of the sum that the loss is, or has as a term: one of torch's losses, or as many terms as there are
+    samples in the batch."""
+    sizes = getattr(node, "_saved_self_sym_sizes", ())
+    if node is not None and node.name() == "NegBackward0":
+        return _sum_in(node.next_functions[0][0], num_samples)
+    if node is not None and node.name() == "SumBackward0" and sizes and sizes[0] == num_samples:
+        return "sum()"
+    return _summed_loss_in(node)
+
+
+def _summed_loss_in(node: Any) -> str | None:
+    if node is None:
+        return None
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        return f"{node.name().removesuffix('Backward0')} with reduction='sum'"
+    if node.name() in _PASSED_THROUGH:
+        return next((name for inner, _ in node.next_functions if (name := _summed_loss_in(inner))), None)
+    return None

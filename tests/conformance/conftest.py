@@ -1,0 +1,32 @@
+"""The table of strategies, for the checks that run over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conformance.rows import ROWS, Row, When
+
+ON_VIRTUAL = "tests.conformance.test_on_virtual"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A check marked `every_row` runs over every row on the virtual engine, and in processes over some of them.
+
+    What a script means to a strategy is the same on both engines; the bytes take other ways.
+    """
+    mark = metafunc.definition.get_closest_marker("every_row")
+    if mark is None:
+        return
+    is_virtual = metafunc.module.__name__ == ON_VIRTUAL
+    rows = [row for row in ROWS if row.is_deterministic or not mark.kwargs.get("is_deterministic")]
+    metafunc.parametrize("row", [_case(row, when) for row in rows if (when := _when(row, is_virtual)) != "never"])
+
+
+def _when(row: Row, is_virtual: bool) -> When:
+    return ("slow" if row.is_slow else "quick") if is_virtual else row.in_processes
+
+
+def _case(row: Row, when: When) -> Any:
+    return pytest.param(row, id=row.name, marks=[pytest.mark.slow] if when == "slow" else [])

@@ -1,0 +1,79 @@
+"""A script whose workers die, or stop, where they are told to; it writes down which samples each step was made of."""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fail", action="append", default=[], metavar="RANK:STEP:HOW", help="may be repeated")
+parser.add_argument("--fail-in-evaluation", type=int, help="the rank that dies in its second evaluation")
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--samples", type=int, default=96)
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--optimizer", default="momentum")
+parser.add_argument("--loaders", type=int, default=0)
+parser.add_argument("--step-s", type=float, default=0.0)
+parser.add_argument("--log", type=Path, required=True, help="a folder for what each worker has trained on")
+args = parser.parse_args()
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+num_evaluations = 0
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
+
+worker = paceline.init()
+generator = torch.Generator().manual_seed(1)
+inputs = torch.randn(args.samples, 8, generator=generator)
+labels = torch.randint(0, 3, (args.samples,), generator=generator)
+model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+optimizer = OPTIMIZERS[args.optimizer](model.parameters())
+data = TensorDataset(torch.arange(args.samples), inputs, labels)
+loader = DataLoader(data, batch_size=args.batch, shuffle=True, num_workers=args.loaders)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+model, optimizer, loader = worker.prepare(model, optimizer, loader, scheduler=scheduler)
+
+
+@worker.evaluation
+def evaluation(model):
+    global num_evaluations
+    num_evaluations += 1
+    if num_evaluations == 2 and worker.rank == args.fail_in_evaluation:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"loss": F.cross_entropy(model(inputs), labels).item()}
+
+
+def fail_at(step):
+    """In the middle of backward, when the last layers' gradients are on their way."""
+    for told in args.fail:
+        rank, when, how = told.split(":")
+        if (worker.rank, step) == (int(rank), int(when)):
+            (args.log / f"struck-{rank}").write_text(str(time.time()))
+            os.kill(os.getpid(), SIGNALS[how])
+
+
+step = 0
+for epoch in range(args.epochs):
+    for index, x, y in loader:
+        step += 1
+        time.sleep(args.step_s)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        hook = model[0].weight.register_hook(lambda gradient, step=step: fail_at(step))
+        loss.backward()
+        hook.remove()
+        optimizer.step()
+        scheduler.step()
+        with (args.log / f"rank-{worker.rank}").open("a") as file:
+            print(epoch, worker.size, *index.tolist(), file=file)
+print("the script came to its end")

@@ -1,0 +1,166 @@
+"""What a script may do in an elastic run, and what is refused in words: worlds of one, in which nobody dies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import paceline
+from paceline.config import RunConfig
+from paceline.elastic import Elastic
+from paceline.engines.world import alone
+from paceline.errors import UsageError
+from paceline.records import NullReporter
+from paceline.strategies import build
+from paceline.training.given import told_apart
+from paceline.training.session import Session
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+
+
+def nobody_dies(member):
+    raise AssertionError(member)
+
+
+def session_of(global_batch: str = "keep") -> Session:
+    context = replace(alone().context, device=torch.device("cpu"), reform=nobody_dies)
+    config = RunConfig(elastic=Elastic(at_least=1, at_most=1, global_batch=global_batch))
+    return Session(context, build("all-reduce", {}), config, NullReporter())
+
+
+def prepared(session: Session, model: nn.Module, optimizer=None, data=None, **extra):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data if data is not None else TensorDataset(X), batch_size=3)
+    [sharded] = session.prepare(told_apart((model, optimizer, loader), extra)).values()
+    return optimizer, sharded
+
+
+def step(model: nn.Module, optimizer, batch) -> None:
+    optimizer.zero_grad()
+    model(batch[0]).square().mean().backward()
+    optimizer.step()
+
+
+def test_undisturbed_it_trains_as_a_static_run() -> None:
+    torch.manual_seed(0)
+    elastic, plain = nn.Linear(4, 2), nn.Linear(4, 2)
+    plain.load_state_dict(elastic.state_dict())
+    session = session_of()
+    optimizer, loader = prepared(session, elastic)
+    update = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for batch, expected in zip(loader, X.split(3), strict=True):
+            step(elastic, optimizer, batch)
+            step(plain, update, [expected])
+    session.finish()
+    torch.testing.assert_close(elastic.weight, plain.weight)
+
+
+def test_skipped_batches_and_passes_left_early_are_as_in_static_runs() -> None:
+    model = nn.Linear(4, 2)
+    session = session_of()
+    optimizer, loader = prepared(session, model)
+    for number, batch in enumerate(loader):
+        if number == 2:
+            break
+        step(model, optimizer, batch)
+    assert [len(batch[0]) for batch in loader] == [3, 3, 3, 3]
+
+
+def two_backwards(model, optimizer, batch) -> None:
+    model(batch[0]).mean().backward()
+    step(model, optimizer, batch)
+
+
+def with_closure(model, optimizer, batch) -> None:
+    optimizer.step(lambda: model(batch[0]).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"), [(two_backwards, "call backward\\(\\) once a step"), (with_closure, "calls a closure")]
+)
+def test_steps_that_cannot_be_repeated(loop, words: str) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(model.parameters()) if loop is with_closure else None
+    optimizer, loader = prepared(session_of(), model, optimizer)
+    batch = next(iter(loader))
+    with pytest.raises(UsageError, match=words):
+        loop(model, optimizer, batch)
+
+
+def test_batches_read_ahead_and_no_sync() -> None:
+    model, session = nn.Linear(4, 2), session_of()
+    optimizer, loader = prepared(session, model)
+    batches = iter(loader)
+    first, _ = next(batches), next(batches)
+    with pytest.raises(UsageError, match="train on each batch once, before the next one"):
+        step(model, optimizer, first)
+    with pytest.raises(UsageError, match="no_sync"), session.no_sync():
+        pass
+    with pytest.raises(UsageError, match="could not be repeated when a worker dies"):
+        session.require_same_step("all_reduce")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from X
+
+
+def test_data_that_cannot_be_dealt_anew() -> None:
+    with pytest.raises(UsageError, match="use a map-style data set"):
+        prepared(session_of(), nn.Linear(4, 2), data=Stream())
+
+
+def test_several_optimizers() -> None:
+    a, b = nn.Linear(4, 2), nn.Linear(4, 2)
+    named = {
+        "a": a,
+        "b": b,
+        "one": torch.optim.SGD(a.parameters(), lr=0.1),
+        "two": torch.optim.SGD(b.parameters(), lr=0.1),
+        "data": DataLoader(TensorDataset(X), batch_size=3),
+    }
+    with pytest.raises(UsageError, match="one optimizer and one loader so far"):
+        session_of().prepare(told_apart((), named))
+
+
+def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
+    for global_batch, given, is_refused in [("keep", False, True), ("keep", True, False), ("grow", False, False)]:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        before = scheduler.state_dict()
+        session = session_of(global_batch)
+        _, loader = prepared(session, model, optimizer, **({"scheduler": scheduler} if given else {}))
+        assert scheduler.state_dict().keys() == before.keys()
+        if is_refused:
+            with pytest.raises(UsageError, match=r"give it to worker\.prepare"):
+                next(iter(loader))
+            continue
+        for batch in loader:
+            step(model, optimizer, batch)
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "ps-bsp"}, "strategy ps-bsp cannot go on without a worker that dies"),
+        ({"strategy": "all-reduce:codec=int8"}, "cannot go on without a worker"),
+        ({"strategy": "gossip"}, "strategy gossip cannot go on"),
+        ({"engine": "virtual", "cluster": "lab-1gbe"}, "no effect with --engine virtual"),
+        ({"attack": "sign-flip:workers=1", "workers": 3, "elastic": "1:3"}, "do not go together"),
+        ({"resume": "somewhere"}, "--resume and --elastic"),
+        ({"elastic": "2:4"}, "use --elastic 2:2"),
+        ({"elastic": None, "global_batch": "grow"}, "no effect without --elastic"),
+        ({"global_batch": "shrink"}, "must be keep or grow, not 'shrink'"),
+    ],
+)
+def test_runs_in_which_nobody_may_die(options, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        paceline.run(lambda: None, **{"workers": 2, "elastic": "1:2", **options})

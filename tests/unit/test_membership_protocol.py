@@ -1,0 +1,78 @@
+"""The protocol by which survivors go on, against every order of events for 3 workers and 2 failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.elastic import Coordinator, Form, Member, Report, StaleEpoch
+from paceline.errors import RunFailed
+from paceline.membership import Membership
+from tests.unit.membership_explorer import Rules, explore
+
+
+@pytest.mark.parametrize("goal", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_no_order_of_two_failures_among_three_breaks_a_promise(goal: int) -> None:
+    """One dies in mid-step, two at once, one while others re-form, one after it has applied a step."""
+    num_worlds, way = explore(Rules(), goal=goal)
+    assert way is None, way
+    assert num_worlds > 5000
+
+
+@pytest.mark.slow
+def test_with_messages_instead_of_shared_memory_a_step_needs_a_second_phase() -> None:
+    _, way = explore(Rules(shows_to_all=False, finishes=False, confirms=True), failures=1)
+    assert way is None, way
+
+
+@pytest.mark.parametrize(
+    ("rules", "promise"),
+    [
+        (Rules(finishes=False), "is applied of"),
+        (Rules(kills=False), "is applied of"),
+        (Rules(shows_to_all=False), "is applied of"),
+    ],
+    ids=["looks first", "does not kill", "sends one by one"],
+)
+def test_every_rule_is_needed(rules: Rules, promise: str) -> None:
+    """Without it there is a way to a step that two members have applied of different parts, or to a wait for ever."""
+    _, way = explore(rules, failures=1)
+    assert way is not None
+    print("; ".join(way))
+    assert promise in way[-1]
+
+
+def test_a_step_is_committed_where_all_who_are_left_have_its_result() -> None:
+    membership = Membership.first(3)
+    members = [Member(rank, membership).with_result().stopped() for rank in (0, 2)]
+    coordinator, form = Coordinator.first(membership).died(1)
+    for member in members:
+        assert form is None
+        coordinator, form = coordinator.hear(member.report())
+    assert form == Form(Membership(2, (0, 2)), step=1)
+    assert [member.formed(form) for member in members] == [(Member(rank, form.membership, 1), True) for rank in (0, 2)]
+
+
+def test_what_is_of_an_older_epoch_is_refused() -> None:
+    coordinator, _ = Coordinator.first(Membership.first(3)).died(1)
+    coordinator, _ = coordinator.hear(Report(1, 0, 0, holds=False))
+    coordinator, form = coordinator.hear(Report(1, 2, 0, holds=False))
+    assert form is not None
+    with pytest.raises(StaleEpoch, match="refused rank 2's report of epoch 1; this is epoch 2"):
+        coordinator.hear(Report(1, 2, 0, holds=False))
+    with pytest.raises(StaleEpoch, match="refused rank 1's report"):
+        coordinator.hear(Report(2, 1, 0, holds=False))
+    with pytest.raises(StaleEpoch, match="refused to join epoch 2"):
+        Member(0, Membership(2, (0, 2))).stopped().formed(form)
+
+
+def test_steps_that_do_not_fit_end_the_run() -> None:
+    coordinator, _ = Coordinator.first(Membership.first(3)).died(1)
+    coordinator, _ = coordinator.hear(Report(1, 0, 4, holds=False))
+    with pytest.raises(RunFailed, match=r"ranks \[0\] have applied step 4, whose result others do not have"):
+        coordinator.hear(Report(1, 2, 3, holds=False))
+
+
+def test_a_run_ends_where_too_few_are_left() -> None:
+    coordinator, _ = Coordinator.first(Membership.first(3), at_least=2).died(1)
+    with pytest.raises(RunFailed, match="1 workers are left"):
+        coordinator.died(0)

@@ -45,12 +45,17 @@ class KeptModels:
         """The model has been judged, or was saved, when the run was this far."""
         self._since = at
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the model is to be judged as it is now."""
+        every = self._run.config.eval_every
+        return every is not None and self._since is not None and every.has_come(self._since, self._now())
+
     def keep_if_due(self) -> None:
         """Call it between two steps."""
-        every = self._run.config.eval_every
-        if every is None or self._since is None or not every.has_come(self._since, now := self._now()):
+        if not self.is_due:
             return
-        self._since = now
+        self._since = now = self._now()
         if self._bytes >= MOST_BYTES:
             self._left_out += 1
             return

@@ -30,7 +30,8 @@ class Pauses:
     all stop at the iteration of this pause.
 
     Where workers' models are the servers' (`shows_model`), evaluations bring no pause about: rank 0 keeps models, which
-    are judged in pauses that come anyway. They do bring pauses about once rank 0 is through with its data.
+    are judged in pauses that come anyway, as is the global model when one is due just then. They do bring pauses about
+    once rank 0 is through with its data.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class Pauses:
         cadence.evaluates = first["evaluates"]
         cadence.is_beside = run.traits.shows_model and run.context.size > 1 and not first["done"]
         now = _count(run.iteration, reports)
-        evaluates = cadence.is_evaluation_due(now, at_end=all_done) and not first["interrupted"]
+        is_due = first["is_due"] or cadence.is_evaluation_due(now, at_end=all_done)
+        evaluates = is_due and not first["interrupted"]
         saves = cadence.is_checkpoint_due(run.iteration, at_end=all_done, is_late=first["checkpoint_in_s"] <= 0)
         if first["interrupted"]:
             self._kept.drop()
@@ -112,7 +114,7 @@ class Pauses:
             self._look_at_global_model(reports, judges=judges, judged=judged, saves=saves, is_last=all_done)
         if evaluates:
             cadence.evaluated_at = now
-        if cadence.evaluated_at is not None and self._keeps and not self._has_begun:
+        if cadence.evaluated_at is not None and self._keeps and (evaluates or not self._has_begun):
             self._has_begun = True
             self._kept.begin(cadence.evaluated_at)
         if all_done:
@@ -137,6 +139,7 @@ class Pauses:
             "steps": run.steps if tally is None else tally.batches * run.context.is_first,
             "evaluates": self.evaluation is not None,
             "kept": len(self._kept),
+            "is_due": self._keeps and self._kept.is_due,  # a pause that comes anyway spares the copy
             "interrupted": run.reporter.stop_requested(),
             "wants_stop": run.wants_stop(),
             "checkpoint_in_s": self._checkpoints.due_in_s,

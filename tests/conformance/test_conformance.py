@@ -35,6 +35,7 @@ from tests.conformance.rows import (
     train,
     wait_until,
 )
+from tests.conformance.test_asynchrony import SELDOM
 
 # --- prepare -------------------------------------------------------------------------------------------------------
 
@@ -209,12 +210,12 @@ def overflow(worker: Worker, out: Path, *, name: str = "2.bias") -> None:
 def test_non_finite_gradient_raises(row: Row, tmp_path: Path) -> None:
     last = row.workers - 1
     with pytest.raises(RunFailed, match=rf"the gradient of parameter '2\.bias' on rank {last} is not finite"):
-        row.run(overflow, tmp_path)
+        row.run(overflow, tmp_path, checkpoint_every=SELDOM)
 
 
 @every_row
 def test_non_finite_gradient_is_skipped(row: Row, tmp_path: Path) -> None:
-    result = row.run(overflow, tmp_path, options={"nonfinite": "skip"})
+    result = row.run(overflow, tmp_path, options={"nonfinite": "skip"}, checkpoint_every=SELDOM)
     assert all(tensor.isfinite().all() for tensor in result.model_state().values())
     applied = [record.staleness >= 0 for record in result.steps]
     if not row.drops_gradients:  # one worker's gradient is enough to void an update that is made of all
@@ -245,7 +246,7 @@ def test_non_finite_gradient_is_allowed(row: Row, tmp_path: Path) -> None:
         pytest.skip("whether the gradient is among those that count is up to timing")
     if row.options.get("codec") == "sign":
         pytest.skip("only signs travel, which are numbers")
-    result = row.run(overflow, tmp_path, options={"nonfinite": "allow"})
+    result = row.run(overflow, tmp_path, options={"nonfinite": "allow"}, checkpoint_every=SELDOM)
     assert result.model_state()["2.bias"].isnan().all()
 
 

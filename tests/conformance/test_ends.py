@@ -23,6 +23,7 @@ from tests.conformance.rows import (
     steps_of,
     wait_until,
 )
+from tests.conformance.test_asynchrony import SELDOM
 
 
 def train_for_long(worker: Worker, out: Path, *, slow_rank: int | None = None, max_epochs: int = 200) -> None:
@@ -101,7 +102,7 @@ def keep_model_after_the_loop(worker: Worker, out: Path) -> None:
 @every_row
 def test_what_a_worker_is_left_with_after_the_loop(row: Row, tmp_path: Path) -> None:
     """The global parameters; or, where a worker is through before another, those without the other's last gradient."""
-    result = row.run(keep_model_after_the_loop, tmp_path)
+    result = row.run(keep_model_after_the_loop, tmp_path, checkpoint_every=SELDOM)
     final = result.model_state()
     left = [kept(tmp_path, f"model-{rank}") for rank in range(row.workers)]
     is_global = [all(torch.equal(model[name], final[name]) for name in final) for model in left]

@@ -14,7 +14,7 @@ ON_VIRTUAL = "tests.conformance.test_on_virtual"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A check marked `every_row` runs over every row on the virtual engine, and in processes over some of them.
 
-    What a script means to a strategy is the same on both engines; the bytes take other ways.
+    What a script means to a strategy is the same on both engines; only the way of the bytes is another.
     """
     mark = metafunc.definition.get_closest_marker("every_row")
     if mark is None:

@@ -44,7 +44,7 @@ class Row:
     is_slow: bool = False
     """Left to `make test-slow` on the virtual engine."""
     in_processes: When = "slow"
-    """The same checks in forked processes, which move other bytes for other means of transport alone."""
+    """When the same checks run in forked processes, where only the way of the bytes is another."""
     steps_an_iteration: int = 1
     """Local steps of a round, where an iteration is one."""
     is_exact: bool = True

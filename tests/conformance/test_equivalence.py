@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,19 @@ IN_PROCESSES = {
     ("clip by norm, uneven tail", "ring"),
     ("clip by norm, uneven tail", "ps-bsp"),
 }
+THREE_IN_PROCESSES = {("momentum", "all-reduce"), ("clip by norm, uneven tail", "ps-bsp-3"), ("uneven tail", "ring")}
 PARAMETER_SERVERS = [name for name in STRATEGIES if name.startswith("ps")]
 
 
-def every_script_under_every_strategy(engine: Any, quick: Collection[tuple[str, str]] | None = None) -> list[Any]:
+def every_script_under_every_strategy(
+    engine: Any, quick: Collection[tuple[str, str]] | None = None, *, cases: Iterable[str] = SCRIPTS
+) -> list[Any]:
     """If `quick` names some, the others are left to `make test-slow`."""
     return [
         pytest.param(
             engine, case, strategy, marks=[] if quick is None or (case, strategy) in quick else [pytest.mark.slow]
         )
-        for case in SCRIPTS
+        for case in cases
         for strategy in STRATEGIES
     ]
 
@@ -70,12 +73,17 @@ def test_two_workers_equal_one_process(engine: Any, case: str, strategy: str, tm
     assert_close(result.model_state(), expected, tolerance)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("case", WITH_THREE_WORKERS)
-def test_three_workers_equal_one_process(case: str, strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "case", "strategy"),
+    [
+        *every_script_under_every_strategy(virtual_engine, cases=WITH_THREE_WORKERS),
+        *every_script_under_every_strategy(local_engine, THREE_IN_PROCESSES, cases=WITH_THREE_WORKERS),
+    ],
+)
+def test_three_workers_equal_one_process(engine: Any, case: str, strategy: str, tmp_path: Path) -> None:
     script, tolerance = SCRIPTS[case]
     name, options = STRATEGIES[strategy]
-    result = local_engine.run(partial(launched, script), strategy=name, options=options, workers=3, out=tmp_path)
+    result = engine.run(partial(launched, script), strategy=name, options=options, workers=3, out=tmp_path)
     assert_close(result.model_state(), train_alone(script, 3), tolerance)
 
 

@@ -324,7 +324,9 @@ def cases() -> list[Any]:
             strategy,
             odd,
             id=f"{engine}-{strategy}-{odd.name}",
-            marks=[pytest.mark.slow] if engine == "processes" and odd.name not in QUICK_IN_PROCESSES else [],
+            marks=[pytest.mark.slow]
+            if engine == "processes" and (odd.name not in QUICK_IN_PROCESSES or strategy not in SYNCHRONOUS)
+            else [],
         )
         for engine in ENGINES
         for strategy in ("all-reduce", *SERVERS)

@@ -18,7 +18,6 @@ from tests.conformance.test_ends import (
 from tests.conformance.test_equivalence import (
     test_parameters_unused_in_some_steps,
     test_servers_on_another_host_equal_one_process,
-    test_three_workers_equal_one_process,
 )
 from tests.conformance.test_evaluation import *  # noqa: F403
 from tests.conformance.test_refusals import test_backup_workers_have_no_mean_gradient_to_change
@@ -33,7 +32,6 @@ __all__ = [
     "test_script_that_goes_on_stepping_is_ended",
     "test_servers_on_another_host_equal_one_process",
     "test_target_ends_the_run_for_all",
-    "test_three_workers_equal_one_process",
     "test_what_a_worker_is_left_with_after_the_loop",
 ]
 

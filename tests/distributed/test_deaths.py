@@ -21,8 +21,7 @@ LIMIT_S = 120.0  # of a busy machine; the deadline, at which the survivors would
     [
         ("all-reduce", "worker-1", 2),
         pytest.param("ps-asp", "worker-0", 2, marks=pytest.mark.slow),
-        ("ps-bsp", "server-0", 1),
-        pytest.param("ps-bsp", "server-1", 2, marks=pytest.mark.slow),
+        ("ps-bsp", "server-1", 2),
     ],
 )
 def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, victim: str, num_workers: int) -> None:

@@ -107,7 +107,7 @@ def test_commands_run(page: Path, cluster: str, tmp_path: Path) -> None:
     if trains_on_cifar10 and not os.environ.get("PACELINE_DATA"):
         pytest.skip("PACELINE_DATA is not set: a command of this page trains on CIFAR-10")
     for folder in ("paceline", "recipes"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)  # with what is compiled, which else each process would do
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "RAY_ADDRESS": cluster}
     for command in commands:

@@ -38,6 +38,7 @@ def test_a_server_that_dies_once_all_workers_have_ended(tmp_path: Path, monkeypa
     assert result.iteration == 5
 
 
+@pytest.mark.slow
 def test_an_interrupt_beside_a_dead_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*statements: Any, **standing: Any) -> None:
         raise KeyboardInterrupt

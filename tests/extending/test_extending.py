@@ -52,7 +52,13 @@ def registered() -> Iterator[None]:
         del STRATEGIES[entry.name]
 
 
-@pytest.fixture(params=["virtual", "processes", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+ON_RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])
+every_engine_slowly = pytest.mark.parametrize(
+    "engine", ["virtual", pytest.param("processes", marks=pytest.mark.slow), ON_RAY], indirect=True
+)
+
+
+@pytest.fixture(params=["virtual", "processes", ON_RAY])
 def engine(request: pytest.FixtureRequest) -> str:
     if request.param == "ray":
         request.getfixturevalue("ray_here")
@@ -198,6 +204,7 @@ def test_a_run_is_its_naive_twin(name: str, engine: str, tmp_path: Path) -> None
     torch.testing.assert_close(model_of(result), expected[-1], rtol=1e-5, atol=1e-6)
 
 
+@every_engine_slowly
 @every_strategy
 def test_a_resumed_run_is_an_uninterrupted_one(name: str, engine: str, tmp_path: Path) -> None:
     """With what each worker has for itself: parameters, momentum, statistics."""
@@ -226,6 +233,7 @@ def test_another_strategy_goes_on_from_the_global_model(name: str, tmp_path: Pat
     assert resumed.iteration == 5
 
 
+@every_engine_slowly
 @every_strategy
 def test_runs_stop_on_target_and_on_time(name: str, engine: str, tmp_path: Path) -> None:
     """Nobody hears everybody: all stop at the same iteration all the same."""

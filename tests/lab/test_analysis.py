@@ -100,7 +100,7 @@ def test_a_seed_that_diverged_is_not_hidden(value: float) -> None:
 
 
 @given(
-    times=st.dictionaries(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 2)), SECONDS, min_size=1),
+    times=st.dictionaries(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 2)), SECONDS, min_size=1, max_size=6),
     factor=st.floats(1e-3, 1e3),
 )
 def test_scaling_all_times_leaves_speedups_unchanged(times: dict[tuple[int, int], float], factor: float) -> None:

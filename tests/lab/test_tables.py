@@ -148,7 +148,7 @@ def test_steps_in_any_order_and_cut_off_anywhere(tmp_path: Path, monkeypatch: py
         pd.testing.assert_frame_equal(blocks.workers, whole.workers)
         pd.testing.assert_frame_equal(blocks.pace.drop_duplicates(), whole.pace.drop_duplicates())
     path = tmp_path / "steps.csv"
-    raw = path.read_bytes()
+    raw = b"".join(path.read_bytes().splitlines(keepends=True)[:4])
     for length in range(len(raw) + 1):
         path.write_bytes(raw[:length])
         assert step_totals.read(tmp_path).samples == 10 * max(0, raw[:length].count(b"\n") - 1)

@@ -122,8 +122,9 @@ def test_the_one_who_evaluates_dies_in_it(tmp_path: Path, ray_here: None) -> Non
     out = trained(tmp_path, "--fail-in-evaluation", 0, elastic="1:3", eval_every=4)
     assert [event["who"] for event in of(out, "lost")] == ["worker-0"]
     evaluations = [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]
-    assert [evaluation["iteration"] for evaluation in evaluations] == [0, 4, 8, 12, 16]
-    assert [evaluation["samples"] for evaluation in evaluations] == [0, 48, 96, 144, 192]
+    # Word of the first one is under way for up to a tenth of a second, in which the worker may die that made it.
+    assert [evaluation["iteration"] for evaluation in evaluations[-4:]] == [4, 8, 12, 16]
+    assert [evaluation["samples"] for evaluation in evaluations[-4:]] == [48, 96, 144, 192]
     require_each_sample_once(out)
     require_same_model(out, undisturbed())
 

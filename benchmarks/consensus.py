@@ -2,7 +2,7 @@
 
     python benchmarks/consensus.py
 
-Real exchanges of 100 kB on the virtual engine: 16 workers on a host each, links of 100 Mbit/s and 100 us. Each begins
+Real exchanges of 100 kB on the virtual engine: 8 workers on a host each, links of 100 Mbit/s and 100 us. Each begins
 with other random numbers, and nobody trains; a run ends where at most 1 % of the distance to the mean is left.
 """
 
@@ -79,7 +79,7 @@ def measure(topology: Topology, workers: int) -> tuple[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=8)
     workers = parser.parse_args().workers
     table = Table()
     table.add_column("topology")

@@ -229,7 +229,7 @@ class _LocalSynchronizer(Synchronizer):
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)
-        load_replica(self.replica, own)
+        load_replica(self.replica, self._outer.without_others(own) if self._begins_alike else own)
         self._outer.restore(own)
         self._steps = self._schedule.num_steps(iteration)
         if len(weights := own.get(_WEIGHTS, torch.zeros(0))) == len(self._weights):

@@ -168,6 +168,17 @@ class OuterModel:
         outer = {f"outer.{name}": OwnState(tensor, "same") for name, tensor in state.items()}
         return {**shared, **outer, **self._exchange.own_state()}
 
+    @staticmethod
+    def without_others(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A saved state without a worker's parameters that were saved with no shared ones beside them: with these,
+        workers of other strategies, or other options, were apart."""
+        prefix = "parameters."
+        return {
+            name: tensor
+            for name, tensor in own.items()
+            if not name.startswith(prefix) or f"{_SHARED}{name.removeprefix(prefix)}" in own
+        }
+
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there."""
         prefix = "outer."

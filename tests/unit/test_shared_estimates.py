@@ -99,7 +99,7 @@ def test_it_is_its_algorithm_and_keeps_the_mean(topology: Topology, codec: Tenso
 )
 def test_workers_agree_in_the_end_though_little_is_sent(codec: TensorCodec, least: float) -> None:
     """With the consensus step that `auto` gives."""
-    step = Gossip(topology=Ring(), codec=codec, codec_scope="all").step_of_codec
+    step = Gossip(topology=Ring(), codec=codec, codec_scope="all").step_of(codec)
     mixers = world(coded(codec, step), Ring(), starts())
     for number in range(100):
         exchange(mixers, number)

@@ -9,6 +9,7 @@ quartiles.
     python benchmarks/hot_path.py --model convnet --batch-size 100
     python benchmarks/hot_path.py --model resnet18 --batch-size 4 --steps 6
     python benchmarks/hot_path.py --only plain all-reduce all-reduce-unchecked ps-bsp ps-bsp-unchecked --rounds 100
+    python benchmarks/hot_path.py --only plain all-reduce ps-bsp ps-asp --checks
     python benchmarks/hot_path.py --only plain single --workers 1
     python benchmarks/hot_path.py --only plain lockstep ps-bsp --model resnet18 --batch-size 4 --steps 4 --servers 2
 """
@@ -126,6 +127,36 @@ def unchecked() -> Iterator[None]:
             stack.enter_context(patch.object(home, name, instead))
         stack.enter_context(patch.object(OPTIMIZERS, "_global_optimizer_pre_hooks", OrderedDict()))
         yield
+
+
+class Spent:
+    """The core's time that checks take, in a run that makes them; what other programs take is not in it."""
+
+    def __init__(self) -> None:
+        self.total_s, self._depth = 0.0, 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count meanwhile. With each call it also counts half a call of the clock, about 0.3 us."""
+        with ExitStack() as stack:
+            for home, name, _ in CHECKS:
+                stack.enter_context(patch.object(home, name, self._timed(getattr(home, name))))
+            hooks = {key: self._timed(hook) for key, hook in OPTIMIZERS._global_optimizer_pre_hooks.items()}
+            stack.enter_context(patch.object(OPTIMIZERS, "_global_optimizer_pre_hooks", OrderedDict(hooks)))
+            yield
+
+    def _timed(self, check: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            if self._depth:
+                return check(*arguments, **settings)
+            self._depth, start_s = 1, time.thread_time()
+            try:
+                return check(*arguments, **settings)
+            finally:
+                self.total_s += time.thread_time() - start_s
+                self._depth = 0
+
+        return call
 
 
 class Servers:
@@ -259,30 +290,47 @@ def work(
     names: Sequence[str],
     rounds: int,
     steps: int,
+    counts_checks: bool,
 ) -> None:
-    """A worker process: windows of `steps` steps of each contender, in turn; sends the seconds of each round."""
+    """A worker process: windows of `steps` steps of each contender, in turn; sends the seconds of each round. If it
+    counts checks, these are the core's: of plain steps, and of the others' checks."""
     share_cores(size)
     worker = Worker(rank, size, line, done, model, batch_size, servers)
     contenders = {name: worker.step_of(name) for name in names}
     line.send("ready")
     for number in range(rounds + 1):  # the first is for warming up
         order = [*names[number % len(names) :], *names[: number % len(names)]]
+        spent = {name: Spent() for name in names}
         took_s: dict[str, float] = {}
         for name in order:
             step = contenders[name]
-            with unchecked() if name.endswith(UNCHECKED) else nullcontext():
+            counts = spent[name].counted() if counts_checks else nullcontext()
+            with unchecked() if name.endswith(UNCHECKED) else counts:
                 step()  # brings the contender's memory into caches
                 worker.meet()
-                start_s = time.perf_counter()
+                spent[name].total_s = 0.0
+                start_s, core_start_s = time.perf_counter(), time.thread_time()
                 for _ in range(steps):
                     step()
                 took_s[name] = (time.perf_counter() - start_s) / steps
+                if counts_checks:
+                    is_plain = name in PLAIN
+                    core_s = time.thread_time() - core_start_s if is_plain else spent[name].total_s
+                    took_s[name] = core_s / steps
             worker.meet()
         line.send(took_s)
 
 
 def measure(
-    *, model: str, batch_size: int, workers: int, servers: int, names: Sequence[str], rounds: int, steps: int
+    *,
+    model: str,
+    batch_size: int,
+    workers: int,
+    servers: int,
+    names: Sequence[str],
+    rounds: int,
+    steps: int,
+    counts_checks: bool,
 ) -> list[dict[str, float]]:
     """Seconds a step of each contender, one dictionary a round: the mean over workers."""
     context = multiprocessing.get_context("spawn")
@@ -291,7 +339,7 @@ def measure(
     lines, processes = [], []
     for rank in range(workers):
         mine, theirs = context.Pipe()
-        arguments = (rank, workers, theirs, done, model, batch_size, groups, names, rounds, steps)
+        arguments = (rank, workers, theirs, done, model, batch_size, groups, names, rounds, steps, counts_checks)
         processes.append(context.Process(target=work, args=arguments, daemon=True))
         lines.append(mine)
     for process in processes:
@@ -340,6 +388,18 @@ def table_of(found: Sequence[dict[str, float]], title: str) -> Table:
     return table
 
 
+def checks_of(found: Sequence[dict[str, float]], title: str) -> Table:
+    """Of the core's time that a plain step takes, what checks take beside it."""
+    table = Table("contender", "us in checks a step", "of a plain step, %", "its 95 % interval", title=title)
+    for name in found[0]:
+        if name not in PLAIN:
+            shares = [100 * one[name] / one["plain"] for one in found]
+            low, high = interval_of_median(shares)
+            took = statistics.median(one[name] for one in found) * 1e6
+            table.add_row(name, f"{took:,.0f}", f"{statistics.median(shares):.2f}", f"{low:.2f} to {high:.2f}")
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="convnet")
@@ -348,13 +408,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=60, help="steps of a window")
     parser.add_argument("--servers", type=int, default=1, help="parameter servers of the ps strategies")
+    parser.add_argument("--checks", action="store_true", help="the core's time of plain steps, and of others' checks")
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=(*PLAIN, *STRATEGIES))
     args = parser.parse_args()
     names = [name for name in CONTENDERS if name in args.only]
     workload = {name: getattr(args, name) for name in ("model", "batch_size", "workers", "servers")}
-    found = measure(**workload, names=names, rounds=args.rounds, steps=args.steps)
+    found = measure(**workload, names=names, rounds=args.rounds, steps=args.steps, counts_checks=args.checks)
     title = f"{args.model}, batch {args.batch_size}, {args.workers} workers, {args.rounds} rounds of {args.steps} steps"
-    tell([table_of(found, title)], {"workload": workload, "seconds_a_step": found})
+    table = checks_of(found, title) if args.checks else table_of(found, title)
+    tell([table], {"workload": workload, "seconds_a_step": found})
 
 
 if __name__ == "__main__":

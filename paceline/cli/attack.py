@@ -127,9 +127,14 @@ def _evade(
 
 def _bounds(split: "Split") -> "tuple[Tensor, Tensor]":
     """What black and white are to the model."""
-    return (0 - split.mean) / split.std, (255 - split.mean) / split.std
+    return (0 - split.mean) / split.std, (_white(split) - split.mean) / split.std
 
 
 def _pixels(split: "Split", inputs: "Tensor") -> "Tensor":
     """Between 0 and 1."""
-    return ((inputs * split.std + split.mean) / 255).clamp(0, 1)
+    return ((inputs * split.std + split.mean) / _white(split)).clamp(0, 1)
+
+
+def _white(split: "Split") -> float:
+    """The brightest pixel that there is: 255, but 16 of digits."""
+    return float(split.images.max())

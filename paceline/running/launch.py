@@ -315,6 +315,10 @@ def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[b
             f"cannot resume from {path}: {error.strerror}; give the result directory of a run that saved a checkpoint"
         ) from None
     checkpoint = Checkpoint.decode(raw, where=str(path))
+    if "dealing" in checkpoint.data:
+        raise UsageError(
+            f"{path} was saved by an elastic run, which is not resumed so far; begin a new one with model.safetensors"
+        )
     if len(checkpoint.workers) != num_workers:
         raise UsageError(f"{path} was saved with --workers {len(checkpoint.workers)}; resume with as many")
     if checkpoint.seed != seed:

@@ -131,6 +131,8 @@ def copy_from_first(model: nn.Module, collective: Collective) -> None:
 def require_same_parameters(replica: Replica) -> None:
     """Look whether the optimizer still updates the parameters that it was prepared with, or some of them. Raises
     UsageError if others were added, unfrozen or put in their place since: their gradients would not be exchanged."""
+    if _holds_exactly(replica):
+        return
     trained = [p for group in replica.optimizer.param_groups for p in group["params"] if p.requires_grad]
     if len(trained) == len(replica.parameters) and all(map(operator.is_, trained, replica.parameters)):
         return
@@ -147,6 +149,8 @@ def require_same_parameters(replica: Replica) -> None:
 
 def require_all_parameters(replica: Replica) -> None:
     """As `require_same_parameters`; none may be left out either, as servers go on to update it."""
+    if _holds_exactly(replica):
+        return
     require_same_parameters(replica)
     held = sum(len(group["params"]) for group in replica.optimizer.param_groups)
     if held >= len(replica.parameters):
@@ -157,6 +161,13 @@ def require_all_parameters(replica: Replica) -> None:
         f"the optimizer has no parameter {name!r} any more, which servers go on to update; leave it out before "
         "prepare, or use all-reduce"
     )
+
+
+def _holds_exactly(replica: Replica) -> bool:
+    """Whether the optimizer holds the parameters that it was prepared with, in their order, and no frozen ones beside:
+    the usual case, in which nothing else is to be looked at."""
+    held = [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
+    return len(held) == len(replica.parameters) and all(map(operator.is_, held, replica.parameters))
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

@@ -117,7 +117,10 @@ SUMMED = (
     r"rank \d: the loss is a sum over the batch \(NllLoss with reduction='sum'\).*take the mean \(reduction='mean'\)"
 )
 NEVER_STEPS = r"rank \d: the script changes the parameters batch after batch and never calls optimizer\.step\(\)"
-STEPS_ANOTHER = r"SGD steps the parameter '1\.weight' of a prepared model and was not prepared itself"
+STEPS_ANOTHER = (
+    r"SGD steps the parameter '1\.weight' of a prepared model and was not prepared itself"
+    r"|the script changes or reads optimizer\.state, which the servers hold"
+)
 IN_PLACE = r"step 1: the script changed parameters in place on rank \d, but the servers own them"
 TWICE = r"gradient of '.*' was computed twice in one backward pass.*use_reentrant=False"
 NOT_INSIDE = r"on the virtual engine nothing can be waited for in the middle of a backward pass.*use_reentrant=False"

@@ -51,7 +51,7 @@ def test_trials_are_a_seed_after_the_other() -> None:
 def test_under_attack_what_cannot_be_hostile_is_left_out() -> None:
     chosen = spec(strategies=("single", "all-reduce", "fed-avg"), workers=(1, 3), seeds=(0,), attacks=("alie",))
     assert [trial.id for trial in chosen.trials] == ["all-reduce-n3-s0", "fed-avg-n1-s0", "fed-avg-n3-s0"]
-    reasons = {(out.variant.label, out.workers): out.reason for out in chosen.left_out}
+    reasons = {(out.variant.text, out.workers): out.reason for out in chosen.left_out}
     assert "leaves none of 1 worker(s) honest" in reasons["all-reduce", 1]
     assert "has no effect under this strategy" in reasons["single", 1]
     assert chosen.config(0).attacks == ("alie",)

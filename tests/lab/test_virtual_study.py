@@ -177,13 +177,13 @@ def test_a_strategy_that_a_user_registered_is_compared_and_reported(
     assert set(trials["status"]) == {"finished"}
     assert dict(zip(trials["strategy"], trials["unit"], strict=True)) == {
         "all-reduce": "update",
-        "mine pace=2": "round",
+        "mine:pace=2": "round",
     }
     again = Study.open(tmp_path / "out")
-    assert "mine pace=2" in set(again.frames.summary["strategy"])
+    assert "mine:pace=2" in set(again.frames.summary["strategy"])
     report_page.write([again.directory], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "mine pace=2" in page
+    assert "mine:pace=2" in page
     assert "Iterations (rounds)" in page
     first = Result(runner.directory_of(study.directory, study.spec.trials[-1]))
     assert (first.manifest["strategy"]["name"], first.unit) == ("mine", "round")

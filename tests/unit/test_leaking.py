@@ -28,13 +28,13 @@ from paceline.training import snapshot
 def known_of(data: Dataset, name: str, *, steps: int = 1, seed: int = 0) -> Known:
     torch.manual_seed(seed)
     split = data.train
-    low, high = (0 - split.mean) / split.std, (255 - split.mean) / split.std
+    low, high = (0 - split.mean) / split.std, (float(split.images.max()) - split.mean) / split.std
     model = build(name, num_classes=data.num_classes, shape=data.shape)
     return Known(model, data.shape, data.num_classes, low, high, steps, 0.1)
 
 
 def pixels(data: Dataset, inputs: Tensor) -> Tensor:
-    return ((inputs * data.train.std + data.train.mean) / 255).clamp(0, 1)
+    return ((inputs * data.train.std + data.train.mean) / float(data.train.images.max())).clamp(0, 1)
 
 
 def sent_by(known: Known, data: Dataset, number: int) -> tuple[Tensor, int, list[Tensor]]:
@@ -177,7 +177,7 @@ def test_nothing_leaves_the_box_and_many_steps_deceive_more_than_one() -> None:
     known, (inputs, labels) = known_of(data, "mlp"), data.test[:100]
     limits = Box(known.low, known.high, 0.1 * (known.high - known.low))
     scores = [accuracy(model, inputs, labels)]
-    for evasion in (Fgsm(), Pgd()):
+    for evasion in (Fgsm(), Pgd(step=0.1)):
         shown = evasion.evading(model, inputs, labels, limits, generator=torch.Generator().manual_seed(0))
         assert bool(((shown - inputs).abs() <= limits.reach + 1e-6).all())
         assert bool(((shown >= limits.low) & (shown <= limits.high)).all())

@@ -123,7 +123,9 @@ class Supervisor:
             self._part()
         except KeyboardInterrupt:
             self._save_and_stop()
-            raise Interrupted(self._directory, self._controller.progress.saved_iteration) from None
+            is_resumable = self._job.config.elastic is None
+            saved = self._controller.progress.saved_iteration
+            raise Interrupted(self._directory, saved, is_resumable=is_resumable) from None
         except PacelineError as failure:
             self._controller.event("failed", error=str(failure))
             raise
@@ -237,7 +239,10 @@ class Supervisor:
                 return
         try:
             for name in sorted(members.dead):
-                survival.lose(name)
+                if name in self._controller.gone:
+                    survival.end(name)
+                else:
+                    survival.lose(name)
                 members.dead.discard(name)
                 members.pending = {future: other for future, other in members.pending.items() if other != name}
                 del members.actors[name]

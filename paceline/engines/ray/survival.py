@@ -90,6 +90,8 @@ class Survival:
         self._looked_s = now_s
         for rank in self._coordinator.living:
             name = f"worker-{rank}"
+            if name in self._controller.gone:  # it has said goodbye, and is about to end
+                continue
             heard_s = max(self._heard_s.get(name, 0.0), self._controller.heard_s.get(name, now_s))
             self._heard_s[name] = heard_s
             if now_s - heard_s > self._elastic.deadline_s and name not in self._why:

@@ -242,6 +242,17 @@ def test_another_strategy_goes_on_from_the_outer_parameters(first: str, second: 
     assert went_on.iteration == 6
 
 
+def test_a_fragment_on_its_way_keeps_the_weights_of_its_steps(tmp_path: Path) -> None:
+    """Resumed where one fragment has a shorter batch behind it that has not been exchanged: to the bit."""
+    script = partial(launched, partial(train_script, optimizer=partial(SGD, lr=0.1), data=partial(samples, 91)))
+    settings = {"strategy": "diloco", "options": {"every": 4, "fragments": 2}, "workers": 2}
+    whole = virtual_engine.run(script, out=tmp_path / "whole", max_steps=4, **settings)
+    virtual_engine.run(script, out=tmp_path / "begun", max_steps=3, **settings)
+    resumed = virtual_engine.run(script, out=tmp_path / "on", max_steps=4, resume=tmp_path / "begun", **settings)
+    for name, tensor in whole.model_state().items():
+        assert torch.equal(resumed.model_state()[name], tensor), name
+
+
 @ENGINES
 def test_moments_with_periods_of_their_own_go_on_where_they_were(engine: ModuleType, tmp_path: Path) -> None:
     """Resumed between two of their averagings, and with a step that one worker leaves out: to the bit."""

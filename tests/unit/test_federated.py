@@ -16,6 +16,9 @@ from torch.optim import SGD, Optimizer
 
 from paceline.aggregate import Aggregator, Contribution
 from paceline.attacks import SentAttack, parse
+from paceline.codec.base import TensorCodec
+from paceline.codec.quantised import QSGD
+from paceline.codec.sparse import RandomK
 from paceline.comm.base import Collective
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.membership import Membership
@@ -31,6 +34,7 @@ from paceline.strategies.federated import Federated
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.kept import Kept
 from paceline.strategies.federated.private import private_names
+from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.hostility import under_attack
 from paceline.strategies.replica import describe
 from tests.unit.virtual_world import VirtualWorld
@@ -220,7 +224,7 @@ def test_clients_drawn_by_size_count_alike(weights: str, is_biased: bool) -> Non
     """Li et al., ICLR 2020, scheme I: the weighted mean in expectation. Weighted once more, it is not."""
     clients, sizes = [(1.0, 1.0, 1), (1.0, 0.0, 1), (1.0, -2.0, 1)], (1, 1, 4)
     wanted = sum(b * size for (_, b, _), size in zip(clients, sizes, strict=True)) / sum(sizes)
-    strategy = build("fed-avg", {"clients": 3, "fraction": 0.67, "sampler": "by-size", "weights": weights})
+    strategy = build("fed-avg", {"clients": 3, "fraction": 1.0, "sampler": "by-size", "weights": weights})
 
     def mean_of_tail(collective: Collective) -> float:
         player = Player(collective, strategy, clients, sizes=sizes)
@@ -679,3 +683,11 @@ def test_a_checkpoint_holds_the_controls_of_clients_that_have_trained() -> None:
     (found,) = VirtualWorld(1).run(work)
     assert sum(name.startswith("client.") for name in found) == 3
     assert found["shared_control.0"] == (1,)
+
+
+@pytest.mark.parametrize(("codec", "is_alike"), [(QSGD(), False), (RandomK(ratio=0.5), True)])
+def test_clients_draw_for_themselves_unless_the_codec_is_linear(codec: TensorCodec, is_alike: bool) -> None:
+    """The errors of many clients are to cancel; what is linear is summed as it was encoded, in the same places."""
+    upload, change = Upload(codec, seed=3), torch.linspace(-1.0, 1.0, 600)
+    first, second = (upload.passed([change], [], client=client, round_number=4)[0][0] for client in range(2))
+    assert torch.equal(first, second) == is_alike

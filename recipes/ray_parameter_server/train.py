@@ -50,7 +50,7 @@ def main() -> None:
     model = models[args.model]()
     # The study's servers add up the gradients that they are given; Paceline's take the mean of what makes an update.
     num_added = worker.size if worker.strategy.traits.is_synchronous else 1
-    optimizer = torch.optim.SGD(model.parameters(), args.lr * num_added, args.momentum)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
     loader = DataLoader(cifar10.train, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)
 
@@ -75,7 +75,7 @@ def main() -> None:
     for _ in range(args.epochs):
         for x, y in loader:
             x, y = prepared(x), y.to(worker.device)
-            loss = F.cross_entropy(model(x), y, reduction=args.reduction)
+            loss = num_added * F.cross_entropy(model(x), y, reduction=args.reduction)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -25,6 +25,9 @@ from tests.conformance import local_engine
 
 When = Literal["quick", "slow", "never"]
 
+SELDOM = 1_000_000
+"""Iterations between checkpoints, in runs whose slow worker waits for the others: in a pause they would wait for it."""
+
 
 @dataclass(frozen=True)
 class Row:

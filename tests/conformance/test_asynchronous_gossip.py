@@ -18,7 +18,7 @@ from paceline.strategies import build
 from paceline.strategies.gossip import AsynchronousGossip
 from paceline.topology import Chain, Ring, Star, Topology
 from paceline.training.worker import Worker
-from tests.conformance.rows import keep, prepared, step, steps_of
+from tests.conformance.rows import SELDOM, keep, prepared, step, steps_of
 from tests.conformance.test_gossip import Point, every_engine, run
 
 STEP_S, SLOW = 0.01, 3
@@ -105,7 +105,9 @@ def test_staleness_is_what_has_come_meanwhile(tmp_path: Path) -> None:
     link = {"bandwidth_gbit_per_s": 1.0}
     hosts = (Hosts(**link), Hosts(name="slow", speed=0.1, **link))
     cluster = Cluster(hosts=hosts, compute=Compute(step_s=STEP_S))
-    result = run(train_for_long, tmp_path, "ad-psgd", workers=2, cluster=cluster, max_steps=200)
+    result = run(
+        train_for_long, tmp_path, "ad-psgd", workers=2, cluster=cluster, max_steps=200, checkpoint_every=SELDOM
+    )
     found = {rank: [record.staleness for record in steps_of(result, rank)][2:-2] for rank in (0, 1)}
     assert 8 <= min(found[1]) <= max(found[1]) <= 11
     assert max(found[0]) == 1

@@ -16,13 +16,11 @@ import pytest
 
 from paceline.running.result import Result
 from paceline.training.worker import Worker
-from tests.conformance.rows import Row, prepared, step, steps_of, wait_until
+from tests.conformance.rows import SELDOM, Row, prepared, step, steps_of, wait_until
 
 SLOW_S = 0.1
 EPOCH_STEPS = 8
 NUM_WORKERS = 3
-SELDOM = 1_000_000
-"""Iterations between checkpoints, in runs whose slow worker waits for the others: in a pause they would wait for it."""
 
 Goal = Callable[[int, int], int]
 """What another worker must have made before the slow one takes a step: from the slow one's steps and from its own."""

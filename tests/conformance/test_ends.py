@@ -14,6 +14,7 @@ from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.training.worker import Worker
 from tests.conformance.local_engine import STOP_FILE
 from tests.conformance.rows import (
+    SELDOM,
     Row,
     every_row,
     keep,
@@ -23,7 +24,6 @@ from tests.conformance.rows import (
     steps_of,
     wait_until,
 )
-from tests.conformance.test_asynchrony import SELDOM
 
 
 def train_for_long(worker: Worker, out: Path, *, slow_rank: int | None = None, max_epochs: int = 200) -> None:

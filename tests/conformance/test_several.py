@@ -114,7 +114,7 @@ def test_gan_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
 TWO_CLIENTS = {"clients": 2, "fraction": 1.0}
 
 
-@pytest.mark.parametrize("strategy", [name for name in HAVE_CLIENTS if name != "fed-bn"])
+@pytest.mark.parametrize("strategy", [name for name in HAVE_CLIENTS if name not in ("fed-bn", "dp-fed-avg")])
 def test_gan_trains_where_clients_take_turns(strategy: str, tmp_path: Path) -> None:
     options = TWO_CLIENTS | ({"private": "generator.3,discriminator.0"} if strategy == "fed-rep" else {})
     result = run("virtual", partial(train_gan, epochs=12), tmp_path, strategy, options=options, eval_every=4)
@@ -126,6 +126,11 @@ def test_gan_trains_where_clients_take_turns(strategy: str, tmp_path: Path) -> N
 def test_gan_without_layers_that_clients_could_keep(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="private=norm: the model has no layer 'norm'; it has generator"):
         run("virtual", train_gan, tmp_path, "fed-bn", options=TWO_CLIENTS)
+
+
+def test_gan_under_a_privacy_that_knows_one_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="privacy is accounted for one optimizer, and several were prepared"):
+        run("virtual", train_gan, tmp_path, "dp-fed-avg", options=TWO_CLIENTS)
 
 
 @pytest.mark.parametrize("strategy", ["ps-ssp", "ps-asp"])

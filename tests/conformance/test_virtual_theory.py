@@ -24,7 +24,7 @@ from paceline.server import client_core, server_core, windows
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 from paceline.training.worker import Worker
 from tests.conformance.reference import train_alone
-from tests.conformance.rows import loader_of, problem
+from tests.conformance.rows import SELDOM, loader_of, problem
 from tests.conformance.scripts import EXACT, SCRIPTS, NormalisedSGD, assert_close
 from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of, run, tiny
 
@@ -38,7 +38,7 @@ def cut_into_pieces(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
 
 
 def test_constant_compute_gives_asynchronous_workers_a_staleness_of_n_minus_1(tmp_path: Path) -> None:
-    result = run(tiny, tmp_path, "ps-asp", 8, cluster=cluster_of(), max_steps=200)
+    result = run(tiny, tmp_path, "ps-asp", 8, cluster=cluster_of(), max_steps=200, checkpoint_every=SELDOM)
     assert {update.staleness for update in result.updates[8:]} == {7}
     # The last of eight gradients at a time are on their way when the budget is spent.
     assert result.training_time_s == pytest.approx((200 / 8 + 1) * STEP_S, rel=0.01)
@@ -47,7 +47,8 @@ def test_constant_compute_gives_asynchronous_workers_a_staleness_of_n_minus_1(tm
 def test_exponential_compute_gives_a_geometric_staleness(tmp_path: Path) -> None:
     """Whoever finishes next is any of n with the same chance: P(k) = (1 - 1/n)**k / n, of mean n - 1."""
     n = 5
-    result = run(tiny, tmp_path, "ps-asp", n, cluster=cluster_of(distribution="exponential"), max_steps=3000)
+    cluster = cluster_of(distribution="exponential")
+    result = run(tiny, tmp_path, "ps-asp", n, cluster=cluster, max_steps=3000, checkpoint_every=SELDOM)
     staleness = [update.staleness for update in result.updates[n:]]
     assert sum(staleness) / len(staleness) == pytest.approx(n - 1, rel=0.05)
     for k in range(4):

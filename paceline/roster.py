@@ -19,6 +19,8 @@ class Sampler(Piece, ABC):
 
     is_independent: ClassVar[bool] = False
     """Whether each client takes part for itself, with the same probability in each round."""
+    repeats: ClassVar[bool] = False
+    """Whether a client may be drawn several times for a round, in which it then counts as often."""
 
     @abstractmethod
     def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
@@ -44,6 +46,8 @@ class Uniform(Sampler, name="uniform"):
 class BySize(Sampler, name="by-size"):
     """A fixed number, drawn with replacement, as likely as a client has samples (Li et al., ICLR 2020, scheme I, which
     goes with `weights=equal`)."""
+
+    repeats: ClassVar[bool] = True
 
     def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
         return _random(seed, number).choices(range(len(sizes)), weights=sizes, k=num_drawn(fraction, len(sizes)))

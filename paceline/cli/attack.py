@@ -46,6 +46,8 @@ def attack(
     """
     if kind not in _METHODS:
         raise unknown("attack", kind, _METHODS)
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"--out {out}: {out.parent} is no folder; make it first")
     if samples < 1 or steps < 1 or lr <= 0 or noise < 0:
         raise UsageError("samples and steps must be at least 1, lr above 0, and noise at least 0")
     from paceline.data import load  # here, because torch takes a while to load
@@ -101,6 +103,7 @@ def _evade(
     trained: Path, data: "Dataset", *, model: str, method: str, samples: int, seed: int
 ) -> "tuple[Table, list[Tensor]]":
     import torch
+    from safetensors import SafetensorError
 
     from paceline.attacks.evading import Box, Evasion, accuracy
     from paceline.models import build
@@ -113,7 +116,7 @@ def _evade(
     path = trained / MODEL_FILE if trained.is_dir() else trained
     try:
         network.load_state_dict(read_model_file(path))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{path} holds no {model} for {data.name}: {error}; name its --model and --dataset") from None
     network.eval()
     inputs, labels = data.test[:samples]

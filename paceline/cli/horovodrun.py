@@ -107,7 +107,7 @@ def horovodrun(
 
     Example: paceline horovodrun -np 4 python legacy.py --lr 0.1
     """
-    given = {name: value for name, value in locals().items() if value not in (None, False)}
+    given = {name: value for name, value in locals().items() if value is not None and value is not False}
     if config_file is not None:
         from paceline.horovod import config_file as files
 

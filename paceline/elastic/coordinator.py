@@ -37,8 +37,12 @@ class Coordinator:
 
     def died(self, rank: int) -> tuple["Coordinator", Form | None]:
         """Raises RunFailed where too few are left."""
-        if len(self.living) - (rank in self.living) < self.at_least:
-            raise RunFailed(f"{len(self.living) - 1} workers are left, and --elastic asks for {self.at_least} or more")
+        left = len(self.living) - (rank in self.living)
+        if left < self.at_least:
+            raise RunFailed(
+                f"{left} workers are left, and --elastic asks for {self.at_least} or more; start the run again, with a "
+                "lower MIN if fewer may go on"
+            )
         return self.ended(rank)
 
     def ended(self, rank: int) -> tuple["Coordinator", Form | None]:

@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, Any]:
         said = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise UsageError(f"cannot read the config file {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"the config file {path} is not YAML: {error}") from None
     if not isinstance(said, dict):
         raise UsageError(f"the config file {path} has no sections, such as params or timeline")

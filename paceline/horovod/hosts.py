@@ -38,6 +38,8 @@ def parse_hosts(texts: Iterable[str]) -> list[Host]:
         name, _, count = text.strip().partition(":")
         if not name or (count and not count.isdigit()) or count == "0":
             raise UsageError(f"{text!r} is not of the form host:slots")
+        if name.startswith("-") or len(name.split()) > 1:  # ssh would take it for an option of its own
+            raise UsageError(f"{name!r} is no name of a host")
         hosts.append(Host(name, int(count or 1)))
     twice = [name for name, times in Counter(host.name for host in hosts).items() if times > 1]
     if twice:
@@ -178,7 +180,7 @@ class Launch:
     def _tell(
         self, process: "subprocess.Popen[str]", host: str, place: Mapping[str, int], meeting_point: Mapping[str, Any]
     ) -> None:
-        first = self._places[0][0].name
+        first = self._places[0][0].name.rpartition("@")[2]
         address = meeting_point["address"] if is_here(first) else first
         variables = {
             **self._variables,

@@ -5,6 +5,7 @@ Only the statements that name Horovod are changed. The script is read, never run
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -62,6 +63,7 @@ class _Edits:
         self._starts = [0]
         for line in self._lines:
             self._starts.append(self._starts[-1] + len(line))
+        self._num_removed: Counter[int] = Counter()
 
     def at(self, line: int, column: int) -> int:
         """Where it is in the text; columns of a syntax tree count bytes."""
@@ -77,8 +79,9 @@ class _Edits:
         self.changes.append((*span, text))
 
     def remove(self, statement: ast.stmt, siblings: Sequence[ast.stmt]) -> None:
-        """Its lines, with a comment about Horovod right above."""
-        if len(siblings) == 1:
+        """Its lines, with a comment about Horovod right above; of a block that is removed whole, `pass` is left."""
+        self._num_removed[id(siblings)] += 1
+        if self._num_removed[id(siblings)] == len(siblings):
             self.replace(statement, "pass")
             return
         first, last = statement.lineno, statement.end_lineno or statement.lineno
@@ -101,9 +104,9 @@ class _Edits:
                 self.changes.append((self._starts[line - 1], self._starts[line - 1] + shift, ""))
 
     def applied(self) -> str:
-        """Changes inside of a removed statement are gone with it."""
+        """Changes inside of a removed statement are gone with it; what is inserted right before it is not."""
         found, at = [], 0
-        for start, end, text in sorted(self.changes, key=lambda change: (change[0], -change[1])):
+        for start, end, text in sorted(self.changes, key=lambda change: (change[0], change[1] > change[0], -change[1])):
             if start >= at:
                 found += [self.source[at:start], text]
                 at = end
@@ -244,7 +247,7 @@ def _replace_optimizer(
     assert facts.optimizer is not None
     assert facts.loader is not None
     call, lines = _call(facts.optimizer), []
-    own = call.args[0] if call.args else next(each.value for each in call.keywords if each.arg == "optimizer")
+    own = _argument(call, "optimizer")
     if edits.text(own) != _target(facts.optimizer):
         lines.append(f"{_target(facts.optimizer)} = {edits.text(own)}")
     if facts.loader.lineno < facts.optimizer.lineno:
@@ -266,7 +269,7 @@ def _change_expressions(tree: ast.Module, facts: _Facts, edits: _Edits) -> None:
             _change_call(node, called.removeprefix(f"{facts.horovod}."), edits)
         elif isinstance(node, ast.Call) and called == "len" and sampler and edits.text(node.args[0]) == sampler:
             assert facts.sampler is not None
-            dataset = edits.text(_call(facts.sampler).args[0])
+            dataset = edits.text(_argument(_call(facts.sampler), "dataset"))
             edits.replace(node, f"(len({dataset}) // worker.size)")
 
 
@@ -318,6 +321,14 @@ def _called(node: ast.AST | None) -> str:
 def _call(statement: ast.Assign) -> ast.Call:
     assert isinstance(statement.value, ast.Call)
     return statement.value
+
+
+def _argument(call: ast.Call, name: str) -> ast.expr:
+    """The first argument, which may be given by this name. Raises UsageError if it cannot be told."""
+    for given in [*call.args[:1], *(each.value for each in call.keywords if each.arg == name)]:
+        if not isinstance(given, ast.Starred):
+            return given
+    raise UsageError(f"line {call.lineno}: which {name} {_called(call)} gets cannot be told; write it as {name}=...")
 
 
 def _target(statement: ast.Assign) -> str:

@@ -97,7 +97,8 @@ class LinkSpeed:
         scratch: Tensor | None = None,
         average: Callable[[Tensor], Work] | None = None,
     ) -> None:
-        self._num_coding = context.size // context.local_size if among_hosts else context.size
+        # Hosts may have unlike numbers of workers: rounded up, there are two or more.
+        self._num_coding = -(-context.size // context.local_size) if among_hosts else context.size
         if scratch is None or scratch.numel() < MIN_BYTES:
             scratch = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=context.device)
         average = average or (lambda flat: context.collective.all_reduce(flat, op="mean"))

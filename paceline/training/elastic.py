@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -15,13 +15,14 @@ from paceline.training.sharding.orders import Orders
 from paceline.training.worker_run import WorkerRun
 
 if TYPE_CHECKING:
+    from paceline.training.feeds import EachHandouts
     from paceline.training.handouts import Handouts
 
 T = TypeVar("T")
 
 
 @final
-class Survival:
+class Survivor:
     """What a synchronizer that repeats steps asks (`Recovery`), and what a session asks.
 
     Raises:
@@ -36,11 +37,11 @@ class Survival:
         self.samples = self.batches = 0
         """That all workers together have trained on, those who have died among them."""
 
-    def attach(self, given: Given, handouts: Any) -> None:
+    def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
         """Look at what the script has prepared, and whose batches are committed."""
         if len(given.optimizers) != 1 or len(given.loaders) != 1:
             raise UsageError("--elastic takes one optimizer and one loader so far; leave --elastic out for several")
-        self._handouts = handouts
+        self._handouts = cast("Handouts", handouts)  # of one loader
         if self._elastic.global_batch == "keep":
             for each in given.extra.values():
                 if isinstance(each, LRScheduler):

@@ -111,7 +111,7 @@ class Handouts:
 
     def _require_all_samples(self, tensors: Sequence[Tensor], num_samples: int, place: Place) -> None:
         """Raises UsageError where a collation leaves samples out of some batches: gradients count by what it was given.
-        One that makes a row of several samples does so in each batch."""
+        One that makes a row of several samples does so in each batch, and gives no batch in full."""
         if tensors and tensors[0].dim() and tensors[0].shape[0] == num_samples and self._share in (None, 1.0):
             self._share = 1.0  # 4 us, where what follows takes 18
             return
@@ -119,7 +119,7 @@ class Handouts:
         if len(lengths) != 1 or not 1 < (length := lengths.pop()) <= num_samples:
             return
         before, self._share = self._share, length / num_samples
-        if before is not None and self._share != before:
+        if before is not None and self._share != before and 1.0 in (before, self._share):
             raise UsageError(
                 f"rank {self._rank}, epoch {place.epoch}: of {num_samples} samples the DataLoader's collation gives "
                 f"{length} in batch {place.num_batches_done + 1}, and another share in the batch before, but workers' "

@@ -75,7 +75,10 @@ class Judge:
         if self._judged is not None and self._judged[0] == at.iterations:
             return self._judged[1]  # a pause that is repeated, since a worker has died in it
         found = evaluate(self.evaluation, model, target=run.config.target, now_s=run.context.pacing.now_s)
-        metrics = {**found.metrics, **run.prepared.synchronizer.measures}
+        measures = run.prepared.synchronizer.measures
+        if taken := found.metrics.keys() & measures.keys():
+            raise UsageError(f"the evaluation returns {min(taken)!r}, which this run records itself; call it otherwise")
+        metrics = {**found.metrics, **measures}
         run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, metrics, found.duration_s))
         if self._streak is not None and self._streak.add(found.metrics, time_s) and not self._is_target_reached:
             self._is_target_reached = True

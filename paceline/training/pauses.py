@@ -11,7 +11,7 @@ from paceline.training.agreement import Agreement
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.differing import Differing
-from paceline.training.elastic import Survival
+from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation
 from paceline.training.judging import Judge
 from paceline.training.kept_models import KeptModels
@@ -35,11 +35,11 @@ class Pauses:
     """
 
     def __init__(
-        self, run: WorkerRun, cadence: Cadence, checkpoints: Checkpoints, survival: Survival | None = None
+        self, run: WorkerRun, cadence: Cadence, checkpoints: Checkpoints, survivor: Survivor | None = None
     ) -> None:
-        """`survival`: knows what all workers have trained on, those who have died among them."""
+        """`survivor`: knows what all workers have trained on, those who have died among them."""
         self._run, self._cadence, self._checkpoints = run, cadence, checkpoints
-        self._survival = survival
+        self._survivor = survivor
         self._agreement = Agreement(run)
         self._judge = Judge(run)
         self._kept = KeptModels(run)
@@ -128,7 +128,7 @@ class Pauses:
     def _report(self, *, is_done: bool) -> dict[str, Any]:
         """What this worker says of itself."""
         run = self._run
-        tally = self._survival
+        tally = self._survivor
         iteration, time_s = self._met_at
         elapsed_s = run.clock.now_s - time_s
         return {

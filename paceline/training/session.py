@@ -3,7 +3,7 @@
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -35,7 +35,7 @@ from paceline.training import snapshot
 from paceline.training.accounting import Account
 from paceline.training.cadence import NEVER, Cadence
 from paceline.training.checkpoints import Checkpoints
-from paceline.training.elastic import Survival
+from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation
 from paceline.training.feeds import Feed, joined, require_even
 from paceline.training.given import Given
@@ -85,12 +85,12 @@ class Session:
         traits = strategy.traits
         runs_free = traits.tells_stop and not traits.lock_step
         self._cadence = Cadence(config, num_free_workers=context.size if runs_free else 0)
-        self._survival = None
+        self._survivor = None
         if config.elastic is not None and context.reform is not None:
-            self._survival = Survival(self.run, config.elastic)
-            self.run.context = replace(self.run.context, recovery=self._survival)
+            self._survivor = Survivor(self.run, config.elastic)
+            self.run.context = replace(self.run.context, recovery=self._survivor)
         self._checkpoints = Checkpoints(self.run)
-        self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survival)
+        self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survivor)
         self._has_started = False
         self._has_finished = False
         self._is_released = False
@@ -152,8 +152,8 @@ class Session:
         handouts = joined([feed.handouts for feed in feeds.values()])
         for number, (name, part) in enumerate(parts.items()):
             part.number, part.title, part.progress = number, name if others else "", handouts.progress
-        if self._survival is not None:
-            self._survival.attach(given, handouts)
+        if self._survivor is not None:
+            self._survivor.attach(given, handouts)
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         self._unstepped = Unstepped(replicas[0].parameters, rank=context.rank)
@@ -216,7 +216,7 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
-        if self._survival is not None and self._has_started and not self._has_finished:
+        if self._survivor is not None and self._has_started and not self._has_finished:
             raise UsageError(
                 f"{what} in the training loop could not be repeated when a worker dies (--elastic); call it before the "
                 "first batch, or leave --elastic out"
@@ -258,10 +258,12 @@ class Session:
         """Give back hooks and files, also where the script has failed; the first call does it."""
         if not self._is_released and self.run.is_prepared:
             self._is_released = True
-            self.run.prepared.synchronizer.close()
-            self.run.prepared.handouts.close()
-            self._lone_samples.close()
-            self._unprepared.close()
+            prepared = self.run.prepared
+            with ExitStack() as stack:  # calls all of them, whichever fails
+                for part in (self._unprepared, self._lone_samples, self._summed_loss, prepared.handouts):
+                    if part is not None:
+                        stack.callback(part.close)
+                stack.callback(prepared.synchronizer.close)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -428,10 +430,10 @@ class Session:
             self.pauses.between_steps()
 
     def _meet(self, *, is_done: bool) -> bool:
-        if self._survival is None:
+        if self._survivor is None:
             return self.pauses.meet(is_done=is_done)
         meet = partial(self.pauses.meet, is_done=is_done)
-        return self._survival.repeated(meet, self.run.prepared.synchronizer)
+        return self._survivor.repeated(meet, self.run.prepared.synchronizer)
 
     def _end(self) -> None:
         self.run.has_ended = True
@@ -440,9 +442,9 @@ class Session:
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
         self._has_started = True
-        if self._survival is not None:
+        if self._survivor is not None:
             prepared = self.run.prepared
-            self._survival.require_prepared_schedulers(prepared.extra, next(iter(prepared.optimizers.values())))
+            self._survivor.require_prepared_schedulers(prepared.extra, next(iter(prepared.optimizers.values())))
         with self._pausing():
             self.run.prepared.synchronizer.start()
             self._meet(is_done=False)
@@ -479,7 +481,7 @@ class Session:
             gather=context.collective.all_gather_object,
             takes_equal_steps=self.run.traits.takes_equal_steps,
             participation=self.run.strategy.participation(),
-            dealing=self._survival.deals if self._survival is not None else None,
+            dealing=self._survivor.deals if self._survivor is not None else None,
         )
         if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
@@ -493,7 +495,7 @@ class Session:
             self._settle()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
-        if self.run.context.pacing.is_simulated or self._survival or (is_stream and self.run.traits.takes_equal_steps):
+        if self.run.context.pacing.is_simulated or self._survivor or (is_stream and self.run.traits.takes_equal_steps):
             # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
             self._refusal = UsageError(
                 f"rank {self.run.context.rank} reads the loader in another thread: a virtual run would not repeat "

@@ -243,6 +243,22 @@ def test_a_budget_of_privacy_ends_the_run_and_is_recorded(engine: ModuleType, tm
         assert {"wanted": 60, "by": "privacy"} in [event.details for event in result.events]
 
 
+def whole_rounds(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = worker.prepare(model := network(), SGD(model.parameters(), lr=0.1), loader_of(problem()))
+    worker.evaluation(lambda model: {"sum": float(sum(each.sum() for each in model.parameters()))})
+    for _ in range(12):
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+
+
+def test_the_model_that_is_saved_has_no_noise_of_a_round_that_nobody_plays(tmp_path: Path) -> None:
+    options = {"clients": 8, "fraction": 1.0}
+    result = run(virtual_engine, whole_rounds, tmp_path, strategy="dp-fed-avg", options=options, eval_every=1)
+    assert result.iteration == 3
+    saved = float(sum(each.sum() for each in result.model_state().values()))
+    assert result.evaluations[-1].metrics["sum"] == pytest.approx(saved, abs=1e-5)
+
+
 def with_statistics(worker: Worker, out: Path) -> None:
     model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader_of(problem()))

@@ -35,6 +35,9 @@ def test_hosts_and_slots() -> None:
     for text, said in (("a:x", "is not of the form host:slots"), (":2", "not of the form"), ("a:0", "not of the form")):
         with pytest.raises(UsageError, match=said):
             parse_hosts([text])
+    for text in ("-oProxyCommand=true", "a b"):
+        with pytest.raises(UsageError, match="is no name of a host"):
+            parse_hosts([text])
     with pytest.raises(UsageError, match="host a is named twice"):
         parse_hosts(["a:1", "b:2", "a:2"])
 

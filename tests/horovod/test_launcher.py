@@ -121,6 +121,17 @@ def test_a_config_file_says_what_the_command_line_does_not(tmp_path: Path, monke
     assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "300"
 
 
+def test_a_zero_on_the_command_line_is_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_command, "run", lambda script, **settings: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(CONFIG)
+    options = "--fusion-threshold-mb 0 --cache-capacity 0 --config-file config.yaml"
+    assert launch(monkeypatch, f"-np 2 {options} python train.py") == 0
+    found = Settings.read(os.environ)
+    assert (found.fusion_bytes, found.num_remembered) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -159,12 +159,50 @@ def test_an_optimizer_in_an_optimizer_and_a_loader_that_comes_later() -> None:
     )
 
 
+def test_a_loader_between_the_optimizer_and_what_is_removed() -> None:
+    found = migrate(
+        "import horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "opt = hvd.DistributedOptimizer(opt, named_parameters=net.named_parameters())\n"
+        "train_data = DataLoader(data, shuffle=True)\n"
+        "hvd.broadcast_parameters(net.state_dict(), root_rank=0)\n"
+        "if hvd.size() > 1:\n"
+        "    hvd.broadcast_parameters(net.state_dict(), root_rank=0)\n"
+        "    hvd.broadcast_optimizer_state(opt, root_rank=0)\n"
+    )
+    assert found.source == (
+        "import paceline\n"
+        "worker = paceline.init()\n"
+        "train_data = DataLoader(data, shuffle=True)\n"
+        "net, opt, train_data = worker.prepare(net, opt, train_data)\n"
+        "if worker.size > 1:\n"
+        "    pass\n"
+    )
+
+
+def test_arguments_by_name() -> None:
+    found = migrate(
+        "import horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "sampler = DistributedSampler(dataset=data, num_replicas=hvd.size(), rank=hvd.rank())\n"
+        "train_data = DataLoader(data, sampler=sampler)\n"
+        "opt = hvd.DistributedOptimizer(optimizer=opt, named_parameters=net.named_parameters())\n"
+        "print(len(sampler))\n"
+    )
+    assert "print((len(data) // worker.size))" in found.source
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
         ("import torch\n", "does not import horovod.torch by a name"),
         ("import horovod.torch as hvd\nhvd.init(\n", "not valid Python"),
         ("import horovod.torch as hvd\nhvd.init()\n", "no optimizer = hvd.DistributedOptimizer"),
+        (
+            "import horovod.torch as hvd\nopt = hvd.DistributedOptimizer(**given)\n"
+            "hvd.broadcast_parameters(net.state_dict())\ntrain = DataLoader(data)\n",
+            "line 2: which optimizer hvd.DistributedOptimizer gets cannot be told; write it as optimizer=",
+        ),
         ("import horovod.torch as hvd\nopt = hvd.DistributedOptimizer(opt)\n", "the model cannot be told"),
         (
             "import horovod.torch as hvd\nopt = hvd.DistributedOptimizer(opt, net.named_parameters())\n"

@@ -386,6 +386,10 @@ def test_what_rounds_cost_is_the_accountants_figure() -> None:
     accountant = Accountant()
     accountant.spend(noise_multiplier=2.0, sample_rate=1.0, steps=max(turns.values()))
     assert guard(own).epsilon(6) == accountant.epsilon(delta=1e-5)
+    looking_ahead = guard(Local(noise=4.0, epsilon=1e6))
+    assert not looking_ahead.is_spent(9)
+    assert looking_ahead.epsilon(6) == accountant.epsilon(delta=1e-5)
+    assert looking_ahead.epsilon(0) == 0
 
 
 def test_a_budget_that_allows_no_round_is_refused() -> None:
@@ -402,6 +406,7 @@ def test_a_budget_that_allows_no_round_is_refused() -> None:
         ("fed-bn", {"privacy": "local"}, "the model that is saved holds private layers"),
         ("fed-avg", {"privacy": "central"}, "a client with many samples would count more than its clip"),
         ("dp-fed-avg", {"sampler": "uniform"}, "drawn each for itself; use sampler=poisson"),
+        ("dp-fed-avg", {"sampler": "by-size", "fraction": "1"}, "drawn twice would count twice its clip"),
         ("dp-fed-avg", {"nonfinite": "allow"}, "lets changes through that nothing clips"),
         ("dp-fed-avg", {"privacy.noise": "0"}, "noise and clip must be above 0"),
         ("dp-fed-avg", {"privacy.epsilon": "0"}, "epsilon must be above 0, not 0"),

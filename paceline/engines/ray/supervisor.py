@@ -166,9 +166,10 @@ class Supervisor:
         )
         elastic = job.config.elastic
         if elastic is not None:
-            if transport(spec.members) not in ("none", "shared memory"):
+            is_here = all(info.node_id == own_node_id() for info in spec.workers)  # who is silent is ended by its pid
+            if not is_here or transport(spec.members) not in ("none", "shared memory"):
                 raise UsageError(
-                    "--elastic is for workers on the cores of one host so far, which meet in shared memory; leave it "
+                    "--elastic is for workers on the cores of this host so far, which meet in shared memory; leave it "
                     "out, or use --device cpu and a cluster of one host"
                 )
             self._survival = Survival(

@@ -122,7 +122,8 @@ class Workers:
                         callback(said)
             return list(ray.get(results))
         finally:
-            ray.get([actor.set_queue.remote(None) for actor in self.actors])
+            with contextlib.suppress(Exception):  # a worker may be dead, which has been raised
+                ray.get([actor.set_queue.remote(None) for actor in self.actors])
             queue.shutdown(force=True)
 
     def shutdown(self) -> None:

@@ -34,7 +34,8 @@ class Guard:
         self._num_expected = participation.fraction * participation.num_clients
         self._on_sum = privacy.on_sum(num_expected=self._num_expected)
         self._clip = privacy.clip
-        self._counted, self._turns = 0, Counter[int]()  # of so many rounds, each client's turns
+        self._turns = Counter[int]()  # each client's, in as many rounds as have been counted
+        self._most_turns = [0]  # that any client has had after each round
         if self.is_spent(1):
             raise UsageError(
                 f"privacy.epsilon={privacy.epsilon:g} allows no round: one costs {self.epsilon(1):.3g}; add noise, or "
@@ -48,11 +49,14 @@ class Guard:
 
     def epsilon(self, num_rounds: int) -> float:
         """What so many rounds cost a client."""
-        while self._counted < num_rounds and self._on_sum is None:
-            self._turns.update(self._roster.drawn(self._counted).keys())
-            self._counted += 1
-        most_turns = max(self._turns.values(), default=0)
+        most_turns = self._most_turns_of_any(num_rounds) if self._on_sum is None else 0
         return self._privacy.spent(rounds=num_rounds, most_turns=most_turns, sample_rate=self._rate)
+
+    def _most_turns_of_any(self, num_rounds: int) -> int:
+        while len(self._most_turns) <= num_rounds:
+            self._turns.update(self._roster.drawn(len(self._most_turns) - 1).keys())
+            self._most_turns.append(max(self._turns.values(), default=0))
+        return self._most_turns[num_rounds]
 
     def is_spent(self, num_rounds: int) -> bool:
         """Whether so many rounds cost more than the run may."""

@@ -155,10 +155,12 @@ class ServerModel:
         """
         joined = self._joining.join(round_number=round_number, leaves=leaves)
         count, gradients, guard = joined.num_contributions, joined.gradients, self._guard
-        if guard is not None and (count or guard.steps_alone):
+        # A round in which nobody took part looks like another; after the last one there is none.
+        steps = count > 0 or (guard is not None and guard.steps_alone and not joined.is_last)
+        if guard is not None and steps:
             num_changes = len(self.trained)
             gradients = guard.inward(gradients, num_changes=num_changes, num_summed=count, round_number=round_number)
-        if count or (guard is not None and guard.steps_alone):
+        if steps:
             self._step(gradients, share=count / num_clients)
         self._joining.clear()
         return count > 0, joined.is_last

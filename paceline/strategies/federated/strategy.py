@@ -134,6 +134,7 @@ class Federated(Strategy):
         if privacy.on_sum(num_expected=self.fraction * self.clients) is not None:
             reasons |= {
                 "a client with many samples would count more than its clip; use weights=equal": self.weights != "equal",
+                "a client that is drawn twice would count twice its clip; use sampler=poisson": self.sampler.repeats,
                 "what rounds cost is known where clients are drawn each for itself; use sampler=poisson": (
                     self.fraction < 1 and not self.sampler.is_independent
                 ),

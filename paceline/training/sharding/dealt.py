@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from paceline.elastic import Cursor, GlobalBatch, Round
-from paceline.elastic.cursor import Group
 from paceline.membership import Membership
-from paceline.training.sharding.division import RankBatch
+from paceline.training.sharding.division import Group, RankBatch
 from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import Part, Place
 

@@ -105,7 +105,7 @@ def train():
     model, optimizer, loader = worker.prepare(model, optimizer, loader)
     worker.evaluation(lambda model: {"offset": offset})
     for (x,) in loader:
-        loss = model(x).sum()
+        loss = model(x).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -190,9 +190,13 @@ def test_hanging_rank_is_named(tmp_path: Path, strategy: str) -> None:
 
 @SLOW
 def test_a_finished_worker_does_not_wait_for_a_hung_one(tmp_path: Path) -> None:
-    message = failure(
-        tmp_path, "hang", "--rank", 1, "--step", 5, "--steps", 40, strategy="ps-asp", workers=3, deadline_s=6.0
-    )
+    settings = {
+        "strategy": "ps-asp",
+        "workers": 3,
+        "deadline_s": 6.0,
+        "checkpoint_every": 1_000_000,
+    }  # no pause in which they would wait
+    message = failure(tmp_path, "hang", "--rank", 1, "--step", 5, "--steps", 40, **settings)
     took_s = time.time() - (tmp_path / "out" / "struck").stat().st_mtime
     print(f"{took_s:.1f} s from the last step of the one that hangs")
     assert re.fullmatch(

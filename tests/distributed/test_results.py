@@ -99,7 +99,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
 model, optimizer, loader = worker.prepare(model, optimizer, loader)
 for (x,) in loader:
-    loss = model(x).sum()
+    loss = model(x).mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -138,7 +138,7 @@ for (x,) in loader:
     if worker.rank == 0 and worker.iteration == 4:
         with open(sys.argv[1], "wb") as file:
             file.write(bytes(150_000))
-    loss = model(x).sum()
+    loss = model(x).mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -76,7 +76,8 @@ class Handouts:
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
         self._known: _Handed | None = None  # what the model is computing on
-        self._share: float | None = None  # of a batch's samples that its tensors are long
+        self._gives_all: bool | None = None  # whether collation gives as many rows as there are samples
+        self._lengths: dict[int, int] = {}  # how many rows it gives of so many samples
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self._num_samples = 0
         self._has_gradient = False
@@ -111,21 +112,24 @@ class Handouts:
 
     def _require_all_samples(self, tensors: Sequence[Tensor], num_samples: int, place: Place) -> None:
         """Raises UsageError where a collation leaves samples out of some batches: gradients count by what it was given.
-        One that makes a row of several samples does so in each batch, and gives no batch in full."""
-        if tensors and tensors[0].dim() and tensors[0].shape[0] == num_samples and self._share in (None, 1.0):
-            self._share = 1.0  # 4 us, where what follows takes 18
+        One that makes a row of several samples gives as many for as many, and no batch in full."""
+        if tensors and tensors[0].dim() and tensors[0].shape[0] == num_samples and self._gives_all is not False:
+            self._gives_all = True  # 4 us, where what follows takes 18
             return
         lengths = {len(tensor) for tensor in tensors if tensor.dim()}
         if len(lengths) != 1 or not 1 < (length := lengths.pop()) <= num_samples:
             return
-        before, self._share = self._share, length / num_samples
-        if before is not None and self._share != before and 1.0 in (before, self._share):
+        if any(num_samples in tensor.shape[1:] for tensor in tensors):
+            return  # samples lie along another dimension
+        is_all, before = length == num_samples, self._lengths.setdefault(num_samples, length)
+        if length != before or self._gives_all is (not is_all):
             raise UsageError(
                 f"rank {self._rank}, epoch {place.epoch}: of {num_samples} samples the DataLoader's collation gives "
-                f"{length} in batch {place.num_batches_done + 1}, and another share in the batch before, but workers' "
+                f"{length} in batch {place.num_batches_done + 1}, and another share in a batch before, but workers' "
                 "gradients would count as if it gave all; leave samples out of the data set or its sampler "
                 "(torch.utils.data.Subset), so that every batch is full"
             )
+        self._gives_all = is_all
 
     def look_back(self) -> None:
         """The script is between two batches, or before a step: it may have trained.

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, odd_hunted, virtual_engine
 from tests.conformance.reference import train_alone
-from tests.conformance.scripts import EXACT, assert_close, launched
+from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 
 SERVERS, JOINT = ("ps-bsp", "ps-ssp", "ps-asp"), ("all-reduce", "ps-bsp")
 ALONE = ("gossip", "local-sgd")
@@ -111,3 +114,17 @@ def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -
     elif name not in RANDOM:
         alone = run(workers=1, out=tmp_path / "one")
         assert_close(alone.model_state(), train_alone(script, 1), EXACT)
+
+
+def in_pairs(items: list[Any]) -> list[Tensor]:
+    """A row of each two samples; of an odd number the last is alone."""
+    pairs = [items[start : start + 2] for start in range(0, len(items), 2)]
+    return [torch.stack([pair[-1][place] for pair in pairs]) for place in range(3)]
+
+
+def test_a_collation_that_makes_a_row_of_each_pair_leaves_nothing_out(tmp_path: Path) -> None:
+    def loader(worker: Any) -> DataLoader[Any]:
+        return DataLoader(samples(30), batch_size=BATCH_SIZE, collate_fn=in_pairs)
+
+    script = partial(launched, partial(odd_hunted.train, loader=loader))
+    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path).iteration == 8

@@ -30,7 +30,7 @@ def test_openmp_is_told_to_spin_briefly(monkeypatch: pytest.MonkeyPatch) -> None
         text=True,
         check=True,
     )
-    assert "GOMP_SPINCOUNT = '1000'" in shown.stderr
+    assert "GOMP_SPINCOUNT = '4000'" in shown.stderr
 
 
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "ACTIVE")])

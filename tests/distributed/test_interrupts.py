@@ -97,7 +97,7 @@ def test_interrupt_during_start_up(start, tmp_path: Path) -> None:
     command = begin(start, out)
     # The result directory is made right before Ray is started.
     assert wait_until(lambda: (out / "manifest.json").exists(), within_s=WITHIN_S)
-    time.sleep(2.0)
+    time.sleep(0.5)
     assert not is_training(out)
     command.interrupt()
     output = command.wait()

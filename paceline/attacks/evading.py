@@ -12,14 +12,14 @@ from paceline.pieces import Piece
 
 
 class Box(NamedTuple):
-    """What inputs may be: each pixel between these, and at most so far from where it was. Of shape (C, 1, 1)."""
+    """Where an attack may move inputs: pixels stay from `low` to `high`, and within `reach`; all of shape (C, 1, 1)."""
 
     low: Tensor
     high: Tensor
     reach: Tensor
 
     def around(self, inputs: Tensor, found: Tensor) -> Tensor:
-        """The nearest within."""
+        """Return the tensor nearest to `found` that the box allows around `inputs`."""
         near = torch.minimum(torch.maximum(found, inputs - self.reach), inputs + self.reach)
         return torch.minimum(torch.maximum(near, self.low), self.high)
 
@@ -38,7 +38,7 @@ class Evasion(Piece, ABC):
     def evading(
         self, model: nn.Module, inputs: Tensor, labels: Tensor, box: Box, *, generator: torch.Generator
     ) -> Tensor:
-        """What is shown in the place of the inputs, which stay as they are."""
+        """Return what the attacker shows instead of the inputs, which are not changed."""
 
 
 @final

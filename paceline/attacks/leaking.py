@@ -1,4 +1,4 @@
-"""What a gradient tells of the sample that it is of, to whoever sees it and knows the model."""
+"""Gradient leakage: whoever knows the model and sees a gradient recovers the sample that it was computed on."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,10 +16,10 @@ from paceline.pieces import Piece
 
 
 class Known(NamedTuple):
-    """What the attacker knows beside what was sent."""
+    """The attacker knows this beside the gradient, or the change, that the client sent."""
 
     model: nn.Module
-    """As it was before the client's steps."""
+    """The model before the client's steps."""
     shape: tuple[int, int, int]
     """Channels, height and width."""
     num_classes: int
@@ -32,7 +32,7 @@ class Known(NamedTuple):
     """The client's learning rate."""
 
     def sent_for(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-        """What the client's plain steps take off each parameter, over the rate: with one step the gradient.
+        """Return the client's change over minus its learning rate: the gradient, if it takes one plain step.
 
         Differentiable in inputs and targets, through all steps.
 

@@ -353,14 +353,14 @@ def test_keys_differ_and_secrets_are_not_shown() -> None:
 
 
 def test_closing_twice_and_leaving_nothing(keys: Keys) -> None:
-    before = threading.active_count()
+    before = threading.enumerate()
     listener = Listener(keys, host="127.0.0.1")
     caller = Caller(keys, endpoint=listener.endpoint, identity="a")
     exchange(listener, caller)
     for _ in range(2):
         caller.close()
         listener.close()
-    assert threading.active_count() <= before  # what an earlier test left may have ended meanwhile
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
 
 
 def test_what_was_sent_leaves_before_a_lingering_close(keys: Keys) -> None:

@@ -24,12 +24,16 @@ SUMMARIES = {
     "(evade).",
     "horovodrun": "Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or "
     "ssh's hosts.",
+    "slurm": "Train SCRIPT as a job of SLURM: write its job script, and submit it.",
     "migrate": "Print the diff that turns a script of Horovod's into Paceline's three lines. The script stays as it "
     "is.",
     "strategies": "List every strategy with its options, one line each; or show with whom workers exchange under a "
     "topology.",
 }
 """A line a command, equal to the first of its own help. The list is shown without loading the commands."""
+
+SCRIPTS_OWN = "paceline.scripts_own"
+"""In a context's `meta`: the arguments after --."""
 
 DATA_SETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 """The names in `paceline.data`, which is not imported here because it loads torch."""
@@ -74,6 +78,7 @@ class _Command(TyperCommand):
     """Says where the script's own options go when it is given one as if it were the command's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[SCRIPTS_OWN] = args[args.index("--") + 1 :] if "--" in args else []
         try:
             return super().parse_args(ctx, args)
         except Exception as error:

@@ -224,10 +224,28 @@ def require_plain_steps(replica: Replica) -> None:
         built = build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
     except Exception as error:
         raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
+    kept = next((name for name, value in vars(optimizer).items() if name not in _KNOWN and _holds_state(value)), None)
+    if kept is not None:
+        raise UsageError(
+            f"servers cannot build {kind} from its own settings: its attribute {kept!r} holds tensors or another "
+            "optimizer, of which they would have others; keep them in optimizer.state, or use all-reduce"
+        )
     mine, theirs = own_attributes(optimizer) or {}, own_attributes(built) or {}
     for name, value in mine.items():
         if name not in theirs or theirs[name] != value:
             raise _unknown_to_servers(optimizer, name)
+
+
+_KNOWN = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+"""The attributes of every optimizer."""
+
+
+def _holds_state(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_state, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_state, value))
+    return isinstance(value, Tensor | torch.optim.Optimizer)
 
 
 def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -22,6 +22,7 @@ from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.digests import digest
 from paceline.strategies.held_state import HeldState
+from paceline.strategies.meeting import gathered
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import (
@@ -35,6 +36,7 @@ from paceline.strategies.replica import (
     require_same_attributes,
 )
 from paceline.strategies.server_owned import ServerOwned
+from paceline.strategies.settings import first_difference, settings_of
 
 NO_MEAN = (
     "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
@@ -167,8 +169,8 @@ class ServerSynchronizer(Synchronizer):
         weight = 1.0 if is_combined else self._weight
         if not is_combined:
             self._corrupt()
-        elif self._compares and self.context.corrupt is None:
-            self._require_same_gradients()
+        if self._compares and self._is_joint and self.context.size > 1:
+            self._require_joint(are_gradients_alike=is_combined and self.context.corrupt is None)
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
@@ -265,9 +267,21 @@ class ServerSynchronizer(Synchronizer):
         before, self._groups = self._groups, hyperparameters(self.replica.optimizer)
         return None if self._groups == before else self._groups
 
-    def _require_same_gradients(self) -> None:
-        """Collective call. Raises TensorMismatch if workers have made different things of the mean gradient."""
-        if len(set(self.context.collective.all_gather_object(digest(self._flats)))) == 1:
+    def _require_joint(self, *, are_gradients_alike: bool) -> None:
+        """All workers step alike. Collective call.
+
+        Raises:
+            TensorMismatch: their optimizers' settings differ, or what they have made of the mean gradient.
+        """
+        said = digest(self._flats) if are_gradients_alike else ""
+        everyone = gathered(self.context.collective, "a step", [settings_of(self.replica.optimizer), said])
+        difference = first_difference([settings for settings, _ in everyone])
+        if difference is not None:
+            raise TensorMismatch(
+                f"step {self._steps}: {difference}, and servers make one update of all workers' gradients. Compute it "
+                "from what all ranks share: worker.metrics, or a loss after worker.all_reduce(loss, op='mean')"
+            )
+        if len({theirs for _, theirs in everyone}) == 1:
             return
         own = [self._is_far_from_first(view) for view in self._buckets.views]
         for other, is_far in enumerate(self.context.collective.all_gather_object(own)):

@@ -171,6 +171,22 @@ def convert(run: Run, *, at: int) -> None:
         run.model.register_forward_pre_hook(lambda _, given: (given[0].float(),))
 
 
+def regroup(run: Run) -> None:
+    """A bias gets a rate of its own."""
+    if run.number == AT:
+        group = run.optimizer.param_groups[0]
+        run.optimizer.add_param_group({**group, "params": [group["params"].pop()], "lr": 0.001})
+
+
+def follow_own_loss(run: Run) -> None:
+    """For the step alone: before and after it, all ranks have the same."""
+    run.optimizer.param_groups[0]["lr"] = 0.05 / (1 + float(each(run)[0].norm()) + run.worker.rank)
+
+
+def set_back(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.05
+
+
 def replace_head(run: Run) -> None:
     if run.number == AT:
         run.model[3] = nn.Linear(16, NUM_CLASSES).double()  # type: ignore[operator]
@@ -318,6 +334,8 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "converted in the loop": partial(train, stepped=partial(convert, at=AT)),
     "converted after prepare": partial(train, prepared=partial(convert, at=0)),
     "a new head": partial(train, stepped=replace_head),
+    "a group of its own": partial(train, stepped=regroup),
+    "a rate by own loss": partial(train, backward=follow_own_loss, stepped=set_back),
     "momentum forgotten": partial(train, passed=forget_momentum),
     "trained by hand": train_by_hand,
     "lookahead": partial(train, optimizer=Lookahead),

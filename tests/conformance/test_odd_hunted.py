@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import paceline
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, odd_habits, odd_hunted, virtual_engine
+from tests.conformance.odd_models import set_gradients
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 
@@ -84,6 +86,11 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "converted in the loop": {("all-reduce", *SERVERS): CONVERTED, ("gossip",): MOVED},
     "converted after prepare": {("all-reduce", *SERVERS): CONVERTED, ("gossip",): MOVED},
     "a new head": {("all-reduce",): DRIFT, SERVERS: NO_GRADIENT.replace("1", "3")},
+    "a group of its own": {SERVERS: r"parameter '3\.bias' is in the optimizer's group 1 now.*or use all-reduce"},
+    "a rate by own loss": {
+        ("all-reduce",): DRIFT,
+        ("ps-bsp",): r"step \d+: param group 0: lr is .* on rank 1.*all_reduce",
+    },
     "momentum forgotten": {SERVERS: STATE},
     "trained by hand": {JOINT: DRIFT},
     "lookahead": {SERVERS: r"servers cannot build Lookahead .* attribute '\w+' holds tensors.*or use all-reduce"},
@@ -105,6 +112,8 @@ QUICK = (
     "gradients by own loss",
     "converted in the loop",
     "momentum forgotten",
+    "a group of its own",
+    "a rate by own loss",
     "shuffled in place, later",
 )
 SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS
@@ -163,3 +172,38 @@ def test_a_collation_that_makes_a_row_of_each_pair_leaves_nothing_out(tmp_path: 
 
     script = partial(launched, partial(odd_hunted.train, loader=loader))
     assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path).iteration == 8
+
+
+def test_data_may_differ_by_rank_where_that_is_said(tmp_path: Path) -> None:
+    def loader(worker: Any) -> DataLoader[Any]:
+        found = odd_habits.own_shard(worker)
+        found.dataset.differs_by_rank = True  # type: ignore[attr-defined]
+        return found
+
+    script = partial(launched, partial(odd_hunted.train, loader=loader))
+    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path).iteration == 12
+
+
+def test_a_hook_that_only_looks_is_called_once_a_gradient(tmp_path: Path) -> None:
+    def script() -> None:
+        seen: list[float] = []
+        watch = partial(odd_habits.add_hooks, hook=lambda gradient: seen.append(float(gradient.norm())))
+        steps: list[int] = []
+        odd_hunted.train(paceline.init(), prepared=watch, stepped=lambda run: steps.append(run.number))
+        assert len(seen) == 4 * len(steps)
+
+    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path).iteration == 24
+
+
+def test_who_sets_gradients_is_told_that_they_are_averaged(tmp_path: Path) -> None:
+    script = partial(launched, partial(odd_habits.own_loop, step=set_gradients))
+    with pytest.warns(UserWarning, match=r"rank 0: the script sets the gradient of '1\.weight'.*call loss\.backward"):
+        virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp"])
+def test_what_an_asynchronous_run_leaves_out_of_its_model_is_told(strategy: str, tmp_path: Path) -> None:
+    script = partial(launched, odd_habits.restore_best)
+    told = r"after its last step the script changed parameter '1\.weight' on rank 0; the run's model is the servers'"
+    with pytest.warns(UserWarning, match=told):
+        virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -16,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 from paceline import UsageError
 from paceline.engines.ray.nodes import connected, nodes
-from paceline.engines.ray.tokens import own_token, users_token
+from paceline.engines.ray.tokens import own_token
 
 pytestmark = pytest.mark.ray
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -32,21 +30,13 @@ def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @contextmanager
-def cluster(*, by_client: bool = False) -> Iterator[str]:
-    """`by_client`: the address of the server of Ray's client."""
-    client: dict[str, Any] = {"ray_client_server_port": free_port()} if by_client else {}
-    settings = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000}
-    started = Cluster(head_node_args={**settings, **client})
+def cluster() -> Iterator[str]:
+    started = Cluster(head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000})
     started.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80_000_000)
     try:
-        yield f"ray://127.0.0.1:{client['ray_client_server_port']}" if by_client else str(started.address)
+        yield str(started.address)
     finally:
         started.shutdown()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def join(address: str, *, insecure: bool = False) -> None:
@@ -84,25 +74,6 @@ def test_a_cluster_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
             join(address)
         join(address, insecure=True)
         ray.shutdown()
-
-
-@pytest.mark.slow
-def test_a_cluster_by_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address of Ray's client, `ray://`: its server says whether it wants a token."""
-    pytest.importorskip("grpc", reason="Ray's client needs it")
-    with cluster(by_client=True) as address:
-        with pytest.raises(UsageError, match=r"asks for no token.*--insecure"), users_token(address, insecure=False):
-            pass
-        with users_token(address, insecure=True):
-            pass
-    with own_token(), cluster(by_client=True) as address, monkeypatch.context() as changed:
-        join(address)
-        changed.setenv("RAY_AUTH_TOKEN", "0" * 64)
-        with pytest.raises(UsageError, match="here is another"), users_token(address, insecure=True):
-            pass
-        changed.delenv("RAY_AUTH_TOKEN")
-        with pytest.raises(UsageError, match="here is none"), users_token(address, insecure=True):
-            pass
 
 
 def test_a_ray_of_ones_own_has_a_token_of_its_own() -> None:

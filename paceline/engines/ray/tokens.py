@@ -99,6 +99,8 @@ def _is_client_refused(target: str) -> bool:
         question = messages.ClusterInfoRequest(type=messages.ClusterInfoType.PING)
         stubs.RayletDriverStub(channel).ClusterInfo(question, timeout=_ASK_S, metadata=[("client_id", _NO_CLUSTER)])
     except grpc.RpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise ConnectionError(f"Ray's client gets no answer from {target}: {error.details()}") from error
         return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
     finally:
         channel.close()

@@ -82,6 +82,7 @@ def run(
     out: str | Path | None = None,
     elastic: str | Elastic | None = None,
     global_batch: GlobalBatch | None = None,
+    replace: int | None = None,
     resume: str | Path | None = None,
     watcher: Watcher | None = None,
 ) -> Result:
@@ -109,9 +110,10 @@ def run(
             workers together train on, or `30s` of training.
         checkpoint_every: iterations between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
-        elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left.
+        elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left; others may join, up to MAX.
         global_batch: of an elastic run: `keep` (an update is of as many samples as at the start) or `grow` (of as many
             as the workers that are there have in a batch each); none: `keep`.
+        replace: of an elastic run: how often a new worker starts in the place of one that has died; none: never.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
             progress, elsewhere what scripts print alone.
@@ -128,7 +130,7 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
-    survives = _elastic(elastic, global_batch)
+    survives = _elastic(elastic, global_batch, replace)
     if survives is not None:
         _require_survivable(plan, survives, engine=engine, workers=workers, attack=attack, resume=resume)
     config = RunConfig(
@@ -225,16 +227,21 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
 
 
-def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None) -> Elastic | None:
+def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None, replace: int | None) -> Elastic | None:
     if elastic is None:
         if global_batch is not None:
             raise UsageError("--global-batch has no effect without --elastic, since workers stay as many as they are")
+        if replace is not None:
+            raise UsageError("--replace has no effect without --elastic, where a death ends the run")
         return None
     if not isinstance(elastic, str):
-        if global_batch is not None:
-            raise UsageError("global_batch goes with elastic as text; Elastic(global_batch=...) has its own")
+        if global_batch is not None or replace is not None:
+            raise UsageError(
+                "global_batch and replace go with elastic as text; Elastic(global_batch=..., replacements=...) has its "
+                "own"
+            )
         return elastic
-    return Elastic.parse(elastic, global_batch=global_batch or "keep")
+    return Elastic.parse(elastic, global_batch=global_batch or "keep", replacements=replace or 0)
 
 
 def _require_survivable(
@@ -246,7 +253,7 @@ def _require_survivable(
     attack: str | Sequence[str],
     resume: str | Path | None,
 ) -> None:
-    """Raises UsageError, which says why, for runs in which nobody may die so far."""
+    """Raises UsageError, which says why, for runs in which nobody may die or join so far."""
     elastic.require(num_workers=workers)
     if not plan.traits.repeats_steps:
         raise UsageError(

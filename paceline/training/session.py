@@ -40,6 +40,7 @@ from paceline.training.evaluation import Evaluation
 from paceline.training.feeds import Feed, joined, require_even
 from paceline.training.given import Given
 from paceline.training.handouts import Handouts
+from paceline.training.joining import States
 from paceline.training.lone_samples import LoneSamples
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Part, Place, ShardedLoader
@@ -91,6 +92,12 @@ class Session:
             self.run.context = replace(self.run.context, recovery=self._survivor)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survivor)
+        self._states: States | None = None
+        self._joins = context.reform is not None and context.reform.joins
+        """This worker has come while the others train, and takes no part yet."""
+        if self._survivor is not None:
+            self._states = States(self.run, self._survivor, self._cadence, self.pauses, self._checkpoints)
+            self._survivor.on_joined = self.pauses.compare_soon
         self._has_started = False
         self._has_finished = False
         self._is_released = False
@@ -145,8 +152,8 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and self.run.traits.averages_gradients,
-            is_weighed=context.size > 1 and self.run.traits.is_synchronous,
+            is_averaged=context.has_peers and self.run.traits.averages_gradients,
+            is_weighed=context.has_peers and self.run.traits.is_synchronous,
         )
         feeds = {name: Feed(loader, handouts_of()) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])
@@ -229,7 +236,7 @@ class Session:
 
     def finish(self) -> None:
         """The script is done: wait for the others, evaluate and save. Collective call."""
-        if self._has_finished or not self.run.is_prepared:
+        if self._has_finished or not self.run.is_prepared or self._joins:
             return
         self._require_readable()
         self._has_finished = self._is_pausing = True
@@ -441,6 +448,8 @@ class Session:
 
     def _start(self) -> None:
         """All workers are ready: look at the model once, and start the clock."""
+        if self._joins:
+            raise UsageError("a worker that joins begins with a batch: loop over the prepared loader (--elastic)")
         self._has_started = True
         if self._survivor is not None:
             prepared = self.run.prepared
@@ -466,10 +475,11 @@ class Session:
     def _sharded(self, name: str, index: int, given: Given) -> ShardedLoader:
         """This worker's part of a loader. The orders of several are drawn apart, as one process would draw them."""
         context, seed = self.run.context, self.run.config.seed
+        size = context.num_at_start or context.size
         sharded = ShardedLoader(
             given.loaders[name],
-            rank=context.rank,
-            size=context.size,
+            rank=context.rank if context.rank < size else 0,
+            size=size,
             seed=derive(seed, "data", index) if index else seed,
             on_return=partial(self._on_return, name),
             on_part=partial(self._on_part, name),
@@ -493,6 +503,7 @@ class Session:
             if not self.run.steps:
                 self._unstepped.look(has_trained=self.run.prepared.handouts.has_trained)
             self._settle()
+            self._come_or_leave()
             return
         is_stream = isinstance(self.run.prepared.feeds[name].loader.dataset, IterableDataset)
         if self.run.context.pacing.is_simulated or self._survivor or (is_stream and self.run.traits.takes_equal_steps):
@@ -502,6 +513,17 @@ class Session:
                 "itself, and ranks could not agree on a stream's end, or on what a dead one had done (--elastic); "
                 "loop over the loader itself, and give the DataLoader num_workers to read ahead"
             )
+
+    def _come_or_leave(self) -> None:
+        """Take part from here on, in a run that trains already; or no longer, as this worker was asked."""
+        if self._joins and self._states is not None:
+            self._checkpoint = self._states.take()
+            if self._checkpoint is not None:
+                self._joins, self._has_started = False, True
+                self.run.prepared.account.start()
+        elif self._survivor is not None and self._survivor.leaves():
+            self._has_finished = self.run.has_ended = True
+            raise BudgetReached("this worker leaves the run")
 
     def _poison(self, batch: Any) -> Any:
         sender = self.run.prepared.synchronizer.sender
@@ -552,6 +574,8 @@ class Session:
         feeds = self.run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
+        if self._survivor is not None and self._states is not None:
+            self._survivor.give(partial(self._states.given, place))
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
         self._num_samples = part.num_samples
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
@@ -571,8 +595,9 @@ class Session:
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None:
             prepared = self.run.prepared
-            rank = self.run.context.rank
-            snapshot.resume_script(checkpoint, rank, prepared.optimizers.values(), prepared.extra)
+            rank, num_workers = self.run.context.rank, len(checkpoint.workers)
+            worker = checkpoint.workers[rank] if rank < num_workers else None
+            snapshot.resume_script(checkpoint, worker, prepared.optimizers.values(), prepared.extra)
 
 
 def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 

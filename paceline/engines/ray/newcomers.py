@@ -48,12 +48,15 @@ class Newcomers:
         self._spec, self._program, self._environment = spec, program, environment
         self._launcher: LauncherAddress = controller.address
         self._wanted = self._next_rank = spec.size
+        self._is_asked = False  # for another number, before the run has begun
         self._replacements_left = elastic.replacements
         self._starting: dict[Any, str] = {}
         self._coming: list[str] = []
 
     def turn(self) -> None:
         """Look who is there by now, and who is not and will not be."""
+        if self._is_asked and self._survival.has_begun and self._survival.staying:
+            self.scale(self._wanted)
         self._coming = [name for name in self._coming if rank_of(name) not in self._survival.ranks]
         ready, _ = (
             ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0) if self._starting else ([], 0)
@@ -87,11 +90,12 @@ class Newcomers:
                 f"--workers {wanted}: the run was started with --elastic {elastic.at_least}:{elastic.at_most}, and so "
                 f"has {elastic.at_least} to {elastic.at_most} workers"
             )
-        if not self._survival.has_begun:
-            raise UsageError("the run has not come to its first step yet; ask again when it trains")
         if not staying:
             raise UsageError("the run is about to end")
-        self._wanted = wanted
+        self._wanted, self._is_asked = wanted, True
+        if not self._survival.has_begun:
+            return f"{len(staying)} workers start; there are to be {wanted} once they train"
+        self._is_asked = False
         more = wanted - len(staying) - len(self._coming)
         for _ in range(more):
             self._start()

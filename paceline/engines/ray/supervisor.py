@@ -75,6 +75,7 @@ class Supervisor:
         self._survival: Survival | None = None
         self._newcomers: Newcomers | None = None
         self._desk = Desk(directory, self._answer)
+        self._is_asked_to_stop = False
         self._ended: set[str] = set()
         """Workers that have come to their end, as an elastic run's others know."""
 
@@ -196,6 +197,8 @@ class Supervisor:
         """Until every worker has ended, or the first has failed."""
         while self._members.has_workers_pending:
             self._turn(timeout_s=_TURN_S)
+            if self._is_asked_to_stop:
+                raise KeyboardInterrupt
             self._controller.raise_write_error()
             self._collect()
             if self._survival is not None and self._newcomers is not None:
@@ -210,6 +213,9 @@ class Supervisor:
 
     def _answer(self, request: Mapping[str, Any]) -> str:
         """What is said to a command from another terminal. Raises UsageError where it cannot be had."""
+        if request.get("do") == "stop":
+            self._is_asked_to_stop = True
+            return "the run saves itself, and ends"
         if request.get("do") != "scale":
             raise UsageError(f"this run does not know what {request.get('do')!r} is")
         if self._newcomers is None:

@@ -12,7 +12,8 @@ from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Context, Synchronizer
 from paceline.strategies.regrouping import Regrouping
 from paceline.training.given import Given
-from paceline.training.joining import Giving
+from paceline.training.joining import Giving, States
+from paceline.training.sharding import Place
 from paceline.training.sharding.dealt import Dealt
 from paceline.training.sharding.orders import Orders
 from paceline.training.worker_run import WorkerRun
@@ -40,6 +41,7 @@ class Survivor:
         self._giving: Giving | None = None
         self.samples = self.batches = 0
         """That all workers together have trained on, those who have died among them."""
+        self.states: States | None = None
         self.on_joined: Callable[[], None] = lambda: None
         """Called when somebody has come, before the next step: on all workers after the same one."""
 
@@ -86,13 +88,20 @@ class Survivor:
         reform.leave(self._run.context.rank)
         return True
 
-    def give(self, given: Callable[[Member], dict[str, Any]]) -> None:
-        """Between two steps, the next of which has been dealt: give what `given` returns to those who wait for a state.
-        With the rest of an update they could not do anything."""
+    def enters(self) -> bool:
+        """Whether this worker, which joins, takes part from here on: its script asks for a pass over its data, and may
+        be in an epoch that the others have left behind."""
+        assert self.states is not None
+        return self.states.take()
+
+    def give(self, place: Place) -> None:
+        """Between two steps, before the batch that comes from this place: give this worker's state to those who wait
+        for one. With the rest of an update they could not do anything."""
         to, dealt = self._reform.asked_to_give, self._dealt.under_way
         if to and self._giving is None and dealt is not None and dealt.begins:
+            assert self.states is not None
             member = self._member
-            self._giving = Giving(self._reform, given(member), member=member, to=to, dealt=dealt)
+            self._giving = Giving(self._reform, self.states.given(place, member), member=member, to=to, dealt=dealt)
 
     def state(self) -> dict[str, Any]:
         """What all workers have alike of the samples, as plain data."""

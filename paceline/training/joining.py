@@ -1,6 +1,7 @@
 """The state of a run that trains: one worker gives it to those who join, and they take it."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -10,7 +11,6 @@ from paceline.checkpoint import Checkpoint
 from paceline.elastic import Deal, Member, StaleEpoch
 from paceline.membership import Membership
 from paceline.strategies.regrouping import Regrouping
-from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.sharding import Place
 from paceline.training.worker_run import WorkerRun
@@ -58,10 +58,17 @@ class States:
     """What a worker between two steps gives to one who joins, and what that one makes of it."""
 
     def __init__(
-        self, run: WorkerRun, survivor: "Survivor", cadence: Cadence, pauses: "Pauses", checkpoints: Checkpoints
+        self,
+        run: WorkerRun,
+        survivor: "Survivor",
+        pauses: "Pauses",
+        checkpoints: Checkpoints,
+        *,
+        on_taken: Callable[[Checkpoint], None],
     ) -> None:
-        self._run, self._survivor, self._cadence = run, survivor, cadence
-        self._pauses, self._checkpoints = pauses, checkpoints
+        """`on_taken`: told what the script goes on from, when it comes to the place in its data."""
+        self._run, self._survivor = run, survivor
+        self._pauses, self._checkpoints, self._on_taken = pauses, checkpoints, on_taken
         self._taken: Member | None = None
 
     def given(self, place: Place, member: Member) -> dict[str, Any]:
@@ -76,9 +83,9 @@ class States:
             "facts": dict(prepared.synchronizer.facts),
         }
 
-    def take(self) -> Checkpoint | None:
-        """This worker's script asks for a pass over its data. Returns the checkpoint that it goes on from, among the
-        others; none where they are in a later epoch, and passes are empty until there.
+    def take(self) -> bool:
+        """This worker's script asks for a pass over its data. Returns whether it takes part; not where the others are
+        in a later epoch, and passes are empty until there.
 
         Raises:
             UsageError: this script prepares another model, or other data.
@@ -90,13 +97,14 @@ class States:
         found = reform.take(rank=run.context.rank, epoch=feed.loader.place.epoch)
         if isinstance(found, int):
             feed.loader.resume_at(Place(found, 0), {})
-            return None
+            return False
         try:
-            return self._enter(self._read(found))
+            self._enter(self._read(found))
+            return True
         except StaleEpoch:  # whoever has given the state is gone
             return self.take()
 
-    def _enter(self, content: dict[str, Any]) -> Checkpoint:
+    def _enter(self, content: dict[str, Any]) -> None:
         """Raises StaleEpoch where the others have gone on without this worker."""
         checkpoint = Checkpoint.of_plain(content["checkpoint"])
         self._checkpoints.take_up(checkpoint, checkpoint.workers[0])
@@ -104,7 +112,7 @@ class States:
         self._survivor.handouts.take_up(content["progress"])
         self._survivor.take_up(content["survivor"], self._taken_of(content["member"]))
         self._survivor.meet_others(self._run.prepared.synchronizer, facts=content["facts"])
-        return checkpoint
+        self._on_taken(checkpoint)
 
     def _read(self, path: Path) -> dict[str, Any]:
         """Tensors stay where they are until they are copied into the model's: nothing is unpickled freely."""

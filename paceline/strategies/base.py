@@ -72,7 +72,7 @@ class Context:
     reform: Regrouping | None = None
     """Where workers come, leave and die while the others go on: how they are told of one another."""
     num_at_start: int | None = None
-    """There, the workers that the run began with, for one that has come later."""
+    """The workers that the run began with, by which an elastic one's global batches are as large as they are."""
     recovery: "Recovery | None" = None
     """There, what a synchronizer asks that repeats a step."""
 

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
 
@@ -16,6 +16,9 @@ from paceline.training import feeds, snapshot
 from paceline.training.sharding import Place
 from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
+
+if TYPE_CHECKING:
+    from paceline.training.elastic import Survivor
 
 INTERVAL_S = 30.0
 """So much training a killed run may lose, where no other cadence is set."""
@@ -31,6 +34,8 @@ class Checkpoints:
         self._run = run
         self._saved_s = run.context.pacing.now_s()
         self._last: Snapshot | None = None
+        self.survivor: Survivor | None = None
+        """Knows where an elastic run is in its data."""
 
     @property
     def due_in_s(self) -> float:
@@ -81,7 +86,7 @@ class Checkpoints:
         """A checkpoint of this worker alone, whose next batch is of this place. Parameters and the optimizer's state
         are its own tensors."""
         own = self._taken()
-        worker = replace(own.worker, epoch=place.epoch, num_batches_done=place.num_batches_done)
+        worker = replace(own.worker, epoch=place.epoch, num_batches_done=place.num_batches_done, stream=None)
         weights = snapshot.weights_of(self._run.prepared.replica.model, copies=False)
         return self._made(weights, replace(own, extra=copy.deepcopy(own.extra)), [worker], self._run.clock.now_s)
 
@@ -112,6 +117,10 @@ class Checkpoints:
         workers = checkpoint.workers
         if run.traits.is_synchronous and run.context.roster is None:
             workers = snapshot.beside_the_first(workers)
+        if self.survivor is not None:
+            self.survivor.go_on_from(workers)
+            workers = [*workers, *(workers[0],) * run.context.size][: run.context.size]
+            workers = [replace(worker, steps=checkpoint.iteration) for worker in workers]
         mine = workers[run.context.rank]
         wanted = prepared.synchronizer.own_state()
         first = workers[0]
@@ -136,7 +145,7 @@ class Checkpoints:
 
     def _taken(self) -> Snapshot:
         prepared = self._run.prepared
-        return snapshot.take(
+        taken = snapshot.take(
             prepared.replica.model,
             prepared.optimizers.values(),
             next(iter(prepared.feeds.values())).place,
@@ -145,6 +154,7 @@ class Checkpoints:
             samples=self._run.samples,
             beside=feeds.places_beside(prepared.feeds),
         )
+        return taken if self.survivor is None else replace(taken, worker=self.survivor.for_later(taken.worker))
 
 
 def _own_states(workers: Sequence[WorkerState]) -> list[dict[str, OwnState]]:

@@ -1,12 +1,13 @@
 """A worker's run while others come, leave and die: it regroups with those who are there, and goes on from the step that
 all have."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.checkpoint import WorkerState
 from paceline.elastic import Elastic, Member
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Context, Synchronizer
@@ -41,6 +42,7 @@ class Survivor:
         self._giving: Giving | None = None
         self.samples = self.batches = 0
         """That all workers together have trained on, those who have died among them."""
+        self._counts = (0, 0)  # of these, as of the last update
         self.states: States | None = None
         self.on_joined: Callable[[], None] = lambda: None
         """Called when somebody has come, before the next step: on all workers after the same one."""
@@ -107,9 +109,19 @@ class Survivor:
         """What all workers have alike of the samples, as plain data."""
         return {"counts": [self.samples, self.batches], "data": self._dealt.state()}
 
+    def for_later(self, worker: WorkerState) -> WorkerState:
+        """What a checkpoint holds of this worker. The first one says what all have trained on up to the last update."""
+        samples, steps = self._counts if self._run.context.is_first else (0, 0)
+        return replace(worker, samples=samples, steps=steps, stream=self._dealt.state_for_later())
+
+    def go_on_from(self, workers: Sequence[WorkerState]) -> None:
+        """What these had trained on counts, too."""
+        self.samples, self.batches = sum(each.samples for each in workers), sum(each.steps for each in workers)
+        self._counts = self.samples, self.batches
+
     def take_up(self, state: Mapping[str, Any], member: Member) -> None:
         """This worker has taken another one's state, and with it its place in the data."""
-        self.samples, self.batches = state["counts"]
+        self._counts = self.samples, self.batches = state["counts"]
         self._member = member
         self._dealt.take_up(state["data"], member.membership)
 
@@ -149,7 +161,10 @@ class Survivor:
         self.samples += sum(map(len, dealt.parts))
         self.batches += sum(map(bool, dealt.parts))
         self._member = self._member.with_result().with_step_applied()
-        return self._dealt.commit()
+        is_complete = self._dealt.commit()
+        if is_complete:
+            self._counts = self.samples, self.batches
+        return is_complete
 
     def regroup(self) -> Context:
         run, before = self._run, self._member.membership.ranks

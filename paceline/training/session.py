@@ -77,6 +77,7 @@ class Session:
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survivor)
         if self._survivor is not None:
+            self._checkpoints.survivor = self._survivor
             self._survivor.states = States(
                 self.run, self._survivor, self.pauses, self._checkpoints, on_taken=self._take_up
             )
@@ -213,7 +214,8 @@ class Session:
             for optimizer in given.optimizers.values():
                 require_same_settings(optimizer, context.collective)
         if self._checkpoint is not None:
-            snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=self.run.config.seed)
+            num_workers = None if self._survivor is not None else context.size
+            snapshot.load_model(model, self._checkpoint, num_workers=num_workers, seed=self.run.config.seed)
         if context.size > 1:
             copy_from_first(model, context.collective)
 

@@ -124,10 +124,10 @@ def read_model_file(path: Path) -> dict[str, Tensor]:
     return {name: torch.view_as_complex(tensor) if name in pairs else tensor for name, tensor in stored.items()}
 
 
-def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int, seed: int) -> None:
+def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int | None, seed: int) -> None:
     """Set the model to the checkpoint's. Raises UsageError if the checkpoint is of another model, or of a run that
-    this one cannot go on with."""
-    if len(checkpoint.workers) != num_workers:
+    this one cannot go on with. `num_workers`: that it must have had; none: any."""
+    if num_workers is not None and len(checkpoint.workers) != num_workers:
         raise UsageError(
             f"the checkpoint was taken with {len(checkpoint.workers)} workers, this run has {num_workers}; "
             "resume with as many"

@@ -136,7 +136,7 @@ def test_a_growing_batch_counts_each_sample_once(tmp_path: Path, ray_here: None)
     out = trained(tmp_path, "--fail", "1:3:kill", "--samples", 101, "--epochs", 3, elastic="1:3", global_batch="grow")
     require_each_sample_once(out, epochs=3, samples=101)
     assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 303
-    with pytest.raises(UsageError, match="saved by an elastic run, which is not resumed so far"):
+    with pytest.raises(UsageError, match="saved by an elastic run; resume it with --elastic MIN:MAX"):
         paceline.run(SCRIPT, workers=2, arguments=["--log", str(tmp_path / "log")], resume=out)
 
 

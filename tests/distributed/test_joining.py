@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -164,6 +165,31 @@ def test_who_gives_its_state_dies_and_the_next_one_gives(tmp_path: Path, ray_her
     assert [event["who"] for event in of(out, "lost")] == ["worker-0"]
     assert joined(out) == [2]
     require_undisturbed(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"workers": 2, "elastic": "1:3"}, {"workers": 3, "elastic": "1:3"}),
+        ({"workers": 2}, {"workers": 1, "elastic": "1:3"}),
+        ({"workers": 2, "elastic": "1:2", "die": True}, {"workers": 2, "elastic": "1:3", "die": True}),
+    ],
+    ids=["with one more", "a static run with one less", "in the middle of an epoch dealt anew"],
+)
+def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path, ray_here, before, after) -> None:
+    """The same updates, to rounding, whatever the numbers of workers before and after."""
+
+    def part(directory: Path, *given: object, die: bool = False, **options: object) -> Path:
+        directory.mkdir()
+        fails = ["--fail", "1:4:kill"] if die else []
+        return trained(directory, "--epochs", 3, *fails, *given, **options)
+
+    first = part(tmp_path / "a", **before, max_steps=17)
+    out = part(tmp_path / "b", **after, resume=first)
+    require_same_model(out, undisturbed(workers=2, epochs=3))
+    evaluations = (out / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(evaluations[-1])["samples"] == 3 * 96
 
 
 @pytest.mark.slow

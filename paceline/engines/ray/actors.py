@@ -70,8 +70,6 @@ class Newcomer:
     """A worker that comes while others train."""
 
     rank: int
-    num_at_start: int
-    """Workers that the run began with."""
     num_threads: int
 
 
@@ -85,6 +83,8 @@ class WorldSpec:
     strategy: Strategy
     config: RunConfig
     is_resumed: bool
+    num_at_start: int
+    """Workers that the run began with, where it was resumed with others."""
     newcomer: Newcomer | None = None
     """The only worker of this world, until it has joined the others."""
 
@@ -289,7 +289,7 @@ class WorkerActor:
             )
             if spec.config.elastic is not None
             else None,
-            num_at_start=spec.size if newcomer is None else newcomer.num_at_start,
+            num_at_start=spec.num_at_start,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
         world = World(context, spec.strategy, spec.config, line, restored, meeting_place)

@@ -138,7 +138,7 @@ class Newcomers:
         self._watch.add(name, info.pid)
         self._survival.add(name, info.pid)
         num_workers = len(self._survival.staying) + len(self._coming)
-        newcomer = Newcomer(rank, self._spec.size, max(1, info.num_cores // num_workers))
+        newcomer = Newcomer(rank, max(1, info.num_cores // num_workers))
         spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer)
         members.pending[members.actors[name].run.remote(spec, rank, self._program, self._launcher, [])] = name
 

@@ -51,6 +51,8 @@ class Job:
     checkpoint: bytes | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher has and a cluster's processes may not."""
+    num_at_start: int | None = None
+    """Of an elastic run that is resumed, the workers that it was begun with."""
     is_spread: bool = False
     """Hosts get the same number of workers each, whatever they are."""
 
@@ -93,9 +95,8 @@ class Supervisor:
             self._part()
         except KeyboardInterrupt:
             self._save_and_stop()
-            is_resumable = self._job.config.elastic is None
             saved = self._controller.progress.saved_iteration
-            raise Interrupted(self._directory, saved, is_resumable=is_resumable) from None
+            raise Interrupted(self._directory, saved) from None
         except PacelineError as failure:
             self._controller.event("failed", error=str(failure))
             raise
@@ -133,6 +134,7 @@ class Supervisor:
             job.strategy,
             job.config,
             job.checkpoint is not None,
+            job.num_at_start or job.num_workers,
         )
         program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
         elastic = job.config.elastic

@@ -10,6 +10,9 @@ from paceline.training.sharding.division import Group, RankBatch
 from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import Part, Place
 
+AT_START = "workers at the start"
+"""Their number, by which global batches are as large as they are, as an elastic run's checkpoint names it."""
+
 
 @final
 class Dealt:
@@ -26,13 +29,15 @@ class Dealt:
         self._membership = membership
         self._cursor = Cursor()
         self._round: Deal | None = None
+        self._complete = Cursor()  # where the last update was
         self._is_taken_up = False  # cursor and round are where the next pass begins
 
     def __len__(self) -> int:
         return len(self._orders)
 
     def identity(self) -> dict[str, Any]:
-        return {**self._orders.identity(), "dealing": f"elastic, {self._global_batch}"}
+        dealing = {"dealing": f"elastic, {self._global_batch}", AT_START: self._orders.size}
+        return {**self._orders.identity(), **dealing}
 
     @property
     def under_way(self) -> Deal | None:
@@ -48,7 +53,10 @@ class Dealt:
         """The round is done. Returns whether the update has all its samples."""
         assert self._round is not None
         self._cursor, self._round = self._round.after, None
-        return self._cursor.is_update_complete(global_batch=self._global_batch)
+        is_complete = self._cursor.is_update_complete(global_batch=self._global_batch)
+        if is_complete:
+            self._complete = self._cursor
+        return is_complete
 
     def resize(self, membership: Membership) -> None:
         """These go on: the round that is under way becomes theirs, and what others had of it is dealt anew."""
@@ -64,16 +72,24 @@ class Dealt:
         """Where the epoch is, as plain data."""
         return {"cursor": self._cursor.plain, "round": None if self._round is None else self._round.plain}
 
+    def state_for_later(self) -> dict[str, Any]:
+        """As of the last update, since a run that goes on from a checkpoint has nothing of one that is under way."""
+        return {"cursor": self._complete.plain, "round": None}
+
     def take_up(self, state: Mapping[str, Any], membership: Membership) -> None:
         """Go on from there, with what these have been dealt."""
-        self._cursor, dealt = Cursor.of_plain(state["cursor"]), state["round"]
+        self._cursor = self._complete = Cursor.of_plain(state["cursor"])
+        dealt = state["round"]
         self._round = None if dealt is None else Deal.of_plain(dealt)
         self._membership, self._is_taken_up = membership, True
 
     def parts(self, place: Place) -> Iterator[Part]:
         groups = list(self._orders.groups(place.epoch))
-        if not self._is_taken_up:
-            self._cursor, self._round = Cursor(), None
+        if place.state is not None:
+            self.take_up(place.state, self._membership)
+        if not self._is_taken_up:  # of a run that was not elastic, what is done tells where it was
+            self._cursor = self._complete = Cursor(place.num_batches_done)
+            self._round = None
         is_over = False
         while not is_over:
             is_over = True

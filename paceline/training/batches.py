@@ -60,10 +60,11 @@ class Batches:
         """
         context, seed = self._run.context, self._run.config.seed
         index = list(given.loaders).index(name)
+        size = context.num_at_start or context.size
         sharded = ShardedLoader(
             given.loaders[name],
-            rank=context.rank,
-            size=context.size,
+            rank=context.rank if context.rank < size else 0,
+            size=size,
             seed=derive(seed, "data", index) if index else seed,
             on_return=partial(self._on_return, name),
             on_part=partial(self._on_part, name),
@@ -91,6 +92,7 @@ class Batches:
             if not self._run.steps:
                 self._unstepped.look(has_trained=handouts.has_trained)
             self._course.settle()
+            self._course.come_or_leave()
             return
         is_stream = isinstance(self._run.prepared.feeds[name].loader.dataset, IterableDataset)
         is_agreed = is_stream and self._run.traits.takes_equal_steps
@@ -135,6 +137,8 @@ class Batches:
         feeds = self._run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
+        if self._survivor is not None:
+            self._survivor.give(place)
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
         self.num_samples = part.num_samples
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)

@@ -179,7 +179,7 @@ def connect_some(
         if via.rank not in ranks:
             via.barrier()  # until the others have opened what they were told of
             return None
-        members = [_member(said[rank]) for rank in ranks]
+        members = [member_of(said[rank]) for rank in ranks]
         if store is None and needs_store(members):
             raise UsageError("workers on several hosts need a store to meet; this run has none")
         unless_taken_over.pop_all()
@@ -196,10 +196,11 @@ def connect_some(
 
 
 def _read(text: str) -> Member:
-    return _member(json.loads(text))
+    return member_of(json.loads(text))
 
 
-def _member(said: Mapping[str, Any]) -> Member:
+def member_of(said: Mapping[str, Any]) -> Member:
+    """What `asdict` has made plain data of."""
     return Member(**{**said, "memory": BlockAddress(**said["memory"])})
 
 

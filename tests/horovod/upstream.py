@@ -29,21 +29,37 @@ for name in ("RANK", "LOCAL_RANK"):  # as Horovod's launcher sets them
         os.environ.setdefault(f"HOROVOD_{size.replace('WORLD_', '')}", os.environ[size])
 """
 _RAY, _LAUNCHER, _UNSKIP = "todays_ray", "own_launcher", "no_skips"
+_HELPERS_OWN = """
+import functools
+
+import horovod.common.util
+
+horovod.common.util._cache = functools.cache  # of which the launcher's helpers make use
+"""
 _PLUGINS = {
-    _RAY: """
+    _RAY: _HELPERS_OWN
+    + """
 import ray
+
+import paceline.horovod.ray.elastic
+import paceline.horovod.ray.runner
+from horovod.runner.elastic import driver
+from paceline.horovod.ray import elastic_workers
+
+OwnLoop = elastic_workers.Loop
+elastic_workers.Loop = lambda *given, **named: OwnLoop(
+    *given, **{**named, "look_every_s": driver.DISCOVER_HOSTS_FREQUENCY_SECS}
+)
+for module in (paceline.horovod.ray.elastic, paceline.horovod.ray.runner):
+    module.Policy = functools.partial(module.Policy, tells_early=True)  # as the tests count looks at the hosts
 
 _init = ray.init
 ray.init = lambda *given, _redis_max_memory=None, **named: _init(*given, **named)  # which Ray has no longer
 """,
-    _LAUNCHER: """
-import functools
+    _LAUNCHER: _HELPERS_OWN
+    + """
 import os
 import tempfile
-
-import horovod.common.util
-
-horovod.common.util._cache = functools.cache
 
 import horovod.runner
 from horovod.runner import launch

@@ -101,6 +101,7 @@ class Driver:
         self._failures: list[str] = []  # of this membership
         self._short_since_s: float | None = now_s  # since when there are too few slots
         self._told = 0
+        self._planned: dict[str, int] | None = None  # what members were told of, and wait for
         self.is_over = False
 
     def found(self, slots: dict[str, int], now_s: float) -> list[Command]:
@@ -175,6 +176,8 @@ class Driver:
 
     def _shares(self) -> dict[str, int]:
         """How many workers each host is to have: the oldest hosts first."""
+        if self._planned is not None:
+            return {host: count for host, count in self._planned.items() if not self._hosts.is_out(host)}
         left = self._policy.max_num_proc
         if left is None:
             return self._hosts.usable
@@ -210,7 +213,11 @@ class Driver:
         if len(chosen) < self._policy.min_num_proc:
             return self._wait(len(chosen), self._policy.min_num_proc, now_s)
         if not any(worker.epoch == self._epoch for worker in chosen):
-            return self._finish("no host of before is left, so that nobody has the job's state")
+            # Hosts that are to go may still be there: one stays until the others have the state.
+            kept = [worker for worker in self._members() if worker.waits]
+            if not kept:
+                return self._finish("no worker of before is left, so that nobody has the job's state")
+            chosen.insert(0, kept[0])
         limit = self._policy.reset_limit
         if limit is not None and self._epoch > limit:
             return self._finish(
@@ -228,7 +235,7 @@ class Driver:
             del self._workers[number]
         for worker in chosen:
             worker.epoch, worker.waits, worker.is_awaited = self._epoch, False, False
-        self._failures, self._told, self._short_since_s = [], 0, None
+        self._failures, self._told, self._planned, self._short_since_s = [], 0, None, None
         entering = Enter(
             self._membership,
             tuple(worker.number for worker in chosen),
@@ -247,13 +254,16 @@ class Driver:
             return []
         members = self._members()
         there = Counter(worker.host for worker in members)
-        update = REMOVED if any(count > usable.get(host, 0) for host, count in there.items()) else 0
+        some_stay = any(host in usable for host in there)
+        update = REMOVED if some_stay and any(count > usable.get(host, 0) for host, count in there.items()) else 0
         for worker in self._workers.values():
             is_there = worker.waits or worker.is_awaited
             if worker.epoch != self._epoch and is_there and there[worker.host] < usable.get(worker.host, 0):
                 update |= ADDED
         update &= ~self._told
         self._told |= update
+        if update and self._policy.tells_early:
+            self._planned = usable
         return [Tell(tuple(worker.number for worker in members if not worker.waits), update)] if update else []
 
     def _wait(self, count: int, wanted: int, now_s: float) -> list[Command]:

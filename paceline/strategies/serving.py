@@ -20,6 +20,7 @@ from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Sync
 from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.held_state import HeldState
+from paceline.strategies.looks import is_looked_at
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import (
@@ -144,10 +145,8 @@ class ServerSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
         optimizer = self.replica.optimizer
-        require_all_parameters(self.replica)
-        require_no_hooks(optimizer)
-        require_same_attributes(optimizer, self._attributes)
-        self._held.require_untouched()
+        if is_looked_at(self._steps):
+            self._require_as_prepared()
         self._owned.require_untouched(rank=self.context.rank, step=self._steps)
         if self._is_weighted:
             self.require_joint_step()
@@ -191,6 +190,7 @@ class ServerSynchronizer(Synchronizer):
             self._refresh()
 
     def leave(self) -> None:
+        self._require_as_prepared()
         self._store.leave()
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -233,6 +233,15 @@ class ServerSynchronizer(Synchronizer):
         self._parameters.to_device()
         self.iteration = reply.iteration
         return StepOutcome(reply.iteration, reply.stop, max(reply.staleness), reply.admitted)
+
+    def _require_as_prepared(self) -> None:
+        """Raises UsageError if the script has replaced what it prepared."""
+        optimizer = self.replica.optimizer
+        require_all_parameters(self.replica)
+        require_no_hooks(optimizer)
+        require_same_attributes(optimizer, self._attributes)
+        self._held.require_untouched()
+        self._owned.require_in_place(rank=self.context.rank, step=self._steps)
 
     def _finish_backward(self) -> None:
         self._combining.after_backward(self._weight)

@@ -159,6 +159,10 @@ class WorkerProcess:
             self.wait()
         for thread in self._copying:
             thread.join(_LEAVE_WITHIN_S)
+        if not self._copying:
+            for output in (self._process.stdout, self._process.stderr):
+                assert output is not None
+                output.close()
 
 
 def value_of(text: str) -> Any:
@@ -167,10 +171,11 @@ def value_of(text: str) -> Any:
 
 
 def _copy(source: TextIO, target: TextIO, name: str, label: Callable[[], str], messages: Unframer | None) -> None:
-    for line in source:
-        own = line if messages is None else messages.output_of(line)
-        if own:
-            _write(target, name, label, own)
+    with source:
+        for line in source:
+            own = line if messages is None else messages.output_of(line)
+            if own:
+                _write(target, name, label, own)
     if messages is not None and (rest := messages.rest()):
         _write(target, name, label, f"{rest}\n")
 

@@ -55,11 +55,12 @@ class ForkedFleet:
 
     Args:
         slots: by host, at first.
+        shares_memory: whether workers of several hosts can, as they do here.
     """
 
     def __init__(self, train: Callable[..., Any], slots: dict[str, int], *, cooldown: Cooldown | None = None,
-                 **policy: Any) -> None:  # fmt: skip
-        self.slots, self._train = slots, train
+                 shares_memory: bool = True, **policy: Any) -> None:  # fmt: skip
+        self.slots, self._train, self._shares_memory = slots, train, shares_memory
         settings = {"num_proc": sum(slots.values()), "min_num_proc": 1, **policy}
         self._loop = Loop(
             self, lambda: dict(self.slots), policy=Policy(**settings), cooldown=cooldown, look_every_s=0.05
@@ -85,7 +86,9 @@ class ForkedFleet:
 
     def start(self, worker: int, host: str) -> None:
         ours, theirs = FORKS.Pipe()
-        process = FORKS.Process(target=_work, args=(self._train, theirs), daemon=True)
+        process = FORKS.Process(
+            target=_work, args=(self._train, "" if self._shares_memory else host, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         self._processes[worker], self._connections[worker] = process, ours
@@ -112,10 +115,14 @@ class ForkedFleet:
             self._loop.ended(worker, process.exitcode or 0)
 
 
-def _work(train: Callable[..., Any], connection: Connection) -> None:
+def _work(train: Callable[..., Any], host: str, connection: Connection) -> None:
+    from paceline.comm import connecting
     from paceline.horovod import line as lines
     from paceline.horovod import runtime
+    from paceline.horovod.elastic_jobs import joining
 
+    if host:
+        connecting.host_identity = joining.host_identity = runtime.host_identity = lambda: host  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     line = PipedLine(connection)
     lines.connect(line)

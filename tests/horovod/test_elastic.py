@@ -249,8 +249,9 @@ def long_training(tell: Callable[[Any], None]) -> None:
     training(tell, num_changes=2)
 
 
-def test_survivors_of_a_killed_worker_go_back_to_the_last_commit() -> None:
-    said = ForkedFleet(dying, {"a": 1, "b": 1, "c": 1}).run()
+@pytest.mark.parametrize("shares_memory", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_survivors_of_a_killed_worker_go_back_to_the_last_commit(shares_memory: bool) -> None:
+    said = ForkedFleet(dying, {"a": 1, "b": 1, "c": 1}, shares_memory=shares_memory).run()
     assert sorted(each[1:] for each in said if each[0] == "done") == [(0, [3, 2], 0.0), (1, [3, 2], 0.0)]
     for pid in {each[1] for each in said if each[0] == "step" and each[4] == 2}:
         steps = [each[2] for each in said if each[0] == "step" and each[1] == pid]

@@ -47,6 +47,7 @@ class Kind(IntEnum):
     FOLLOW = 9
     RECEIVED = 10
     JOIN = 11
+    UPDATE = 12
     ANSWER = 16
     OK = 17
     ERROR = 18
@@ -65,6 +66,7 @@ class Kind(IntEnum):
     CONTENT = 51
     STORED = 52
     FORM = 53
+    TURN = 54
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds

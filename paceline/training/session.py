@@ -18,6 +18,7 @@ from paceline.config import RunConfig
 from paceline.errors import BudgetReached, UsageError
 from paceline.interval import Count
 from paceline.records import MetricRecord, Reporter, StepRecord
+from paceline.roster import Participation
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
 from paceline.strategies.hostility import under_attack
@@ -480,12 +481,20 @@ class Session:
             should_stop=lambda: self.run.has_ended or self._refusal is not None,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self.run.traits.takes_equal_steps,
-            participation=self.run.strategy.participation(),
+            participation=self._participation(),
             dealing=self._survivor.deals if self._survivor is not None else None,
         )
         if len(given.loaders) > 1 and self.run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
+
+    def _participation(self) -> Participation | None:
+        """Who takes part of those whose turns are played here."""
+        found, context = self.run.strategy.participation(), self.run.context
+        if found is None:
+            return None
+        here = found.at_client() if context.server is not None else found
+        return here.at_server() if context.clients is not None else here
 
     def _on_return(self, name: str) -> None:
         if not self._is_elsewhere:

@@ -25,6 +25,9 @@ SUMMARIES = {
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
     "attack": "Recover samples from their gradients (leak), or deceive a trained model by small changes of images "
     "(evade).",
+    "serve": "Be the server of a federated run: clients join it with tickets, on machines and with data of their own.",
+    "join": "Be a client of a federated run: train SCRIPT on this machine's data whenever the server asks for a turn.",
+    "ticket": "Make tickets for clients of a federated run, or revoke one; a server that runs minds it at once.",
     "horovodrun": "Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or "
     "ssh's hosts.",
     "slurm": "Train SCRIPT as a job of SLURM: write its job script, and submit it.",

@@ -13,7 +13,9 @@ alone. The gap that a method closes lies between these two.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -90,12 +92,12 @@ PARTS = {
 }
 
 
-def conduct(part: Part, *, seeds: int, tunes: bool, out: Path) -> Study:
+def conduct(part: Part, strategies: Sequence[str], *, workers: int, seeds: int, tunes: bool, out: Path) -> Study:
     rate = [] if tunes else ["--lr", part.rates.split(",")[1]]
     return Study.run(
         SCRIPT,
-        strategies=part.strategies,
-        workers=[WORKERS],
+        strategies=strategies,
+        workers=[workers],
         seeds=seeds,
         target=f"accuracy={part.accuracy}",
         hold=1,
@@ -103,7 +105,7 @@ def conduct(part: Part, *, seeds: int, tunes: bool, out: Path) -> Study:
         eval_every=part.eval_every,
         engine="virtual",
         cluster=CLUSTER,
-        arguments=[*part.script, "--steps", str(part.max_steps), *rate],
+        arguments=[*part.script, "--steps", str(part.max_steps * WORKERS // workers), *rate],
         out=out,
     )
 
@@ -116,9 +118,8 @@ def ceiling_s(study: Study, found: pd.DataFrame) -> float:
     return float((rows["iterations_to_target"] * step_s).mean())
 
 
-def show(part: Part, study: Study) -> None:
-    trials = study.frames.trials
-    found = trials[trials["workers"] == WORKERS]
+def show(part: Part, study: Study, alone: Study) -> None:
+    found = study.frames.trials
     cluster = reading.load(str(CLUSTER))
     work = observing.observe(read_script(SCRIPT, part.script)).work
     best_s, ddp_s = ceiling_s(study, found), float(found[found["strategy"] == DDP]["time_to_target_s"].mean())
@@ -126,16 +127,18 @@ def show(part: Part, study: Study) -> None:
     table.add_column("method")
     for title in ("rate", "steps", "ms a step", "ms planned", "seconds", "range", "sooner", "gap closed"):
         table.add_column(title, justify="right")
-    for text in part.strategies:
-        rows = found[found["strategy"] == Variant.parse(text).text]
-        planned = predict(cluster, strategy=text, workers=WORKERS, work=work).step_s * 1e3
-        steps = rows["samples"] / work.samples / WORKERS
+    for text in (*part.strategies, "single"):
+        rows = pd.concat([found, alone.frames.trials])
+        rows = rows[rows["strategy"] == Variant.parse(text).text]
+        workers = 1 if text == "single" else WORKERS
+        planned = predict(cluster, strategy=text, workers=workers, work=work).step_s * 1e3
+        steps = rows["samples"] / work.samples / workers
         times = rows["time_to_target_s"]
         took_s = float(times.mean()) if rows["reached"].all() else float("nan")
         rate = str(rows["setting"].iloc[0]).removeprefix("lr=") if len(rows) else ""
         cells = (
             rate,
-            f"{float((rows['samples_to_target'] / work.samples / WORKERS).mean()):.0f}",
+            f"{float((rows['samples_to_target'] / work.samples / workers).mean()):.0f}",
             f"{float((rows['training_time_s'] / steps).mean()) * 1e3:.2f}",
             f"{planned:.2f}",
             f"{took_s:.3f}",
@@ -143,7 +146,8 @@ def show(part: Part, study: Study) -> None:
             f"{ddp_s / took_s:.1f}",
             f"{(ddp_s - took_s) / (ddp_s - best_s):.0%}",
         )
-        table.add_row(f"`{text}`", *(cell if "nan" not in cell else "" for cell in cells))
+        name = f"`{text}`" if workers > 1 else f"`{text}`, one worker"
+        table.add_row(name, *(cell if "nan" not in cell else "" for cell in cells))
     table.add_row("no exchange", "", "", "", "", f"{best_s:.3f}", "", f"{ddp_s / best_s:.1f}", "100%")
     picked = plan(cluster, work, max_workers=WORKERS).best.label
     tell([table], {"picked": picked, "accuracy": part.accuracy, "seeds": int(found["seed"].nunique())})
@@ -158,7 +162,9 @@ def main() -> None:
     args = parser.parse_args()
     part = PARTS[args.part]
     out = args.out or Path("studies") / f"low-bandwidth-{args.part}"
-    show(part, conduct(part, seeds=args.seeds, tunes=args.tune, out=out))
+    each = partial(conduct, part, seeds=args.seeds, tunes=args.tune)
+    alone = each(("single",), workers=1, out=out.with_name(f"{out.name}-alone"))
+    show(part, each(part.strategies, workers=WORKERS, out=out), alone)
 
 
 if __name__ == "__main__":

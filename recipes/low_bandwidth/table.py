@@ -41,12 +41,17 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="strategies beside all-reduce")
     parser.add_argument("--cluster", default="lab-1gbe")
     parser.add_argument("--out", type=Path, help="by default studies/local-updates-DATASET-MODEL")
     args = parser.parse_args()
     numbers = {"steps": args.steps, "batch-size": args.batch_size, "lr": args.lr}
     script = ["--dataset", args.dataset, "--model", args.model]
-    found = rows(args.every, args.steps)
+    found = {
+        label: text
+        for label, text in rows(args.every, args.steps).items()
+        if args.only is None or text.partition(":")[0] in ("all-reduce", *args.only)
+    }
     study = Study.run(
         SCRIPT,
         strategies=list(found.values()),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,20 +42,16 @@ def train() -> None:
 
 def steps_of(workers: int, *, strategy: str, slowness: float, seconds: float) -> list[int]:
     """Of each worker, by rank."""
-    alike, own = (
-        {"bandwidth_gbit_per_s": 0.1, "latency_us": 100.0},
-        Compute(step_s=0.01, distribution="log-normal", variation=0.1),
-    )
-    cluster = Cluster(
-        hosts=(Hosts(count=workers - 1, **alike), Hosts(name="slow", speed=1 / slowness, **alike)), compute=own
-    )
+    fast = Hosts(count=workers - 1, bandwidth_gbit_per_s=0.1, latency_us=100.0)
+    slow = replace(fast, name="slow", count=1, speed=1 / slowness)
+    compute = Compute(step_s=0.01, distribution="log-normal", variation=0.1)
     with tempfile.TemporaryDirectory() as out:
         result = paceline.run(
             train,
             strategy=strategy,
             workers=workers,
             engine="virtual",
-            cluster=cluster,
+            cluster=Cluster(hosts=(fast, slow), compute=compute),
             max_time_s=MARGIN * seconds,
             out=Path(out) / "run",
         )

@@ -56,6 +56,7 @@ from paceline.strategies import all_reduce, build, combining, serving
 from paceline.strategies.base import Context, Strategy
 from paceline.strategies.combining import Combining
 from paceline.strategies.held_state import HeldState
+from paceline.strategies.looks import Window
 from paceline.strategies.server_owned import ServerOwned
 from paceline.strategies.untouched import Untouched
 from paceline.training import agreement
@@ -109,7 +110,9 @@ CHECKS: tuple[tuple[Any, str, Any], ...] = (
     *((serving, f"require_{what}", nothing) for what in ("all_parameters", "no_hooks", "same_attributes")),
     (HeldState, "require_untouched", nothing),
     (ServerOwned, "require_untouched", nothing),
-    *((Untouched, name, lambda self: ()) for name in ("_count_changes", "_bytes", "_all_digests")),
+    (ServerOwned, "require_in_place", nothing),
+    *((Untouched, name, lambda self: ()) for name in ("_count_changes", "_all_digests")),
+    *((Window, name, lambda self: b"") for name in ("read", "next_step")),
     (Combining, "_versions", lambda self: ([], [])),
     (combining, "digest", lambda tensors: ""),
     (Handouts, "_require_all_samples", nothing),

@@ -22,6 +22,7 @@ from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.digests import digest
 from paceline.strategies.held_state import HeldState
+from paceline.strategies.looks import is_looked_at
 from paceline.strategies.meeting import gathered
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
@@ -109,7 +110,7 @@ class ServerSynchronizer(Synchronizer):
         self._steps = 0
         self._compares = False  # what this step pushes with the other workers', if all are to push the same
         self._is_joint = context.size == 1 or (is_weighted and not is_partial)
-        self._is_left_by_script = False  # the global model is as the script has left it
+        self._is_left_to_script = False  # the servers' parameters are no longer written here
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
         self._attributes = own_attributes(replica.optimizer)
@@ -151,10 +152,9 @@ class ServerSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
         optimizer = self.replica.optimizer
-        require_all_parameters(self.replica)
-        require_no_hooks(optimizer)
-        require_same_attributes(optimizer, self._attributes)
-        self._held.require_untouched()
+        if is_looked_at(self._steps):
+            self._require_as_prepared()
+            self._owned.require_in_place(rank=self.context.rank, step=self._steps)
         self._owned.require_untouched(rank=self.context.rank, step=self._steps)
         if self._is_weighted:
             self.require_joint_step()
@@ -201,11 +201,12 @@ class ServerSynchronizer(Synchronizer):
             self._refresh()
 
     def leave(self) -> None:
-        """What the script has made of the parameters after its loop is the run's model where all workers have the same
-        ones. Elsewhere others may still train, and it is told that this is not in it."""
-        changed = self._owned.changed()
-        self._is_left_by_script = changed is not None and self._is_joint
-        if changed is not None and not self._is_joint and self.context.is_first:
+        """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of
+        them is in the run's model. Elsewhere others may still train, and it is told that this is not in it."""
+        self._require_as_prepared()
+        self._is_left_to_script = self._is_joint
+        changed = None if self._is_joint or not self.context.is_first else self._owned.changed()
+        if changed is not None:
             warnings.warn(
                 f"after its last step the script changed parameter {changed!r} on rank {self.context.rank}; the run's "
                 "model is the servers', without that: save what you have changed yourself, or use ps-bsp or all-reduce",
@@ -244,7 +245,7 @@ class ServerSynchronizer(Synchronizer):
 
     def _refresh(self) -> None:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
-        if self.context.rank == 0 and not self._is_left_by_script:
+        if self.context.rank == 0 and not self._is_left_to_script:
             self._store.pull()
             self._parameters.to_device()
             self._owned.accept()
@@ -253,6 +254,14 @@ class ServerSynchronizer(Synchronizer):
         self._parameters.to_device()
         self.iteration = reply.iteration
         return StepOutcome(reply.iteration, reply.stop, max(reply.staleness), reply.admitted)
+
+    def _require_as_prepared(self) -> None:
+        """Raises UsageError if the script has replaced what it prepared."""
+        optimizer = self.replica.optimizer
+        require_all_parameters(self.replica)
+        require_no_hooks(optimizer)
+        require_same_attributes(optimizer, self._attributes)
+        self._held.require_untouched()
 
     def _finish_backward(self) -> None:
         self._combining.after_backward(self._weight)

@@ -94,7 +94,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
     if not parameters:
         raise UsageError("the optimizer has no parameter that requires a gradient")
     _refuse_duplicates(specs)
-    return Replica(model, optimizer, tuple(parameters), tuple(specs), _optimizer_spec(optimizer))
+    return Replica(model, optimizer, tuple(parameters), tuple(specs), spec_of(optimizer))
 
 
 def require_same_tensors(replica: Replica, collective: Collective) -> None:
@@ -289,7 +289,8 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
         raise cannot_evaluate(optimizer)
 
 
-def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+def spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """What servers need to build it anew."""
     kind = type(optimizer)
     is_element_wise = kind.__name__ in _ELEMENT_WISE and kind.__module__.startswith("torch.optim")
     return OptimizerSpec(kind, _settings(optimizer.defaults), hyperparameters(optimizer), is_element_wise)

@@ -33,13 +33,25 @@ class Agreement:
 
     def __init__(self, run: WorkerRun) -> None:
         self._run = run
-        self.is_needed = run.traits.lock_step and run.context.size > 1
+        self.is_needed = run.traits.lock_step and run.context.has_peers
         """Whether there is anything to compare."""
         self._due_at = 0 if self.is_needed else NEVER
         self._rhythm = Rhythm()
         self._took_s = self._comparing_s = 0.0
         self._has_told = False
         self._hooks: GradientHooks | None = None
+
+    def state(self) -> list[int]:
+        """When parameters are compared next, and how far apart comparisons are: the same on every worker."""
+        return [self._due_at, self._rhythm.interval]
+
+    def take_up(self, state: Sequence[int]) -> None:
+        """Compare when those do who gave this."""
+        self._due_at, self._rhythm.interval = state
+
+    def look_by(self, iteration: int) -> None:
+        """Compare parameters in the pause at this iteration, if not before."""
+        self._due_at = min(self._due_at, iteration)
 
     def said(self, *, is_last: bool) -> dict[str, Any]:
         """What this worker says of itself.

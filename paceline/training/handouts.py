@@ -147,6 +147,10 @@ class Handouts:
         """Steps taken, and batches handed out in the script's own thread."""
         return Progress(self._num_steps, self._num_batches)
 
+    def take_up(self, progress: Sequence[int]) -> None:
+        """Count on from there."""
+        self._num_steps, self._num_batches = progress
+
     @property
     def are_gradients_spent(self) -> bool:
         """Whether no gradient has come since the step before, computed by a backward pass or set by the script."""

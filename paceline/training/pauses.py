@@ -1,6 +1,7 @@
 """Pauses: all workers meet between two steps, agree on where the run is, and look at the global model."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, final
 
 from paceline.errors import UsageError
@@ -62,6 +63,23 @@ class Pauses:
     def last_metrics(self) -> dict[str, float]:
         """What the last evaluation returned; empty before the first."""
         return self._judge.last_metrics
+
+    def state(self) -> dict[str, Any]:
+        """What has been decided so far, as plain data: the same on all workers in lock step."""
+        decided = {"cadence": self._cadence.state(), "agreement": self._agreement.state()}
+        return {**decided, "metrics": self.last_metrics}
+
+    def take_up(self, state: Mapping[str, Any]) -> None:
+        """Meet from here on when those do who gave this."""
+        self._cadence.take_up(state["cadence"])
+        self._agreement.take_up(state["agreement"])
+        self._judge.last_metrics = dict(state["metrics"])
+
+    def compare_soon(self) -> None:
+        """Have all workers meet after the next update, and compare their models."""
+        iteration = self._run.iteration + 1
+        self._agreement.look_by(iteration)
+        self._cadence.meet_by(iteration)
 
     def between_steps(self) -> None:
         """The run goes on, and this worker has the model that it computes its next gradient with."""

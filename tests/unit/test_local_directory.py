@@ -102,3 +102,16 @@ def test_launchers_that_start_at_once_do_not_remove_each_others(place: Path) -> 
         thread.join()
     assert (len(num_lost), sum(num_lost)) == (200, 0)
     assert list(place.iterdir()) == []
+
+
+def test_another_hosts_directory_is_made_locked_and_removed_unless_it_is_there(place: Path) -> None:
+    with local_directory.local_directory() as first:
+        with local_directory.same_directory(Path(first)):
+            assert Path(first).exists()
+        assert Path(first).exists()
+    elsewhere = Path(first)
+    with local_directory.same_directory(elsewhere):
+        assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o700
+        with local_directory.local_directory():
+            assert elsewhere.exists()
+    assert not elsewhere.exists()

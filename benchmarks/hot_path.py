@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -263,7 +264,7 @@ class Worker:
         context = Context(rank, members, rank, size, torch.device("cpu"), collective, store)
         config = RunConfig(seed=0)
         if is_elastic:
-            context = replace(context, reform=_nobody_dies)
+            context = replace(context, reform=_NobodyComesOrGoes())
             config = RunConfig(seed=0, elastic=Elastic(at_least=1, at_most=size))
         return Session(context, strategy, config, Kept())
 
@@ -273,8 +274,21 @@ class Worker:
         return SharedMemoryCollective(rank=self.rank, addresses=self.line.recv(), control=control)
 
 
-def _nobody_dies(member: Member) -> NoReturn:
-    raise AssertionError(f"rank {member.rank} has lost another one")
+class _NobodyComesOrGoes:
+    joins = is_asked_to_leave = False
+    asked_to_give: tuple[int, ...] = ()
+
+    def __call__(self, member: Member) -> NoReturn:
+        raise AssertionError(f"rank {member.rank} has lost another one")
+
+    def give(self, write: Callable[[Path], None], *, member: Member, to: tuple[int, ...]) -> NoReturn:
+        raise AssertionError(to)
+
+    def take(self, *, rank: int, epoch: int) -> NoReturn:
+        raise AssertionError(rank)
+
+    def leave(self, rank: int) -> NoReturn:
+        raise AssertionError(rank)
 
 
 def _repeated(loader: Any) -> Iterator[Any]:

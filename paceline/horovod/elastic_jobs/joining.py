@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from paceline.comm.connecting import Member, connect_members, gpu_identity, member_of, needs_store
+from paceline.comm.connecting import Site, connect_members, gpu_identity, needs_store, site_of
 from paceline.comm.hosts import host_identity, own_ip_address
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.config import RunConfig
@@ -33,7 +33,7 @@ def join(line: Line) -> World:
     device = torch.device("cpu")
     memory = SharedMemoryCollective.prepare()
     try:
-        mine = asdict(Member(host_identity(), gpu_identity(device), memory.address))
+        mine = asdict(Site(host_identity(), gpu_identity(device), memory.address))
         place = line.ask({"member": mine, "address": own_ip_address(), "port": _free_port()})
     except BaseException:
         memory.close()
@@ -43,7 +43,7 @@ def join(line: Line) -> World:
     rank, size = about["RANK"], about["SIZE"]
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // about["LOCAL_SIZE"]))
     keep_freed_memory()
-    members = [member_of(each["member"]) for each in place["members"]]
+    members = [site_of(each["member"]) for each in place["members"]]
     store = _store(place["members"][0], rank, size, deadline_s) if needs_store(members) else None
     collective = connect_members(
         members,

@@ -150,7 +150,7 @@ ALIKE: dict[str, dict[str, str]] = {
     "fed-nova": {},
     "fed-prox": {"correction.mu": "0.5", "weights": "equal"},
     "fed-avgm": {"codec": "top-k", "codec.ratio": "0.3", "optimizer": "kept"},
-    "fed-avg": {"codec": "fp16", "aggregate": "median"},
+    "fed-avg": {"codec": "fp16", "codec.feedback": "false", "aggregate": "median"},
     "dp-fed-avg": {"privacy.clip": "0.3"},
 }
 """What clients draw does not show; the server's noise is drawn from its seed."""

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from paceline.cli import common_options
+from paceline.cli import common_options, exit_codes
 from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target
 from paceline.interval import Interval
 
@@ -101,16 +101,24 @@ def serve(
         markup=False,
         highlight=False,
     )
-    result = serving.serve(
-        script,
-        strategy=plan,
-        tickets=tickets,
-        listen=where,
-        arguments=arguments or (),
-        rounds=serving.Rounds(min_clients=min_clients, deadline_s=round_deadline, outweigh=outweigh, over=over),
-        config=config,
-        seed=seed,
-        out=out,
-        say=lambda line: console.print(line, markup=False, highlight=False),
-    )
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
+    try:
+        result = serving.serve(
+            script,
+            strategy=plan,
+            tickets=tickets,
+            listen=where,
+            arguments=arguments or (),
+            rounds=serving.Rounds(min_clients=min_clients, deadline_s=round_deadline, outweigh=outweigh, over=over),
+            config=config,
+            seed=seed,
+            out=out,
+            say=say,
+        )
+    except KeyboardInterrupt:
+        say(f"interrupted; the same command goes on from the last round, which is in {out or tickets / 'run'}")
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
     Console().print(tables.summary(result, [], hold=hold))

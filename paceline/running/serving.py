@@ -9,7 +9,6 @@ from typing import Any
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.tickets import Ticket, Tickets
 from paceline.config import RunConfig
-from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.scripting import Script, read_script
 from paceline.engines.served.running import JoinedRun, ServedRun
 from paceline.errors import UsageError
@@ -77,7 +76,7 @@ def serve(
     Raises:
         UsageError: something asked for cannot be had; nothing was started, unless only the script could tell.
         RunFailed: the script failed.
-        Interrupted: by Ctrl-C; the message says how to go on.
+        KeyboardInterrupt: by Ctrl-C. The last round is saved, and clients wait for a server that goes on from there.
     """
     plan = build(strategy, options) if isinstance(strategy, str) else strategy
     _require_servable(plan)
@@ -111,10 +110,7 @@ def serve(
         checkpoint=checkpoint,
         say=say,
     )
-    try:
-        run.run()
-    except KeyboardInterrupt:
-        raise Interrupted(directory) from None
+    run.run()
     return Result(directory)
 
 

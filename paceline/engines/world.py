@@ -38,6 +38,8 @@ class World:
     """The worker's step, for those who ask from outside."""
     awaits_others: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the worker waits in a pause, or at its end, for workers that have steps to go until there."""
+    epoch: Callable[[], int] = staticmethod(lambda: 0)
+    """Which epoch of its data the worker is in."""
     worker: Any = None
     """What the script was given for it, once it has asked."""
 

@@ -13,7 +13,6 @@ from paceline.aggregate import MEAN, Aggregator, Contribution
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
-from paceline.elastic import Member
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout, TensorSpec
 from paceline.membership import Membership
@@ -27,6 +26,7 @@ from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
 from paceline.strategies.progress import Progress
+from paceline.strategies.regrouping import Regrouping
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -73,9 +73,10 @@ class Context:
     server: "ServerElsewhere | None" = None
     """On a client whose server is elsewhere: carries rounds from it."""
 
-    reform: "Callable[[Member], Formed] | None" = None
-    """Where workers may die and the others go on: called by one that has lost sight of another, it returns with those
-    who are left."""
+    reform: Regrouping | None = None
+    """Where workers come, leave and die while the others go on: how they are told of one another."""
+    num_at_start: int | None = None
+    """The workers that the run began with, by which an elastic one's global batches are as large as they are."""
     recovery: "Recovery | None" = None
     """There, what a synchronizer asks that repeats a step."""
 
@@ -85,22 +86,23 @@ class Context:
         return self.membership.size
 
     @property
+    def has_peers(self) -> bool:
+        """Whether others train beside this worker, or may come to."""
+        return self.size > 1 or self.reform is not None
+
+    @property
     def is_first(self) -> bool:
         """Whether this worker does what one does for all."""
         return self.rank == self.membership.ranks[0]
 
 
-class Formed(NamedTuple):
-    """Who goes on after a death."""
-
-    member: Member
-    collective: Collective
-    applies: bool
-    """All have the whole result of the step that was under way."""
-
-
 class Recovery(Protocol):
     """What a synchronizer that repeats steps is told about the data and the other workers."""
+
+    @property
+    def has_given(self) -> bool:
+        """Whether this worker has given its state to one who joins, and its next part is to be averaged with that one
+        taking part."""
 
     @property
     def begins_update(self) -> bool:
@@ -115,7 +117,8 @@ class Recovery(Protocol):
         can tell which batch it was."""
 
     def regroup(self) -> Context:
-        """Somebody is lost: the surroundings in which the others repeat the round. Collective call of these."""
+        """Somebody is lost, or comes: the surroundings in which those who are there repeat the round. Collective call
+        of these."""
 
 
 class Update(NamedTuple):
@@ -343,8 +346,11 @@ class Synchronizer(ABC):
         import_state(self.replica.optimizer, self.replica.parameters, state)
         self.iteration = iteration
 
-    def rejoin(self, context: Context) -> None:
-        """Go on among those who are left, under strategies whose trait `repeats_steps` holds. Collective call."""
+    def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
+        """Go on among those who are there now, under strategies whose trait `repeats_steps` holds. Collective call.
+
+        `facts`: the others', where this worker joins them.
+        """
         raise NotImplementedError
 
     def close(self) -> None:

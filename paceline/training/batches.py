@@ -1,0 +1,166 @@
+"""What happens when a worker's loaders give batches: its part of the data, their weights, and a client's turns."""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from paceline.attacks import DataAttack
+from paceline.errors import UsageError
+from paceline.roster import Participation
+from paceline.seeding import derive
+from paceline.training.course import Course
+from paceline.training.elastic import Survivor
+from paceline.training.feeds import require_even
+from paceline.training.given import Given
+from paceline.training.lone_samples import LoneSamples
+from paceline.training.sharding import Part, Place, ShardedLoader
+from paceline.training.unstepped import Unstepped
+from paceline.training.worker_run import WorkerRun
+
+
+@final
+class Batches:
+    """Hears of every batch that the script asks for.
+
+    Args:
+        model: all models in one.
+        parameters: those of the first optimizer.
+        poisons: attacks on the data of hostile workers.
+        survivor: deals data out anew when a worker dies, in an elastic run.
+    """
+
+    def __init__(
+        self,
+        run: WorkerRun,
+        course: Course,
+        *,
+        model: nn.Module,
+        parameters: Sequence[Tensor],
+        poisons: Sequence[DataAttack],
+        survivor: Survivor | None,
+    ) -> None:
+        self._run, self._course, self._poisons, self._survivor = run, course, poisons, survivor
+        self._thread = threading.get_ident()
+        self._unstepped = Unstepped(parameters, rank=run.context.rank)
+        self._lone_samples = LoneSamples(model, rank=run.context.rank)
+        self.num_samples = 0
+        """Of the batch that was handed out last."""
+
+    def sharded(self, name: str, given: Given, *, on_position: Callable[[], None]) -> ShardedLoader:
+        """This worker's part of a loader. The orders of several are drawn apart, as one process would draw them.
+
+        Args:
+            on_position: called when the loader has come to where a checkpoint was taken.
+
+        Raises:
+            UsageError: one of several loaders has batches of different weights.
+        """
+        context, seed = self._run.context, self._run.config.seed
+        index = list(given.loaders).index(name)
+        size = context.num_at_start or context.size
+        sharded = ShardedLoader(
+            given.loaders[name],
+            rank=context.rank if context.rank < size else 0,
+            size=size,
+            seed=derive(seed, "data", index) if index else seed,
+            on_return=partial(self._on_return, name),
+            on_part=partial(self._on_part, name),
+            on_position=on_position,
+            poison=self._poison if self._poisons else None,
+            on_pass=self._on_pass,
+            on_pass_end=self._on_pass_end,
+            should_stop=lambda: self._course.is_over,
+            gather=context.collective.all_gather_object,
+            takes_equal_steps=self._run.traits.takes_equal_steps,
+            participation=self._participation(),
+            dealing=self._survivor.deals if self._survivor is not None else None,
+        )
+        if len(given.loaders) > 1 and self._run.traits.is_synchronous:
+            require_even(name, sharded.is_even)
+        return sharded
+
+    def _participation(self) -> Participation | None:
+        """Who takes part of those whose turns are played here."""
+        found, context = self._run.strategy.participation(), self._run.context
+        if found is None:
+            return None
+        here = found.at_client() if context.server is not None else found
+        return here.at_server() if context.clients is not None else here
+
+    def close(self) -> None:
+        self._lone_samples.close()
+
+    def _on_return(self, name: str) -> None:
+        if not self._is_elsewhere:
+            handouts = self._run.prepared.handouts
+            handouts.look_back()
+            if not self._run.steps:
+                self._unstepped.look(has_trained=handouts.has_trained)
+            self._course.settle()
+            self._course.come_or_leave()
+            return
+        is_stream = isinstance(self._run.prepared.feeds[name].loader.dataset, IterableDataset)
+        is_agreed = is_stream and self._run.traits.takes_equal_steps
+        if self._run.context.pacing.is_simulated or self._survivor or is_agreed:
+            # Raised in the script's own thread: it may wait for this one, which now only ends its epoch.
+            self._course.refuse(
+                UsageError(
+                    f"rank {self._run.context.rank} reads the loader in another thread: a virtual run would not repeat "
+                    "itself, and ranks could not agree on a stream's end, or on what a dead one had done (--elastic); "
+                    "loop over the loader itself, and give the DataLoader num_workers to read ahead"
+                )
+            )
+
+    def _on_pass(self) -> None:
+        """Where a pass over the data is a client's turn: another one begins."""
+        run = self._run
+        if run.context.roster is None:
+            return
+        if self._is_elsewhere:
+            self._course.refuse(
+                UsageError(
+                    f"rank {run.context.rank} reads the loader in another thread, while the script trains on a "
+                    "client's batches; loop over the loader itself"
+                )
+            )
+            return
+        self._course.start_once()
+        for feed in run.prepared.feeds.values():
+            feed.handouts.end_pass()
+        self._course.begin_turn()
+
+    def _on_pass_end(self) -> None:
+        if self._run.context.roster is not None and not self._is_elsewhere:
+            self._course.end_turn()
+
+    def _on_part(self, name: str, part: Part, place: Place) -> None:
+        if not self._is_elsewhere:
+            self._course.start_once()
+        self._course.record_late()
+        if not self._run.traits.is_synchronous:
+            part = part._replace(weight=1.0)  # every gradient is an update of its own
+        feeds = self._run.prepared.feeds
+        if len(feeds) > 1:
+            require_even(name, part.weight == 1.0)
+        if self._survivor is not None:
+            self._survivor.give(place)
+        self._lone_samples.expect(name, place, num_samples=part.num_samples)
+        self.num_samples = part.num_samples
+        feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
+
+    def _poison(self, batch: Any) -> Any:
+        sender = self._run.prepared.synchronizer.sender
+        size = self._run.traits.num_clients or self._run.context.size
+        for attack in self._poisons:
+            if attack.is_hostile(sender, size=size):
+                batch = attack.of_batch(batch)
+        return batch
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the caller is a thread that reads the loader for the script, while the script itself may train."""
+        return threading.get_ident() != self._thread

@@ -1,0 +1,233 @@
+"""One worker's way through its run: it starts, goes from step to step, pauses between two of them, and ends."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import final
+
+from paceline.errors import BudgetReached, UsageError
+from paceline.records import StepRecord
+from paceline.strategies.base import StepOutcome
+from paceline.training.cadence import Cadence
+from paceline.training.checkpoints import Checkpoints
+from paceline.training.elastic import Survivor
+from paceline.training.pauses import Pauses
+from paceline.training.worker_run import WorkerRun
+
+
+@final
+class Course:
+    """Decides what happens between two steps of the script.
+
+    A pause lies there: when the script asks for its next batch, or steps again without one. What a script does after
+    `optimizer.step()`, such as stepping a scheduler, so belongs to the step before the pause.
+
+    Args:
+        survivor: repeats what a death has broken off, and joins or leaves the others, in an elastic run.
+    """
+
+    def __init__(
+        self, run: WorkerRun, cadence: Cadence, pauses: Pauses, checkpoints: Checkpoints, survivor: Survivor | None
+    ) -> None:
+        self._run, self._cadence, self._pauses = run, cadence, pauses
+        self._checkpoints, self._survivor = checkpoints, survivor
+        self.has_started = False
+        self.has_finished = False
+        self.joins = run.context.reform is not None and run.context.reform.joins
+        """This worker has come while others train, and takes no part yet."""
+        self.is_pausing = False
+        """The script waits, but for its evaluation."""
+        self._others_left = False  # a worker's script has ended, and with it the run
+        self._refusal: UsageError | None = None
+        self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
+        self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
+
+    @property
+    def is_over(self) -> bool:
+        """No further batch is to be given."""
+        return self._run.has_ended or self._refusal is not None
+
+    def refuse(self, error: UsageError) -> None:
+        """Raise the error in the script's own thread, at its next step."""
+        self._refusal = error
+
+    def require_allowed(self) -> None:
+        """Raises the error of `refuse`."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def start_once(self) -> None:
+        """All workers are ready: look at the model once, and start the clock."""
+        if self.has_started:
+            return
+        if self.joins:
+            raise UsageError("a worker that joins begins with a batch: loop over the prepared loader (--elastic)")
+        self.has_started = True
+        prepared = self._run.prepared
+        if self._survivor is not None:
+            self._survivor.require_prepared_schedulers(prepared.extra, next(iter(prepared.optimizers.values())))
+        with self._pausing():
+            prepared.synchronizer.start()
+            self._meet(is_done=False)
+        self._pauses.require_evaluation()
+        self._run.tell("training")
+        prepared.account.start()
+
+    def begin_step(self) -> None:
+        """The script steps the first optimizer.
+
+        Raises:
+            BudgetReached: after the end of the run.
+            UsageError: the error of `refuse`.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if not self.has_started:
+            self.start_once()
+        if self._unrecorded is not None:
+            self.record_late()
+        if self._unsettled is not None:
+            self.settle()
+        if self._run.has_ended:
+            raise BudgetReached("the run has ended; loop over the prepared loader, which ends with it")
+
+    def end_step(self, samples: int, outcome: StepOutcome) -> None:
+        """The first optimizer's step is over."""
+        if self._run.context.roster is None:
+            self._record(samples, outcome)
+        else:
+            self._unrecorded = samples, outcome
+        self._take(outcome)
+        self._unsettled = outcome
+
+    def settle(self) -> None:
+        """Between two steps: pause where that is due, and wait for admission where a pause was entered without it."""
+        outcome, self._unsettled = self._unsettled, None
+        has_met = False
+        while outcome is not None and not self._run.has_ended:
+            if outcome.meets or outcome.iteration >= self._cadence.next_pause:
+                has_met = True
+                with self._pausing(), self._run.prepared.account.pause():
+                    self._meet(is_done=False)
+            if self._run.has_ended or outcome.admitted:
+                break
+            pause_at = self._cadence.next_pause
+            with self._pausing():
+                outcome = self._run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
+            self._take(outcome)
+        if self._run.has_ended:
+            self._end()
+        elif outcome is not None and not has_met:  # in a pause the run's iteration has become that of the furthest
+            self._pauses.between_steps()
+
+    def come_or_leave(self) -> None:
+        """The script asks for a batch: take part from there on in a run that trains already, or no longer, if this
+        worker has been asked to leave.
+
+        Raises:
+            BudgetReached: it leaves; or the run that it would join has ended.
+        """
+        if self._survivor is None:
+            return
+        if self.joins:
+            if self._survivor.enters():
+                self.joins, self.has_started = False, True
+                self._run.prepared.account.start()
+        elif self._survivor.leaves():
+            self.has_finished = self._run.has_ended = True
+            raise BudgetReached("this worker leaves the run")
+
+    def record_late(self, *, iteration: int = 0) -> None:
+        """Where a pass is a client's turn, the exchange at its end belongs to its last step, which is known to be the
+        last when the script comes for more."""
+        if self._unrecorded is not None:
+            (samples, outcome), self._unrecorded = self._unrecorded, None
+            self._record(samples, outcome._replace(iteration=max(iteration, outcome.iteration)))
+
+    # --- a client's turns -------------------------------------------------------------------------------------
+
+    def begin_turn(self) -> None:
+        """Another client's turn begins; the one before is over, also if the script has left it early."""
+        self.record_late(iteration=self.end_turn())
+        self.settle()
+        if not self._run.has_ended:
+            self._run.prepared.synchronizer.begin_turn()
+
+    def end_turn(self) -> int:
+        """The client whose turn it is, if there is one, gives what it has; returns the iteration after that."""
+        with self._pausing():
+            self._unsettled = outcome = self._run.prepared.synchronizer.end_turn()
+        self._take(outcome)
+        return outcome.iteration
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The script is done: wait for the others, evaluate and save. Collective call."""
+        self.require_allowed()
+        self.has_finished = self.is_pausing = True
+        self.start_once()
+        run, synchronizer = self._run, self._run.prepared.synchronizer
+        has_turns = run.context.roster is not None
+        if has_turns:
+            self.end_turn()
+            self.settle()
+        has_ended = run.has_ended
+        run.clock.pause()
+        self._end()
+        if not has_turns or not has_ended:
+            synchronizer.leave()
+        run.iteration = max(run.iteration, synchronizer.iteration)  # leaving may have ended a round
+        self.record_late(iteration=run.iteration)
+        if has_turns and (self._others_left or not has_ended):
+            wanted = run.config.max_steps or 0
+            if run.iteration < wanted:
+                run.tell("ended_early", {"wanted": wanted, "by": synchronizer.ended_by or "script"})
+        while not self._meet(is_done=True):
+            pass
+
+    def _record(self, samples: int, outcome: StepOutcome) -> None:
+        """The step is over, and what comes now belongs to the next one."""
+        run, prepared = self._run, self._run.prepared
+        time_s, compute_s, communication_s, waiting_s, moved_bytes, hidden_s = prepared.account.close_step()
+        run.reporter.emit(
+            StepRecord(
+                run.context.rank,
+                run.steps,
+                outcome.iteration,
+                time_s,
+                samples,
+                compute_s,
+                communication_s,
+                waiting_s,
+                moved_bytes,
+                outcome.staleness,
+                hidden_s,
+            )
+        )
+
+    def _take(self, outcome: StepOutcome) -> None:
+        self._run.iteration = outcome.iteration
+        self._others_left = self._others_left or outcome.stop
+        if outcome.stop or self._cadence.is_over(outcome.iteration):
+            self._run.has_ended = True
+
+    def _meet(self, *, is_done: bool) -> bool:
+        if self._survivor is None:
+            return self._pauses.meet(is_done=is_done)
+        meet = partial(self._pauses.meet, is_done=is_done)
+        return self._survivor.repeated(meet, self._run.prepared.synchronizer)
+
+    def _end(self) -> None:
+        self._run.has_ended = True
+        self._checkpoints.keep_end()
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        before, self.is_pausing = self.is_pausing, True
+        try:
+            yield
+        finally:
+            self.is_pausing = before

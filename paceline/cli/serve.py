@@ -83,7 +83,6 @@ def serve(
         device=cast(DeviceChoice, device),
     )
     from paceline.cli import tables
-    from paceline.comm.tickets import Tickets, split_address
     from paceline.pieces import parse_options
     from paceline.running import serving
     from paceline.strategies import build
@@ -93,14 +92,6 @@ def serve(
         options = {"clients": str(clients), **options}
     plan = build(strategy, options)
     console = Console(stderr=True, soft_wrap=True)
-    known = Tickets.made(tickets, num_clients=plan.traits.num_clients, address=address)
-    port = split_address(known.address)[1]
-    where = split_address(listen, default_port=port) if listen is not None else ("0.0.0.0", port)
-    console.print(
-        f"listening at {where[0]}:{where[1]}; tickets for {known.address} are in {tickets}",
-        markup=False,
-        highlight=False,
-    )
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
@@ -110,7 +101,8 @@ def serve(
             script,
             strategy=plan,
             tickets=tickets,
-            listen=where,
+            listen=listen,
+            address=address,
             arguments=arguments or (),
             rounds=serving.Rounds(min_clients=min_clients, deadline_s=round_deadline, outweigh=outweigh, over=over),
             config=config,

@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm.tickets import Ticket, Tickets
+from paceline.comm.tickets import Ticket, Tickets, split_address
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.messages import Kind, Message
 from paceline.roster import Uniform
+from paceline.running import serving
 from paceline.served import client_core, form, server_core
 from paceline.served.client_core import ClientCore, Phase
 from paceline.served.form import EPOCH, VERSION, Form, Refused
@@ -494,3 +495,42 @@ def test_what_is_no_ticket_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UsageError, match=r"it\.ticket"):
         Ticket.read(path)
+
+
+# --- what is refused before anything starts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "reason"),
+    [
+        ("all-reduce", {}, "has no clients to serve"),
+        ("fed-avg:secure=masks", {}, "secure=masks needs stages"),
+        ("fed-avg:clients=1", {}, "are never there"),
+        ("dp-fed-avg", {"over": 1.5}, "more clients than epsilon is told for"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(strategy: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    rounds = serving.Rounds(**settings)
+    with pytest.raises(UsageError, match=reason):
+        serving.serve("none.py", strategy=strategy, tickets=tmp_path / "it", listen="127.0.0.1:1", rounds=rounds)
+    assert not (tmp_path / "it").exists()
+
+
+@pytest.mark.parametrize("settings", [{"min_clients": 0}, {"deadline_s": 0.0}, {"outweigh": 0.5}, {"over": 0.9}])
+def test_rounds_of_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="must be"):
+        serving.Rounds(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("here", ("here", 9610)), ("here:1", ("here", 1)), ("[::1]", ("[::1]", 9610)), ("[::1]:5", ("[::1]", 5))],
+)
+def test_an_address_may_leave_the_port_out(text: str, found: tuple[str, int]) -> None:
+    assert split_address(text) == found
+
+
+@pytest.mark.parametrize("text", ["", ":5", "here:", "here:x", "here:0", "here:70000"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="no address"):
+        split_address(text)

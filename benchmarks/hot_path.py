@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -56,6 +57,7 @@ from paceline.strategies import all_reduce, build, combining, serving
 from paceline.strategies.base import Context, Strategy
 from paceline.strategies.combining import Combining
 from paceline.strategies.held_state import HeldState
+from paceline.strategies.looks import Window
 from paceline.strategies.server_owned import ServerOwned
 from paceline.strategies.untouched import Untouched
 from paceline.training import agreement
@@ -109,7 +111,9 @@ CHECKS: tuple[tuple[Any, str, Any], ...] = (
     *((serving, f"require_{what}", nothing) for what in ("all_parameters", "no_hooks", "same_attributes")),
     (HeldState, "require_untouched", nothing),
     (ServerOwned, "require_untouched", nothing),
-    *((Untouched, name, lambda self: ()) for name in ("_count_changes", "_bytes", "_all_digests")),
+    (ServerOwned, "require_in_place", nothing),
+    *((Untouched, name, lambda self: ()) for name in ("_count_changes", "_all_digests")),
+    *((Window, name, lambda self: b"") for name in ("read", "next_step")),
     (Combining, "_versions", lambda self: ([], [])),
     (combining, "digest", lambda tensors: ""),
     (Handouts, "_require_all_samples", nothing),
@@ -260,7 +264,7 @@ class Worker:
         context = Context(rank, members, rank, size, torch.device("cpu"), collective, store)
         config = RunConfig(seed=0)
         if is_elastic:
-            context = replace(context, reform=_nobody_dies)
+            context = replace(context, reform=_NobodyComesOrGoes())
             config = RunConfig(seed=0, elastic=Elastic(at_least=1, at_most=size))
         return Session(context, strategy, config, Kept())
 
@@ -270,8 +274,21 @@ class Worker:
         return SharedMemoryCollective(rank=self.rank, addresses=self.line.recv(), control=control)
 
 
-def _nobody_dies(member: Member) -> NoReturn:
-    raise AssertionError(f"rank {member.rank} has lost another one")
+class _NobodyComesOrGoes:
+    joins = is_asked_to_leave = False
+    asked_to_give: tuple[int, ...] = ()
+
+    def __call__(self, member: Member) -> NoReturn:
+        raise AssertionError(f"rank {member.rank} has lost another one")
+
+    def give(self, write: Callable[[Path], None], *, member: Member, to: tuple[int, ...]) -> NoReturn:
+        raise AssertionError(to)
+
+    def take(self, *, rank: int, epoch: int) -> NoReturn:
+        raise AssertionError(rank)
+
+    def leave(self, rank: int) -> NoReturn:
+        raise AssertionError(rank)
 
 
 def _repeated(loader: Any) -> Iterator[Any]:

@@ -62,7 +62,13 @@ class Checkpoint:
     """Names of several, in their order; of one, none."""
 
     def encode(self) -> bytes:
-        """As bytes of a weights-only torch file. Raises UsageError if `decode` would refuse something in it."""
+        """As bytes of a weights-only torch file. Raises UsageError as `plain`."""
+        buffer = io.BytesIO()
+        torch.save({"format": _FORMAT, **self.plain()}, buffer)
+        return buffer.getvalue()
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data and tensors. Raises UsageError if weights-only torch files cannot hold something in it."""
         groups = [{name: _as_float(value) for name, value in group.items()} for group in self.groups]
         for index, group in enumerate(groups):
             for name, value in group.items():
@@ -72,9 +78,13 @@ class Checkpoint:
         content = {f.name: getattr(self, f.name) for f in fields(self)}
         content["groups"] = groups
         content["workers"] = [asdict(worker) for worker in self.workers]
-        buffer = io.BytesIO()
-        torch.save({"format": _FORMAT, **content}, buffer)
-        return buffer.getvalue()
+        return content
+
+    @classmethod
+    def of_plain(cls, content: dict[str, Any]) -> "Checkpoint":
+        """What `plain` was given for. Raises TypeError or LookupError if it is something else."""
+        workers = [WorkerState(**worker) for worker in content.pop("workers")]
+        return cls(workers=workers, **content)
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str) -> "Checkpoint":
@@ -85,8 +95,7 @@ class Checkpoint:
             content = torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
             if content.pop("format") not in _READABLE:
                 raise UsageError(f"{where} is a checkpoint of another version of Paceline")
-            workers = [WorkerState(**worker) for worker in content.pop("workers")]
-            return cls(workers=workers, **content)
+            return cls.of_plain(content)
         except UsageError:
             raise
         except (LookupError, TypeError, AttributeError, RuntimeError, EOFError, ValueError, PickleError) as error:

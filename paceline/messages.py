@@ -47,6 +47,7 @@ class Kind(IntEnum):
     FOLLOW = 9
     RECEIVED = 10
     JOIN = 11
+    UPDATE = 12
     ANSWER = 16
     OK = 17
     ERROR = 18
@@ -59,12 +60,19 @@ class Kind(IntEnum):
     STORE = 38
     MAIL = 39
     REPORT = 40
+    GIFT = 41
+    TAKE = 42
+    RETIRED = 43
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50
     CONTENT = 51
     STORED = 52
     FORM = 53
+    STATE = 54
+    GIVE = 55
+    RETIRE = 56
+    TURN = 57
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds

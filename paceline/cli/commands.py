@@ -13,6 +13,9 @@ SUMMARIES = {
     "compare": "Run SCRIPT under every combination of strategy, workers and seed, and say which gets there first.",
     "plan": "Predict what a step of SCRIPT takes under every strategy, for every number of workers and servers of a "
     "cluster.",
+    "scale": "Have more or fewer workers train in a run that was started with --elastic MIN:MAX, while it goes on.",
+    "runs": "List the runs in a folder, and which of them are under way on this host.",
+    "stop": "Have a run that is under way on this host save itself and end, as Ctrl-C in its terminal does.",
     "report": "Make the report of a study again, from its records; of several studies, side by side in one report.",
     "timeline": "Write what every worker and server did when, from a run's records: open it at ui.perfetto.dev.",
     "demo": "Train a small conv net on digits on this machine, then on a simulated laboratory: which strategy is first "
@@ -22,14 +25,21 @@ SUMMARIES = {
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
     "attack": "Recover samples from their gradients (leak), or deceive a trained model by small changes of images "
     "(evade).",
+    "serve": "Be the server of a federated run: clients join it with tickets, on machines and with data of their own.",
+    "join": "Be a client of a federated run: train SCRIPT on this machine's data whenever the server asks for a turn.",
+    "ticket": "Make tickets for clients of a federated run, or revoke one; a server that runs minds it at once.",
     "horovodrun": "Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or "
     "ssh's hosts.",
+    "slurm": "Train SCRIPT as a job of SLURM: write its job script, and submit it.",
     "migrate": "Print the diff that turns a script of Horovod's into Paceline's three lines. The script stays as it "
     "is.",
     "strategies": "List every strategy with its options, one line each; or show with whom workers exchange under a "
     "topology.",
 }
 """A line a command, equal to the first of its own help. The list is shown without loading the commands."""
+
+SCRIPTS_OWN = "paceline.scripts_own"
+"""In a context's `meta`: the arguments after --."""
 
 DATA_SETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 """The names in `paceline.data`, which is not imported here because it loads torch."""
@@ -74,6 +84,7 @@ class _Command(TyperCommand):
     """Says where the script's own options go when it is given one as if it were the command's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[SCRIPTS_OWN] = args[args.index("--") + 1 :] if "--" in args else []
         try:
             return super().parse_args(ctx, args)
         except Exception as error:

@@ -67,7 +67,10 @@ def run(
     attack: common_options.Attacks = None,
     elastic: Annotated[
         str | None,
-        typer.Option(help="Workers may die, and the others go on while MIN are left.", metavar="MIN:MAX"),
+        typer.Option(
+            help="Workers may die, and the others go on while MIN are left; others may join, up to MAX.",
+            metavar="MIN:MAX",
+        ),
     ] = None,
     global_batch: Annotated[
         str | None,
@@ -75,6 +78,12 @@ def run(
             help="Of an elastic run: keep (as many samples an update as at the start) or grow (with the workers).",
             metavar="keep|grow",
             show_default="keep",
+        ),
+    ] = None,
+    replace: Annotated[
+        int | None,
+        typer.Option(
+            help="Of an elastic run: so many times a new worker starts in a dead one's place.", show_default="0"
         ),
     ] = None,
     out: Annotated[
@@ -151,6 +160,7 @@ def run(
                     attack=attack or (),
                     elastic=elastic,
                     global_batch=cast(GlobalBatch | None, global_batch),
+                    replace=replace,
                     out=directory,
                     resume=resume,
                     watcher=watcher,

@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Member:
+class Site:
     """What every rank knows of a rank before they connect."""
 
     host: str
@@ -40,7 +40,7 @@ def gpu_identity(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def transport(members: Sequence[Member], *, for_messages: bool = False) -> Transport:
+def transport(members: Sequence[Site], *, for_messages: bool = False) -> Transport:
     """What carries the tensors of a group.
 
     Args:
@@ -65,7 +65,7 @@ def transport(members: Sequence[Member], *, for_messages: bool = False) -> Trans
     return "gloo" if for_messages or num_hosts == len(members) else "hierarchical"
 
 
-def needs_store(members: Sequence[Member]) -> bool:
+def needs_store(members: Sequence[Site]) -> bool:
     """Whether `connect_members` needs a store. Raises as `transport`."""
     return transport(members) not in ("none", "shared memory")
 
@@ -95,7 +95,7 @@ def connect(
         return AloneCollective()
     memory = SharedMemoryCollective.prepare()
     try:
-        mine = json.dumps(asdict(Member(host_identity(), gpu_identity(device), memory.address)))
+        mine = json.dumps(asdict(Site(host_identity(), gpu_identity(device), memory.address)))
         said = exchange(store, mine, rank=rank, size=size, deadline_s=deadline_s)
     except BaseException:
         memory.close()
@@ -112,7 +112,7 @@ def connect(
 
 
 def connect_members(
-    members: Sequence[Member],
+    members: Sequence[Site],
     *,
     rank: int,
     memory: SharedBlock,
@@ -175,11 +175,11 @@ def connect_some(
     memory = SharedMemoryCollective.prepare()
     with ExitStack() as unless_taken_over:
         unless_taken_over.callback(memory.close)
-        said = via.all_gather_object(asdict(Member(host_identity(), gpu_identity(device), memory.address)))
+        said = via.all_gather_object(asdict(Site(host_identity(), gpu_identity(device), memory.address)))
         if via.rank not in ranks:
             via.barrier()  # until the others have opened what they were told of
             return None
-        members = [_member(said[rank]) for rank in ranks]
+        members = [site_of(said[rank]) for rank in ranks]
         if store is None and needs_store(members):
             raise UsageError("workers on several hosts need a store to meet; this run has none")
         unless_taken_over.pop_all()
@@ -195,15 +195,16 @@ def connect_some(
     return found
 
 
-def _read(text: str) -> Member:
-    return _member(json.loads(text))
+def _read(text: str) -> Site:
+    return site_of(json.loads(text))
 
 
-def _member(said: Mapping[str, Any]) -> Member:
-    return Member(**{**said, "memory": BlockAddress(**said["memory"])})
+def site_of(said: Mapping[str, Any]) -> Site:
+    """What `asdict` has made plain data of."""
+    return Site(**{**said, "memory": BlockAddress(**said["memory"])})
 
 
-def _ranks_by_host(members: Sequence[Member]) -> list[list[int]]:
+def _ranks_by_host(members: Sequence[Site]) -> list[list[int]]:
     """The ranks of each host, in the order of the hosts' first ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, member in enumerate(members):

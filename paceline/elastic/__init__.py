@@ -1,9 +1,10 @@
-"""Who takes part while workers die: the protocol and the data's cursor, as values without socket, clock or thread."""
+"""Who takes part while workers come and die: the protocol and the data's cursor, as values without socket, clock or
+thread."""
 
 from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.cursor import Cursor, Round
+from paceline.elastic.cursor import Cursor, Deal
 from paceline.elastic.member import Member
 from paceline.elastic.messages import Form, Report, StaleEpoch
 from paceline.elastic.spec import Elastic, GlobalBatch
 
-__all__ = ["Coordinator", "Cursor", "Elastic", "Form", "GlobalBatch", "Member", "Report", "Round", "StaleEpoch"]
+__all__ = ["Coordinator", "Cursor", "Deal", "Elastic", "Form", "GlobalBatch", "Member", "Report", "StaleEpoch"]

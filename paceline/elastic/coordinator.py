@@ -1,4 +1,4 @@
-"""The coordinator's half of the protocol: who is left, and from which step they go on."""
+"""The coordinator's half of the protocol: who is left, who comes, and from which step they go on."""
 
 from dataclasses import dataclass, replace
 from typing import final
@@ -16,6 +16,9 @@ class Coordinator:
     An epoch ends when somebody is gone, and the next one begins when all others have stopped and said so. Whoever
     is gone must be known to be dead: one that is only silent has to be ended first, or it could apply a step that the
     others repeat.
+
+    Who joins is ready (`joined`), takes a member's state, and says so. That member gives its part of no further step,
+    so that the epoch ends before the state is old, and names the joiner in its own report.
     """
 
     membership: Membership
@@ -23,7 +26,9 @@ class Coordinator:
     at_least: int = 1
     living: tuple[int, ...] = ()
     reports: tuple[Report, ...] = ()
-    """Of the living, in this epoch."""
+    """Of the living, and of joiners that have taken a state, in this epoch."""
+    joining: tuple[int, ...] = ()
+    """Ready to take a state."""
 
     @classmethod
     def first(cls, membership: Membership, *, at_least: int = 1) -> "Coordinator":
@@ -33,7 +38,16 @@ class Coordinator:
     def awaited(self) -> tuple[int, ...]:
         """The living who have not stopped, while others wait for the next epoch."""
         said = {report.rank for report in self.reports}
-        return tuple(rank for rank in self.living if rank not in said) if self.reports else ()
+        return tuple(rank for rank in (*self.living, *self._given) if rank not in said) if self._stopped else ()
+
+    @property
+    def giver(self) -> int | None:
+        """Who gives a state to those who are joining; nobody where nobody waits for one."""
+        return self.living[0] if self.joining and self.living else None
+
+    def joined(self, rank: int) -> "Coordinator":
+        """This rank, which has taken no part so far, is ready to take a state."""
+        return self if rank in self.joining else replace(self, joining=(*self.joining, rank))
 
     def died(self, rank: int) -> tuple["Coordinator", Form | None]:
         """Raises RunFailed where too few are left."""
@@ -46,10 +60,10 @@ class Coordinator:
         return self.ended(rank)
 
     def ended(self, rank: int) -> tuple["Coordinator", Form | None]:
-        """This rank has come to its end, and takes no further step."""
-        living = tuple(other for other in self.living if other != rank)
+        """This rank has come to its end, or leaves, and takes no further step; or it does not join any more."""
+        living, joining = (tuple(other for other in ranks if other != rank) for ranks in (self.living, self.joining))
         reports = tuple(report for report in self.reports if report.rank != rank)
-        return replace(self, living=living, reports=reports)._decided()
+        return replace(self, living=living, joining=joining, reports=reports)._decided()
 
     def hear(self, report: Report) -> tuple["Coordinator", Form | None]:
         """
@@ -57,7 +71,7 @@ class Coordinator:
             StaleEpoch: the report is of another epoch, or of somebody who takes no part.
             RunFailed: members are at steps that do not fit.
         """
-        if report.epoch != self.membership.epoch or report.rank not in self.living:
+        if report.epoch != self.membership.epoch or report.rank not in (*self.living, *self.joining):
             raise StaleEpoch(
                 f"refused rank {report.rank}'s report of epoch {report.epoch}; this is epoch {self.membership.epoch} "
                 f"of ranks {self.living}"
@@ -65,12 +79,26 @@ class Coordinator:
         others = tuple(other for other in self.reports if other.rank != report.rank)
         return replace(self, reports=(*others, report))._decided()
 
+    @property
+    def _stopped(self) -> tuple[Report, ...]:
+        return tuple(report for report in self.reports if report.rank in self.living)
+
+    @property
+    def _given(self) -> set[int]:
+        """Those joining to whom a member has given its state."""
+        return {rank for report in self._stopped for rank in report.gives} & set(self.joining)
+
     def _decided(self) -> tuple["Coordinator", Form | None]:
-        if not self.reports or len(self.reports) < len(self.living):
+        stopped, given = self._stopped, self._given
+        if not stopped or self.awaited:
             return self, None
-        membership = Membership(self.membership.epoch + 1, self.living)
-        form = Form(membership, _step_of(self.reports))
-        return Coordinator(membership, self.at_least, self.living), form
+        step = _step_of(stopped)
+        # A state whose giver has died is left, since nobody knows what it was given for.
+        entering = tuple(rank for rank in given if (rank, step) in {(each.rank, each.applied) for each in self.reports})
+        ranks = tuple(sorted((*self.living, *entering)))
+        membership = Membership(self.membership.epoch + 1, ranks)
+        joining = tuple(rank for rank in self.joining if rank not in entering)
+        return Coordinator(membership, self.at_least, ranks, joining=joining), Form(membership, step)
 
 
 def _step_of(reports: tuple[Report, ...]) -> int:

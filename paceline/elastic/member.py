@@ -20,6 +20,8 @@ class Member:
     """It has the whole result of the next step."""
     has_stopped: bool = False
     """It has lost sight of another member, and waits for the next epoch."""
+    gives: tuple[int, ...] = ()
+    """Ranks that it has given its state to. It gives its part of no further step in this epoch."""
 
     def with_result(self) -> "Member":
         """The result of the next step is whole here."""
@@ -32,6 +34,18 @@ class Member:
         assert not self.has_stopped
         return replace(self, applied=self.applied + 1, holds=False)
 
+    def with_state_given(self, to: tuple[int, ...]) -> "Member":
+        """These ranks can have the state that it has between two steps."""
+        assert not self.holds
+        return replace(self, gives=to)
+
+    def state_taken(self, rank: int, *, before: "Member | None") -> "Member":
+        """Whoever has taken this member's state waits for the next epoch with it. `before`: what it was after it had
+        taken another, if it had. Raises StaleEpoch if that state is no older."""
+        if before is not None and self.membership.epoch <= before.membership.epoch:
+            raise StaleEpoch(f"rank {rank} has a state of epoch {before.membership.epoch} already")
+        return Member(rank, self.membership, self.applied, has_stopped=True)
+
     def stopped(self) -> "Member":
         """Another member is lost, or does not answer. Nothing is applied until the next epoch."""
         return replace(self, has_stopped=True)
@@ -39,7 +53,7 @@ class Member:
     def report(self) -> Report:
         """What the coordinator is told, who has the next epoch begin."""
         assert self.has_stopped
-        return Report(self.membership.epoch, self.rank, self.applied, self.holds)
+        return Report(self.membership.epoch, self.rank, self.applied, self.holds, self.gives)
 
     def formed(self, form: Form) -> tuple["Member", bool]:
         """The next epoch, and whether the step is applied whose result is held. Otherwise it is repeated.

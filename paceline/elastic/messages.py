@@ -14,7 +14,8 @@ class StaleEpoch(PacelineError):
 @final
 @dataclass(frozen=True)
 class Report:
-    """A member has lost sight of another, and has stopped: it gives nothing more in this epoch, and applies nothing."""
+    """A member has lost sight of another, or has given its state to one who joins, and has stopped: it gives nothing
+    more in this epoch, and applies nothing. A joiner says so when it has taken the state."""
 
     epoch: int
     rank: int
@@ -22,6 +23,8 @@ class Report:
     """Steps that it has applied."""
     holds: bool
     """It has the whole result of the next step, which it has not applied."""
+    gives: tuple[int, ...] = ()
+    """Ranks that it has given its state to, as it is after these steps."""
 
 
 @final

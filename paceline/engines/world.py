@@ -12,6 +12,7 @@ from torch.distributed import Store
 from paceline.checkpoint import Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.config import RunConfig
+from paceline.errors import UsageError
 from paceline.membership import Membership
 from paceline.records import NullReporter, Reporter
 from paceline.strategies.base import Context, Strategy
@@ -37,6 +38,8 @@ class World:
     """The worker's step, for those who ask from outside."""
     awaits_others: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the worker waits in a pause, or at its end, for workers that have steps to go until there."""
+    epoch: Callable[[], int] = staticmethod(lambda: 0)
+    """Which epoch of its data the worker is in."""
     worker: Any = None
     """What the script was given for it, once it has asked."""
 
@@ -78,3 +81,11 @@ def enter(world: World | None) -> None:
 def enter_here(world: World | None) -> None:
     """Set the world of the caller's context alone, where several workers live in one process."""
     _here.set(world)
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device that all workers compute on. Raises UsageError if this machine has none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this machine has no GPU; use --device cpu")
+    uses_cuda = config.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", 0) if uses_cuda else torch.device("cpu")

@@ -34,6 +34,7 @@ from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
 from paceline.strategies.hostility import require_attackable
 from paceline.training.evaluation import metrics_in
+from paceline.training.sharding.dealt import AT_START
 
 EngineChoice = Literal["ray", "virtual"]
 _OF_STRATEGIES = {
@@ -82,6 +83,7 @@ def run(
     out: str | Path | None = None,
     elastic: str | Elastic | None = None,
     global_batch: GlobalBatch | None = None,
+    replace: int | None = None,
     resume: str | Path | None = None,
     watcher: Watcher | None = None,
 ) -> Result:
@@ -109,9 +111,10 @@ def run(
             workers together train on, or `30s` of training.
         checkpoint_every: iterations between checkpoints.
         out: the result directory, empty or new; none: one under `runs/`.
-        elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left.
+        elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left; others may join, up to MAX.
         global_batch: of an elastic run: `keep` (an update is of as many samples as at the start) or `grow` (of as many
             as the workers that are there have in a batch each); none: `keep`.
+        replace: of an elastic run: how often a new worker starts in the place of one that has died; none: never.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
             progress, elsewhere what scripts print alone.
@@ -128,9 +131,9 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
-    survives = _elastic(elastic, global_batch)
+    survives = _elastic(elastic, global_batch, replace)
     if survives is not None:
-        _require_survivable(plan, survives, engine=engine, workers=workers, attack=attack, resume=resume)
+        _require_survivable(plan, survives, engine=engine, workers=workers, attack=attack)
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -157,7 +160,7 @@ def run(
     check_metric(task, config.target)
     raw = checkpoint = None
     if resume is not None:
-        raw, checkpoint = _read_checkpoint(Path(resume), num_workers=workers, seed=seed)
+        raw, checkpoint = _read_checkpoint(Path(resume), num_workers=workers, seed=seed, elastic=survives)
     directory = _directory(out, resume, checkpoint, plan, workers)
     path = task.path if isinstance(task, Script) else getattr(task, "__qualname__", repr(task))
     given = task.arguments if isinstance(task, Script) else ()
@@ -184,7 +187,8 @@ def run(
             if kept is not None:
                 truncate(directory, iteration=kept)
             environment = own_environment() if chosen_address(address) is not None else {}
-            Supervisor(Job(task, plan, workers, config, raw, environment), directory, watcher).run()
+            at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
+            Supervisor(Job(task, plan, workers, config, raw, environment, at_start), directory, watcher).run()
     except Interrupted:
         raise
     except KeyboardInterrupt:
@@ -225,16 +229,21 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
 
 
-def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None) -> Elastic | None:
+def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None, replace: int | None) -> Elastic | None:
     if elastic is None:
         if global_batch is not None:
             raise UsageError("--global-batch has no effect without --elastic, since workers stay as many as they are")
+        if replace is not None:
+            raise UsageError("--replace has no effect without --elastic, where a death ends the run")
         return None
     if not isinstance(elastic, str):
-        if global_batch is not None:
-            raise UsageError("global_batch goes with elastic as text; Elastic(global_batch=...) has its own")
+        if global_batch is not None or replace is not None:
+            raise UsageError(
+                "global_batch and replace go with elastic as text; Elastic(global_batch=..., replacements=...) has its "
+                "own"
+            )
         return elastic
-    return Elastic.parse(elastic, global_batch=global_batch or "keep")
+    return Elastic.parse(elastic, global_batch=global_batch or "keep", replacements=replace or 0)
 
 
 def _require_survivable(
@@ -244,9 +253,8 @@ def _require_survivable(
     engine: str,
     workers: int,
     attack: str | Sequence[str],
-    resume: str | Path | None,
 ) -> None:
-    """Raises UsageError, which says why, for runs in which nobody may die so far."""
+    """Raises UsageError, which says why, for runs in which nobody may die or join so far."""
     elastic.require(num_workers=workers)
     if not plan.traits.repeats_steps:
         raise UsageError(
@@ -257,11 +265,6 @@ def _require_survivable(
         raise UsageError("--elastic has no effect with --engine virtual, whose workers do not die; use --engine ray")
     if attack:
         raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
-    if resume is not None:
-        raise UsageError(
-            "--resume and --elastic do not go together so far; start a new run from model.safetensors, or resume "
-            "without --elastic a run that was started without it"
-        )
 
 
 def _require_effect(strategy: Strategy, config: RunConfig, others: Mapping[str, bool]) -> None:
@@ -305,7 +308,9 @@ def own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name == "PACELINE_DATA" or name.startswith("HOROVOD_")}
 
 
-def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[bytes, Checkpoint]:
+def _read_checkpoint(
+    directory: Path, *, num_workers: int, seed: int, elastic: Elastic | None
+) -> tuple[bytes, Checkpoint]:
     """The checkpoint as it lies there, and what it says."""
     path = directory / CHECKPOINT_FILE
     try:
@@ -315,11 +320,9 @@ def _read_checkpoint(directory: Path, *, num_workers: int, seed: int) -> tuple[b
             f"cannot resume from {path}: {error.strerror}; give the result directory of a run that saved a checkpoint"
         ) from None
     checkpoint = Checkpoint.decode(raw, where=str(path))
-    if "dealing" in checkpoint.data:
-        raise UsageError(
-            f"{path} was saved by an elastic run, which is not resumed so far; begin a new one with model.safetensors"
-        )
-    if len(checkpoint.workers) != num_workers:
+    if elastic is None and "dealing" in checkpoint.data:
+        raise UsageError(f"{path} was saved by an elastic run; resume it with --elastic MIN:MAX, with any workers")
+    if elastic is None and len(checkpoint.workers) != num_workers:
         raise UsageError(f"{path} was saved with --workers {len(checkpoint.workers)}; resume with as many")
     if checkpoint.seed != seed:
         raise UsageError(f"{path} was saved with --seed {checkpoint.seed}; resume with the same")

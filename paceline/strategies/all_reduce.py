@@ -15,7 +15,7 @@ from paceline.comm.base import Timing, Work
 from paceline.errors import NonFiniteGradient, PeerLost, UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.bucket_size import MIN_BYTES
-from paceline.strategies.bucketing import allocated, laid_out
+from paceline.strategies.bucketing import allocated, cut, laid_out
 from paceline.strategies.choosing import Choosing, LinkSpeed
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import Exchange, averaging
@@ -234,7 +234,7 @@ class _AllReduceSynchronizer(Synchronizer):
         return repeating.lost is not None
 
     def _repeat(self, repeating: Repeating) -> None:
-        """Average until no worker dies in it, each time among those who are left."""
+        """Average until no worker dies in it or joins, each time among those who are there."""
         while True:
             try:
                 if repeating.lost is None:
@@ -253,8 +253,12 @@ class _AllReduceSynchronizer(Synchronizer):
         is_nonfinite = repeating.commit(self._buckets, is_nonfinite=self._is_nonfinite)
         self._is_nonfinite = is_nonfinite
 
-    def rejoin(self, context: Context) -> None:
+    def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
         self.context = context
+        if facts is not None:
+            self.facts = facts
+            if "bucket_mb" in facts:
+                self._layout = cut(self.replica, round(float(facts["bucket_mb"]) * 1e6))
         self._works.clear()
         self._buckets.close()
         self._buckets = self._in_buckets(allocated(context, self._layout.num_bytes))

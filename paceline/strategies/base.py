@@ -13,9 +13,8 @@ from paceline.aggregate import MEAN, Aggregator, Contribution
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
-from paceline.elastic import Member
 from paceline.errors import NonFiniteGradient, UsageError
-from paceline.layout import Layout
+from paceline.layout import Layout, TensorSpec
 from paceline.membership import Membership
 from paceline.roster import Participation, Roster
 from paceline.server.admission import AdmissionRule
@@ -27,6 +26,7 @@ from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
 from paceline.strategies.progress import Progress
+from paceline.strategies.regrouping import Regrouping
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -68,10 +68,15 @@ class Context:
     on every worker. None: nobody attacks."""
     roster: Roster | None = None
     """The clients' turns that this worker plays, under strategies that have clients."""
+    clients: "Clients | None" = None
+    """On a server whose clients are elsewhere: carries rounds to them."""
+    server: "ServerElsewhere | None" = None
+    """On a client whose server is elsewhere: carries rounds from it."""
 
-    reform: "Callable[[Member], Formed] | None" = None
-    """Where workers may die and the others go on: called by one that has lost sight of another, it returns with those
-    who are left."""
+    reform: Regrouping | None = None
+    """Where workers come, leave and die while the others go on: how they are told of one another."""
+    num_at_start: int | None = None
+    """The workers that the run began with, by which an elastic one's global batches are as large as they are."""
     recovery: "Recovery | None" = None
     """There, what a synchronizer asks that repeats a step."""
 
@@ -81,22 +86,23 @@ class Context:
         return self.membership.size
 
     @property
+    def has_peers(self) -> bool:
+        """Whether others train beside this worker, or may come to."""
+        return self.size > 1 or self.reform is not None
+
+    @property
     def is_first(self) -> bool:
         """Whether this worker does what one does for all."""
         return self.rank == self.membership.ranks[0]
 
 
-class Formed(NamedTuple):
-    """Who goes on after a death."""
-
-    member: Member
-    collective: Collective
-    applies: bool
-    """All have the whole result of the step that was under way."""
-
-
 class Recovery(Protocol):
     """What a synchronizer that repeats steps is told about the data and the other workers."""
+
+    @property
+    def has_given(self) -> bool:
+        """Whether this worker has given its state to one who joins, and its next part is to be averaged with that one
+        taking part."""
 
     @property
     def begins_update(self) -> bool:
@@ -111,7 +117,73 @@ class Recovery(Protocol):
         can tell which batch it was."""
 
     def regroup(self) -> Context:
-        """Somebody is lost: the surroundings in which the others repeat the round. Collective call of these."""
+        """Somebody is lost, or comes: the surroundings in which those who are there repeat the round. Collective call
+        of these."""
+
+
+class Update(NamedTuple):
+    """What came from a client that is elsewhere. Nothing of it can be relied on but the tensors' shapes and dtypes."""
+
+    client: int
+    tensors: Sequence[Tensor]
+    weight: float
+    """The samples that it says it has, within bounds."""
+    scale: float
+
+
+class Clients(Protocol):
+    """The clients of a server, each a process of somebody's, elsewhere."""
+
+    coding_seed: int
+    """Of codecs, the same at both ends."""
+
+    def describe(
+        self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, current: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        """What goes to clients, as it is now, and what comes from them."""
+
+    def collect(self, number: int, take: Callable[[Update], None]) -> bool:
+        """One round.
+
+        Args:
+            number: its number; a server that was ended in a round begins it again.
+            take: called with each update. Raises ValueError, which says why, for one that does not count.
+
+        Returns:
+            Whether the run is to end, so that nothing of the round counts.
+        """
+
+    def tell(self, text: str) -> None:
+        """Say something in the server's log."""
+
+
+class ServerElsewhere(Protocol):
+    """The server of a client."""
+
+    client: int
+    """This client's number."""
+    coding_seed: int
+    """Of codecs, the same at both ends."""
+
+    @property
+    def round(self) -> int:
+        """The number of the round that it takes part in."""
+
+    def attach(self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, samples: int) -> None:
+        """This is what is exchanged, and how many samples the client has."""
+
+    def next_turn(self, state: Sequence[Tensor]) -> bool:
+        """Wait for the client's next turn, and put the server's state in these tensors; returns whether the run is
+        over, and there is none. Raises UsageError where the server refuses this client."""
+
+    def send(self, update: Sequence[Tensor], *, scale: float) -> None:
+        """What the turn came to."""
+
+    def pulse(self) -> None:
+        """Say now and then, at little cost, that the turn goes on. Raises as `next_turn`."""
+
+    def leave(self) -> None:
+        """Take no further turn."""
 
 
 class StepOutcome(NamedTuple):
@@ -274,8 +346,11 @@ class Synchronizer(ABC):
         import_state(self.replica.optimizer, self.replica.parameters, state)
         self.iteration = iteration
 
-    def rejoin(self, context: Context) -> None:
-        """Go on among those who are left, under strategies whose trait `repeats_steps` holds. Collective call."""
+    def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
+        """Go on among those who are there now, under strategies whose trait `repeats_steps` holds. Collective call.
+
+        `facts`: the others', where this worker joins them.
+        """
         raise NotImplementedError
 
     def close(self) -> None:

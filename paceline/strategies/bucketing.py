@@ -36,13 +36,13 @@ def laid_out(
         layout = in_buckets(replica.specs, bucket_bytes=WHOLE_BYTES, first_bucket_bytes=WHOLE_BYTES)
         return layout, allocated(context, layout.num_bytes), {}
     largest_bytes = bucket_size.MIN_BYTES if bucket_mb == "auto" else int(bucket_mb * 1e6)
-    layout = _cut(replica, largest_bytes)
+    layout = cut(replica, largest_bytes)
     buffer = allocated(context, layout.num_bytes)  # larger buckets are fewer, and need less room for their flags
     is_small = layout.num_bytes < bucket_size.MIN_BYTES or len(layout.segments) == 1
     if bucket_mb != "auto" or is_small or context.size == 1:
         return layout, buffer, {}
     found = bucket_size.measured(context.collective, exchange, buffer, now_s=context.pacing.now_s)
-    layout = _cut(replica, found.num_bytes)
+    layout = cut(replica, found.num_bytes)
     facts = {
         "bucket_mb": found.num_bytes / 1e6,
         "num_buckets": len(layout.segments),
@@ -52,7 +52,8 @@ def laid_out(
     return layout, buffer[: layout.num_bytes], facts
 
 
-def _cut(replica: Replica, largest_bytes: int) -> Layout:
+def cut(replica: Replica, largest_bytes: int) -> Layout:
+    """Buckets of at most so many bytes."""
     first_bytes = min(largest_bytes, FIRST_BUCKET_BYTES)
     return in_buckets(replica.specs, bucket_bytes=largest_bytes, first_bucket_bytes=first_bytes)
 

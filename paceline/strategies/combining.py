@@ -1,18 +1,17 @@
 """Has a script that changes gradients before its step see the mean of all workers' gradients."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, final
+from typing import Literal, final
 
-import torch
 from torch import Tensor
 
-from paceline.arrays import as_array
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.strategies.digests import digest
+from paceline.strategies.looks import Window
 
 Mode = Literal["auto", "always", "never"]
-_NUM_SAMPLES = 16
+_WINDOW_BYTES = 256
 
 
 @final
@@ -46,7 +45,8 @@ class Combining:
         self._is_undecided = mode == "auto" and collective.size > 1
         self._averages = mode == "always" or (self._is_undecided and obstacle is None)
         self._refuses_change = mode == "auto" and collective.size > 1
-        self._samples = [_sample(flat) for flat in flats if flat.is_cpu] if self._refuses_change else []
+        watched = [flat for flat in flats if flat.is_cpu] if self._refuses_change else []
+        self._windows = [Window(flat, _WINDOW_BYTES) for flat in watched]
         self._seen: tuple[list[int], list[bytes]] | None = None  # what `_versions` gave after backward
         self._looks_closely = False
         self._digest = ""  # of the gradients after backward, in a step that is looked at closely
@@ -113,6 +113,8 @@ class Combining:
         """The step begins: whether its gradients are the workers' mean. The next step starts anew."""
         is_combined, self.is_combined, self._seen = self.is_combined, False, None
         self._looks_closely = False
+        for window in self._windows:
+            window.next_step()
         return is_combined
 
     def _decide(self, *, is_scaled: bool) -> None:
@@ -132,10 +134,4 @@ class Combining:
     def _versions(self) -> tuple[list[int], list[bytes]]:
         """In-place changes of any gradient so far, which views count on the tensor they are a view of, and some bytes,
         since torch does not count changes through `.data`."""
-        return [flat._version for flat in self._flats], [sample.tobytes() for sample in self._samples]
-
-
-def _sample(flat: Tensor) -> Any:
-    """A view of some bytes of the gradients, of every place within a number."""
-    raw = as_array(flat.view(torch.uint8))
-    return raw[:: len(raw) // _NUM_SAMPLES | 1]
+        return [flat._version for flat in self._flats], [window.read() for window in self._windows if window.is_open]

@@ -1,4 +1,4 @@
-"""What a worker keeps of a step so that it can be repeated when another worker dies."""
+"""What a worker keeps of a step so that it can be repeated when another worker dies or joins."""
 
 from typing import final
 
@@ -21,7 +21,7 @@ class Repeating:
     def __init__(self, recovery: Recovery) -> None:
         self.recovery = recovery
         self.lost: PeerLost | None = None
-        """Noticed during backward, which goes on to the end of this worker's own gradients."""
+        """Noticed during backward, which goes on to the end of this worker's own gradients; or set, where one joins."""
         self.is_update_complete = True
         """Whether the optimizer is to step."""
         self._own: list[Tensor] = []
@@ -32,6 +32,8 @@ class Repeating:
 
     def keep(self, bucket: int, buckets: GradientBuckets) -> None:
         """The bucket's gradients are final here, and about to become the mean."""
+        if bucket == 0 and self.recovery.has_given:
+            self.lost = PeerLost("a worker joins")
         if bucket == len(self._own):
             self._own.append(torch.empty_like(buckets.buckets[bucket].values))
             self._used.append([])

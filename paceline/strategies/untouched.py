@@ -5,16 +5,16 @@ from typing import final
 
 from torch import Tensor, nn
 
-from paceline.arrays import as_array
 from paceline.strategies.digests import digest
+from paceline.strategies.looks import Window
 
-_WINDOW_BYTES = 4096
+_WINDOW_BYTES = 2048
 
 
 @final
 class Untouched:
-    """torch counts changes in place, but for those through `.data`. For these, on a CPU, some of the bytes are kept, at
-    every step others, so that a change of all parameters shows at once; and digests of all where that is asked for.
+    """torch counts changes in place, but for those through `.data`. For these, on a CPU, some bytes are looked at
+    now and then, so that a change of all parameters shows; and digests of all where that is asked for.
 
     Args:
         flat: the memory that the parameters lie in, as uint8.
@@ -22,10 +22,9 @@ class Untouched:
 
     def __init__(self, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
         self._parameters = parameters
-        self._flat = as_array(flat) if flat.is_cpu else None
+        self._window = Window(flat, _WINDOW_BYTES) if flat.is_cpu else None
         self._begins = flat.data_ptr()
-        self._start = 0
-        self._window = b""
+        self._seen = b""  # through the window
         self._versions: list[int] = []
         self._digests: list[str] | None = None
         self.accept(looks_closely=True)
@@ -39,33 +38,32 @@ class Untouched:
         looks_closely = looks_closely or self._digests is not None
         self._versions = self._count_changes()
         self._digests = self._all_digests() if looks_closely else None
-        if self._flat is not None:
-            self._start = self._start + _WINDOW_BYTES if self._start + _WINDOW_BYTES < len(self._flat) else 0
-            self._window = self._bytes()
+        if self._window is not None:
+            self._window.next_step()
+            self._seen = self._window.read()
 
     def look(self) -> int | None:
         """The index of a parameter that was changed since `accept`."""
         found = _first_unlike(self._versions, self._count_changes())
         if found is None and self._digests is not None:
             found = _first_unlike(self._digests, self._all_digests())
-        if found is None and self._flat is not None and self._window != self._bytes():
-            found = self._found_in_window()
+        if found is None and self._seen and self._window is not None:
+            found = self._found_in(self._window)
         self._digests = None
         return found
 
-    def _found_in_window(self) -> int | None:
+    def _found_in(self, window: Window) -> int | None:
         """What lies between parameters is nobody's."""
+        seen = window.read()
+        if seen == self._seen:
+            return None
+        starts_at = self._begins + window.start
         for index, parameter in enumerate(self._parameters):
-            place = parameter.data_ptr() - self._begins - self._start
+            place = parameter.data_ptr() - starts_at
             own = slice(max(0, place), max(0, place + parameter.nbytes))
-            if self._window[own] != self._bytes()[own]:
+            if self._seen[own] != seen[own]:
                 return index
         return None
-
-    def _bytes(self) -> bytes:
-        assert self._flat is not None
-        found: bytes = self._flat[self._start : self._start + _WINDOW_BYTES].tobytes()
-        return found
 
     def _all_digests(self) -> list[str]:
         return [digest([parameter]) for parameter in self._parameters]

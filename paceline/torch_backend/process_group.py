@@ -16,12 +16,11 @@ from paceline.comm.base import Collective
 from paceline.comm.connecting import connect
 from paceline.errors import TensorMismatch, UsageError
 from paceline.memory import keep_freed_memory
+from paceline.torch_backend import BACKEND_NAME
 from paceline.torch_backend.lane import INLINE_S, Lane
 from paceline.torch_backend.reductions import all_reduce, blocks, reduce_scatter
 from paceline.torch_backend.tagged_messages import Messages
 from paceline.torch_backend.works import GroupWork
-
-BACKEND_NAME = "paceline"
 
 T = TypeVar("T")
 

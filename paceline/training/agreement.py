@@ -12,6 +12,7 @@ from paceline.strategies.digests import digest
 from paceline.strategies.progress import Progress, require_same
 from paceline.strategies.settings import first_difference, settings_of
 from paceline.training.cadence import NEVER, Rhythm
+from paceline.training.gradient_hooks import GradientHooks
 from paceline.training.worker_run import WorkerRun
 
 Report = Mapping[str, Any]
@@ -32,12 +33,25 @@ class Agreement:
 
     def __init__(self, run: WorkerRun) -> None:
         self._run = run
-        self.is_needed = run.traits.lock_step and run.context.size > 1
+        self.is_needed = run.traits.lock_step and run.context.has_peers
         """Whether there is anything to compare."""
         self._due_at = 0 if self.is_needed else NEVER
         self._rhythm = Rhythm()
         self._took_s = self._comparing_s = 0.0
         self._has_told = False
+        self._hooks: GradientHooks | None = None
+
+    def state(self) -> list[int]:
+        """When parameters are compared next, and how far apart comparisons are: the same on every worker."""
+        return [self._due_at, self._rhythm.interval]
+
+    def take_up(self, state: Sequence[int]) -> None:
+        """Compare when those do who gave this."""
+        self._due_at, self._rhythm.interval = state
+
+    def look_by(self, iteration: int) -> None:
+        """Compare parameters in the pause at this iteration, if not before."""
+        self._due_at = min(self._due_at, iteration)
 
     def said(self, *, is_last: bool) -> dict[str, Any]:
         """What this worker says of itself.
@@ -50,6 +64,9 @@ class Agreement:
         run = self._run
         looks = is_last or run.config.strict or run.iteration >= self._due_at
         replica = run.prepared.replica
+        if self._hooks is None:
+            self._hooks = GradientHooks(replica.model.named_parameters(), rank=run.context.rank)
+        self._hooks.watch()
         settings = [settings_of(optimizer) for optimizer in run.prepared.optimizers.values()]
         before_s = run.context.pacing.now_s()
         parameters = digest(replica.model.parameters()) if looks else None

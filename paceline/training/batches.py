@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.attacks import DataAttack
 from paceline.errors import UsageError
+from paceline.roster import Participation
 from paceline.seeding import derive
 from paceline.training.course import Course
 from paceline.training.elastic import Survivor
@@ -60,10 +61,11 @@ class Batches:
         """
         context, seed = self._run.context, self._run.config.seed
         index = list(given.loaders).index(name)
+        size = context.num_at_start or context.size
         sharded = ShardedLoader(
             given.loaders[name],
-            rank=context.rank,
-            size=context.size,
+            rank=context.rank if context.rank < size else 0,
+            size=size,
             seed=derive(seed, "data", index) if index else seed,
             on_return=partial(self._on_return, name),
             on_part=partial(self._on_part, name),
@@ -74,12 +76,20 @@ class Batches:
             should_stop=lambda: self._course.is_over,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self._run.traits.takes_equal_steps,
-            participation=self._run.strategy.participation(),
+            participation=self._participation(),
             dealing=self._survivor.deals if self._survivor is not None else None,
         )
         if len(given.loaders) > 1 and self._run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
+
+    def _participation(self) -> Participation | None:
+        """Who takes part of those whose turns are played here."""
+        found, context = self._run.strategy.participation(), self._run.context
+        if found is None:
+            return None
+        here = found.at_client() if context.server is not None else found
+        return here.at_server() if context.clients is not None else here
 
     def close(self) -> None:
         self._lone_samples.close()
@@ -91,6 +101,7 @@ class Batches:
             if not self._run.steps:
                 self._unstepped.look(has_trained=handouts.has_trained)
             self._course.settle()
+            self._course.come_or_leave()
             return
         is_stream = isinstance(self._run.prepared.feeds[name].loader.dataset, IterableDataset)
         is_agreed = is_stream and self._run.traits.takes_equal_steps
@@ -135,6 +146,8 @@ class Batches:
         feeds = self._run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
+        if self._survivor is not None:
+            self._survivor.give(place)
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
         self.num_samples = part.num_samples
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)

@@ -1,13 +1,15 @@
 """When all workers meet in a pause, and what for: the same decisions on every worker, from the same iterations."""
 
 import math
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 from paceline.config import RunConfig
 from paceline.interval import Count
 
 NEVER = 2**62
 _GROWTH, _WAITING_GROWTH = 2, 4
+_DECIDED = ("evaluates", "is_beside", "checkpointed_at", "next_pause", "_meet_at")
 _ROUNDING = 1e-6  # of iterations, in what is a whole number of them
 
 
@@ -26,12 +28,14 @@ class Rhythm:
     """
 
     def __init__(self, first: int = 1, *, growth: int = _GROWTH) -> None:
-        self._first, self._growth, self._interval = first, growth, 0
+        self._first, self._growth = first, growth
+        self.interval = 0
+        """The last one; 0: there was none."""
 
     def next(self, iteration: int, *, wanted: float) -> int:
         """The iteration at which it is to come next, `wanted` iterations from here if that is not too far."""
-        self._interval = int(max(1, min(wanted, self._growth * self._interval))) if self._interval else self._first
-        return iteration + self._interval
+        self.interval = int(max(1, min(wanted, self._growth * self.interval))) if self.interval else self._first
+        return iteration + self.interval
 
 
 @final
@@ -59,6 +63,25 @@ class Cadence:
         self._meet_at = NEVER
         self._rhythm = Rhythm(2 * num_free_workers, growth=_WAITING_GROWTH) if num_free_workers else Rhythm()
         self._evaluation_rhythm = Rhythm()
+
+    def state(self) -> dict[str, Any]:
+        """What has been decided so far, as plain data: the same on every worker at every step."""
+        return {
+            **{name: getattr(self, name) for name in _DECIDED},
+            "evaluated_at": None if self.evaluated_at is None else list(self.evaluated_at),
+            "intervals": [self._rhythm.interval, self._evaluation_rhythm.interval],
+        }
+
+    def take_up(self, state: Mapping[str, Any]) -> None:
+        """Decide from here on as those do who gave this."""
+        for name in _DECIDED:
+            setattr(self, name, state[name])
+        self.evaluated_at = None if state["evaluated_at"] is None else Count(*state["evaluated_at"])
+        self._rhythm.interval, self._evaluation_rhythm.interval = state["intervals"]
+
+    def meet_by(self, iteration: int) -> None:
+        """All workers meet at this iteration, if not before."""
+        self.next_pause = min(self.next_pause, iteration)
 
     def is_over(self, iteration: int) -> bool:
         return iteration >= (self._config.max_steps or NEVER)

@@ -2,18 +2,23 @@
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoint import FILE_NAME, Checkpoint, WorkerState
 from paceline.errors import UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.own_state import OwnState, carried_over
 from paceline.training import feeds, snapshot
+from paceline.training.sharding import Place
 from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
+
+if TYPE_CHECKING:
+    from paceline.training.elastic import Survivor
 
 INTERVAL_S = 30.0
 """So much training a killed run may lose, where no other cadence is set."""
@@ -29,6 +34,8 @@ class Checkpoints:
         self._run = run
         self._saved_s = run.context.pacing.now_s()
         self._last: Snapshot | None = None
+        self.survivor: Survivor | None = None
+        """Knows where an elastic run is in its data."""
 
     @property
     def due_in_s(self) -> float:
@@ -70,50 +77,75 @@ class Checkpoints:
         run = self._run
         workers = snapshot.gather_workers(run.context.collective, own)
         if run.context.is_first:
-            checkpoint = Checkpoint(
-                iteration=run.iteration,
-                time_s=time_s,
-                model=snapshot.weights_of(model),
-                optimizer=run.prepared.synchronizer.optimizer_state(),
-                groups=own.groups,
-                workers=workers,
-                seed=run.config.seed,
-                strategy=_kind(run.strategy),
-                extra=own.extra,
-                data=feeds.identity_of(run.prepared.feeds),
-                optimizers=run.prepared.optimizer_names,
-            )
+            checkpoint = self._made(snapshot.weights_of(model), own, workers, time_s)
             run.reporter.save(FILE_NAME, checkpoint.encode())
             run.tell("checkpoint", {"file": FILE_NAME}, at_s=time_s)
         self._saved_s = run.context.pacing.now_s()
 
+    def of_this_worker(self, place: Place) -> Checkpoint:
+        """A checkpoint of this worker alone, whose next batch is of this place. Parameters and the optimizer's state
+        are its own tensors."""
+        own = self._taken()
+        worker = replace(own.worker, epoch=place.epoch, num_batches_done=place.num_batches_done, stream=None)
+        weights = snapshot.weights_of(self._run.prepared.replica.model, copies=False)
+        return self._made(weights, replace(own, extra=copy.deepcopy(own.extra)), [worker], self._run.clock.now_s)
+
+    def _made(self, weights: dict[str, Tensor], own: Snapshot, workers: list[WorkerState], time_s: float) -> Checkpoint:
+        run = self._run
+        return Checkpoint(
+            iteration=run.iteration,
+            time_s=time_s,
+            model=weights,
+            optimizer=run.prepared.synchronizer.optimizer_state(),
+            groups=own.groups,
+            workers=workers,
+            seed=run.config.seed,
+            strategy=_kind(run.strategy),
+            extra=own.extra,
+            data=feeds.identity_of(run.prepared.feeds),
+            optimizers=run.prepared.optimizer_names,
+        )
+
+    def take_up(self, checkpoint: Checkpoint, mine: WorkerState) -> None:
+        """Go on beside the worker that this is of, which trains."""
+        snapshot.load_weights(self._run.prepared.replica.model, checkpoint)
+        self._go_on(checkpoint, mine, mine.own)
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Set counters, clock, the optimizer's state, what is this worker's own, and the position in the data."""
         run, prepared = self._run, self._run.prepared
-        if checkpoint.optimizers != prepared.optimizer_names:
-            raise UsageError(
-                f"the checkpoint is of {_listed(checkpoint.optimizers)}, this run has "
-                f"{_listed(prepared.optimizer_names)}; prepare the same optimizers, in the same order"
-            )
         workers = checkpoint.workers
         if run.traits.is_synchronous and run.context.roster is None:
             workers = snapshot.beside_the_first(workers)
+        if self.survivor is not None:
+            self.survivor.go_on_from(workers)
+            workers = [*workers, *(workers[0],) * run.context.size][: run.context.size]
+            workers = [replace(worker, steps=checkpoint.iteration) for worker in workers]
         mine = workers[run.context.rank]
-        run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples
-        run.clock.set(checkpoint.time_s)
-        snapshot.load_buffers(prepared.replica.model, mine)
         wanted = prepared.synchronizer.own_state()
         first = workers[0]
         own = {**{name: tensor for name, tensor in first.own.items() if first.fates[name] == "same"}, **mine.own}
         if checkpoint.strategy != _kind(run.strategy) or len(workers) != run.context.size:
             own, fates = carried_over(_own_states(workers), wanted=wanted, size=run.context.size)
             run.tell("carried_over", fates)
+        self._go_on(checkpoint, mine, own)
+
+    def _go_on(self, checkpoint: Checkpoint, mine: WorkerState, own: Mapping[str, Tensor]) -> None:
+        run, prepared = self._run, self._run.prepared
+        if checkpoint.optimizers != prepared.optimizer_names:
+            raise UsageError(
+                f"the checkpoint is of {_listed(checkpoint.optimizers)}, this run has "
+                f"{_listed(prepared.optimizer_names)}; prepare the same optimizers, in the same order"
+            )
+        run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples
+        run.clock.set(checkpoint.time_s)
+        snapshot.load_buffers(prepared.replica.model, mine)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
         feeds.resume(prepared.feeds, mine, checkpoint.data)
 
     def _taken(self) -> Snapshot:
         prepared = self._run.prepared
-        return snapshot.take(
+        taken = snapshot.take(
             prepared.replica.model,
             prepared.optimizers.values(),
             next(iter(prepared.feeds.values())).place,
@@ -122,6 +154,7 @@ class Checkpoints:
             samples=self._run.samples,
             beside=feeds.places_beside(prepared.feeds),
         )
+        return taken if self.survivor is None else replace(taken, worker=self.survivor.for_later(taken.worker))
 
 
 def _own_states(workers: Sequence[WorkerState]) -> list[dict[str, OwnState]]:

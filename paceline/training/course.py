@@ -23,7 +23,7 @@ class Course:
     `optimizer.step()`, such as stepping a scheduler, so belongs to the step before the pause.
 
     Args:
-        survivor: repeats what a death has broken off, in an elastic run.
+        survivor: repeats what a death has broken off, and joins or leaves the others, in an elastic run.
     """
 
     def __init__(
@@ -33,6 +33,8 @@ class Course:
         self._checkpoints, self._survivor = checkpoints, survivor
         self.has_started = False
         self.has_finished = False
+        self.joins = run.context.reform is not None and run.context.reform.joins
+        """This worker has come while others train, and takes no part yet."""
         self.is_pausing = False
         """The script waits, but for its evaluation."""
         self._others_left = False  # a worker's script has ended, and with it the run
@@ -60,6 +62,8 @@ class Course:
         """All workers are ready: look at the model once, and start the clock."""
         if self.has_started:
             return
+        if self.joins:
+            raise UsageError("a worker that joins begins with a batch: loop over the prepared loader (--elastic)")
         self.has_started = True
         prepared = self._run.prepared
         if self._survivor is not None:
@@ -117,6 +121,23 @@ class Course:
             self._end()
         elif outcome is not None and not has_met:  # in a pause the run's iteration has become that of the furthest
             self._pauses.between_steps()
+
+    def come_or_leave(self) -> None:
+        """The script asks for a batch: take part from there on in a run that trains already, or no longer, if this
+        worker has been asked to leave.
+
+        Raises:
+            BudgetReached: it leaves; or the run that it would join has ended.
+        """
+        if self._survivor is None:
+            return
+        if self.joins:
+            if self._survivor.enters():
+                self.joins, self.has_started = False, True
+                self._run.prepared.account.start()
+        elif self._survivor.leaves():
+            self.has_finished = self._run.has_ended = True
+            raise BudgetReached("this worker leaves the run")
 
     def record_late(self, *, iteration: int = 0) -> None:
         """Where a pass is a client's turn, the exchange at its end belongs to its last step, which is known to be the

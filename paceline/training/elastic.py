@@ -1,15 +1,20 @@
-"""A worker's run while others die: it regroups with those who are left, and goes on from the step that all have."""
+"""A worker's run while others come, leave and die: it regroups with those who are there, and goes on from the step that
+all have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.checkpoint import WorkerState
 from paceline.elastic import Elastic, Member
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Context, Synchronizer
+from paceline.strategies.regrouping import Regrouping
 from paceline.training.given import Given
+from paceline.training.joining import Giving, States
+from paceline.training.sharding import Place
 from paceline.training.sharding.dealt import Dealt
 from paceline.training.sharding.orders import Orders
 from paceline.training.worker_run import WorkerRun
@@ -34,8 +39,13 @@ class Survivor:
         self._member = Member(run.context.rank, run.context.membership)
         self._data: Dealt | None = None
         self._handouts: Handouts | None = None
+        self._giving: Giving | None = None
         self.samples = self.batches = 0
         """That all workers together have trained on, those who have died among them."""
+        self._counts = (0, 0)  # of these, as of the last update
+        self.states: States | None = None
+        self.on_joined: Callable[[], None] = lambda: None
+        """Called when somebody has come, before the next step: on all workers after the same one."""
 
     def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
         """Look at what the script has prepared, and whose batches are committed."""
@@ -67,7 +77,68 @@ class Survivor:
                 "scheduler is to wait: give it to worker.prepare(..., scheduler=scheduler), or use --global-batch grow"
             )
 
+    @property
+    def handouts(self) -> "Handouts":
+        assert self._handouts is not None
+        return self._handouts
+
+    def leaves(self) -> bool:
+        """Whether this worker has been asked to leave, and has left: it is between two steps."""
+        reform = self._reform
+        if not reform.is_asked_to_leave or self._run.has_ended:
+            return False
+        reform.leave(self._run.context.rank)
+        return True
+
+    def enters(self) -> bool:
+        """Whether this worker, which joins, takes part from here on: its script asks for a pass over its data, and may
+        be in an epoch that the others have left behind."""
+        assert self.states is not None
+        return self.states.take()
+
+    def give(self, place: Place) -> None:
+        """Between two steps, before the batch that comes from this place: give this worker's state to those who wait
+        for one. With the rest of an update they could not do anything."""
+        to, dealt = self._reform.asked_to_give, self._dealt.under_way
+        if to and self._giving is None and dealt is not None and dealt.begins:
+            assert self.states is not None
+            member = self._member
+            self._giving = Giving(self._reform, self.states.given(place, member), member=member, to=to, dealt=dealt)
+
+    def state(self) -> dict[str, Any]:
+        """What all workers have alike of the samples, as plain data."""
+        return {"counts": [self.samples, self.batches], "data": self._dealt.state()}
+
+    def for_later(self, worker: WorkerState) -> WorkerState:
+        """What a checkpoint holds of this worker. The first one says what all have trained on up to the last update."""
+        samples, steps = self._counts if self._run.context.is_first else (0, 0)
+        return replace(worker, samples=samples, steps=steps, stream=self._dealt.state_for_later())
+
+    def go_on_from(self, workers: Sequence[WorkerState]) -> None:
+        """What these had trained on counts, too."""
+        self.samples, self.batches = sum(each.samples for each in workers), sum(each.steps for each in workers)
+        self._counts = self.samples, self.batches
+
+    def take_up(self, state: Mapping[str, Any], member: Member) -> None:
+        """This worker has taken another one's state, and with it its place in the data."""
+        self._counts = self.samples, self.batches = state["counts"]
+        self._member = member
+        self._dealt.take_up(state["data"], member.membership)
+
+    def meet_others(self, synchronizer: Synchronizer, *, facts: Mapping[str, float | str]) -> None:
+        """Enter the next epoch. Raises StaleEpoch where the others have gone on without this worker."""
+        while True:
+            try:
+                synchronizer.rejoin(self.regroup(), facts=facts)
+                return
+            except PeerLost:
+                pass
+
     # --- as Recovery ------------------------------------------------------------------------------------------
+
+    @property
+    def has_given(self) -> bool:
+        return self._giving is not None
 
     @property
     def begins_update(self) -> bool:
@@ -90,16 +161,19 @@ class Survivor:
         self.samples += sum(map(len, dealt.parts))
         self.batches += sum(map(bool, dealt.parts))
         self._member = self._member.with_result().with_step_applied()
-        return self._dealt.commit()
+        is_complete = self._dealt.commit()
+        if is_complete:
+            self._counts = self.samples, self.batches
+        return is_complete
 
     def regroup(self) -> Context:
-        run = self._run
-        reform = run.context.reform
-        assert reform is not None
+        run, before = self._run, self._member.membership.ranks
         run.awaits_others = False
-        self._member, collective, applies = reform(self._member)
+        self._member, collective, applies = self._reform(self._with_what_is_given())
         assert not applies  # in shared memory whoever has a result has applied it
         self._dealt.resize(self._member.membership)
+        if set(self._member.membership.ranks) - set(before):
+            self.on_joined()
         run.context = replace(
             run.context,
             membership=self._member.membership,
@@ -122,6 +196,20 @@ class Survivor:
                 return meet()
             except PeerLost:
                 is_whole = False
+
+    def _with_what_is_given(self) -> Member:
+        """A state counts if the round that follows it is the one under way: a script may have left a batch out."""
+        giving, self._giving = self._giving, None
+        if giving is None:
+            return self._member
+        giving.end()
+        return self._member.with_state_given(giving.to if giving.dealt is self._dealt.under_way else ())
+
+    @property
+    def _reform(self) -> Regrouping:
+        reform = self._run.context.reform
+        assert reform is not None
+        return reform
 
     @property
     def _dealt(self) -> Dealt:

@@ -1,6 +1,7 @@
 """Pauses: all workers meet between two steps, agree on where the run is, and look at the global model."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, final
 
 from paceline.errors import UsageError
@@ -15,6 +16,7 @@ from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation
 from paceline.training.judging import Judge
 from paceline.training.kept_models import KeptModels
+from paceline.training.same_data import SameData
 from paceline.training.worker_run import WorkerRun
 
 MODEL_FILE = "model.safetensors"
@@ -44,6 +46,7 @@ class Pauses:
         self._judge = Judge(run)
         self._kept = KeptModels(run)
         self._keeps = run.context.is_first and run.traits.shows_model and run.context.size > 1
+        self._same_data: SameData | None = None
         self._has_begun = False
         self._met_at = (0, 0.0)
 
@@ -60,6 +63,23 @@ class Pauses:
     def last_metrics(self) -> dict[str, float]:
         """What the last evaluation returned; empty before the first."""
         return self._judge.last_metrics
+
+    def state(self) -> dict[str, Any]:
+        """What has been decided so far, as plain data: the same on all workers in lock step."""
+        decided = {"cadence": self._cadence.state(), "agreement": self._agreement.state()}
+        return {**decided, "metrics": self.last_metrics}
+
+    def take_up(self, state: Mapping[str, Any]) -> None:
+        """Meet from here on when those do who gave this."""
+        self._cadence.take_up(state["cadence"])
+        self._agreement.take_up(state["agreement"])
+        self._judge.last_metrics = dict(state["metrics"])
+
+    def compare_soon(self) -> None:
+        """Have all workers meet after the next update, and compare their models."""
+        iteration = self._run.iteration + 1
+        self._agreement.look_by(iteration)
+        self._cadence.meet_by(iteration)
 
     def between_steps(self) -> None:
         """The run goes on, and this worker has the model that it computes its next gradient with."""
@@ -94,6 +114,8 @@ class Pauses:
         reports = gathered(collective, "a pause", self._report(is_done=is_done))
         run.awaits_others = False
         self._agreement.require(reports)
+        if self._same_data is not None:
+            self._same_data.require([report["data"] for report in reports])
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
         active = [rank for rank, report in enumerate(reports) if not report["done"]]
@@ -131,6 +153,9 @@ class Pauses:
         tally = self._survivor
         iteration, time_s = self._met_at
         elapsed_s = run.clock.now_s - time_s
+        if self._same_data is None and run.context.size > 1:
+            loaders = {name: feed.loader for name, feed in run.prepared.feeds.items()}
+            self._same_data = SameData(loaders, gather=run.context.collective.all_gather_object)
         return {
             "iteration": run.iteration,
             "done": is_done,
@@ -144,6 +169,7 @@ class Pauses:
             "wants_stop": run.wants_stop(),
             "checkpoint_in_s": self._checkpoints.due_in_s,
             "iterations_per_s": (run.iteration - iteration) / elapsed_s if elapsed_s > 0 else 0.0,
+            "data": {} if self._same_data is None else self._same_data.said(),
             **self._agreement.said(is_last=is_done),
         }
 

@@ -32,6 +32,7 @@ from paceline.training.evaluation import Evaluation
 from paceline.training.feeds import Feed, joined
 from paceline.training.given import Given
 from paceline.training.handouts import Handouts
+from paceline.training.joining import States
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import ShardedLoader
 from paceline.training.steps import Steps
@@ -75,6 +76,12 @@ class Session:
             self.run.context = replace(self.run.context, recovery=self._survivor)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survivor)
+        if self._survivor is not None:
+            self._checkpoints.survivor = self._survivor
+            self._survivor.states = States(
+                self.run, self._survivor, self.pauses, self._checkpoints, on_taken=self._take_up
+            )
+            self._survivor.on_joined = self.pauses.compare_soon
         self._course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
         self._at_release = ExitStack()
         seed_everything(config.seed)
@@ -178,7 +185,7 @@ class Session:
 
     def finish(self) -> None:
         """The script is done: wait for the others, evaluate and save. Collective call."""
-        if self.run.is_prepared and not self._course.has_finished:
+        if self.run.is_prepared and not self._course.has_finished and not self._course.joins:
             self._course.finish()
             self.release()
 
@@ -207,7 +214,8 @@ class Session:
             for optimizer in given.optimizers.values():
                 require_same_settings(optimizer, context.collective)
         if self._checkpoint is not None:
-            snapshot.load_model(model, self._checkpoint, num_workers=context.size, seed=self.run.config.seed)
+            num_workers = None if self._survivor is not None else context.size
+            snapshot.load_model(model, self._checkpoint, num_workers=num_workers, seed=self.run.config.seed)
         if context.size > 1:
             copy_from_first(model, context.collective)
 
@@ -227,8 +235,8 @@ class Session:
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
-            is_averaged=context.size > 1 and traits.averages_gradients,
-            is_weighed=context.size > 1 and traits.is_synchronous,
+            is_averaged=context.has_peers and traits.averages_gradients,
+            is_weighed=context.has_peers and traits.is_synchronous,
         )
         return Feed(loader, handouts)
 
@@ -252,14 +260,19 @@ class Session:
             checkpoint.time_s,
         )
 
+    def _take_up(self, checkpoint: Checkpoint) -> None:
+        """This worker has joined others, and goes on from there."""
+        self._checkpoint = checkpoint
+
     def _on_position(self) -> None:
         """The script has come to where the checkpoint was taken: a loader has come to its place, of several the
         first."""
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None:
             prepared = self.run.prepared
-            rank = self.run.context.rank
-            snapshot.resume_script(checkpoint, rank, prepared.optimizers.values(), prepared.extra)
+            rank, num_workers = self.run.context.rank, len(checkpoint.workers)
+            worker = checkpoint.workers[rank] if rank < num_workers else None
+            snapshot.resume_script(checkpoint, worker, prepared.optimizers.values(), prepared.extra)
 
 
 def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

@@ -95,10 +95,16 @@ def _place_of(worker: WorkerState) -> tuple[int, int]:
     return worker.epoch, worker.num_batches_done
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state as tensors of their own: parameters may be views of one buffer, tied weights share memory."""
+def weights_of(model: nn.Module, *, copies: bool = True) -> dict[str, Tensor]:
+    """The model's state as tensors of their own: parameters may be views of one buffer, tied weights share memory.
+    Without `copies` parameters are the model's, and only buffers, which forward passes change, are copied."""
     state = model.state_dict()
-    return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
+    kept = set() if copies else {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: value.detach().cpu() if name in kept else value.detach().cpu().clone()
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def as_model_file(weights: Mapping[str, Tensor]) -> bytes:
@@ -118,18 +124,23 @@ def read_model_file(path: Path) -> dict[str, Tensor]:
     return {name: torch.view_as_complex(tensor) if name in pairs else tensor for name, tensor in stored.items()}
 
 
-def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int, seed: int) -> None:
+def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int | None, seed: int) -> None:
     """Set the model to the checkpoint's. Raises UsageError if the checkpoint is of another model, or of a run that
-    this one cannot go on with."""
-    if len(checkpoint.workers) != num_workers:
+    this one cannot go on with. `num_workers`: that it must have had; none: any."""
+    if num_workers is not None and len(checkpoint.workers) != num_workers:
         raise UsageError(
             f"the checkpoint was taken with {len(checkpoint.workers)} workers, this run has {num_workers}; "
             "resume with as many"
         )
     if checkpoint.seed != seed:
         raise UsageError(f"the checkpoint was taken with --seed {checkpoint.seed}; resume with the same")
-    own = weights_of(model)
-    missing = sorted(own.keys() ^ checkpoint.model.keys())
+    load_weights(model, checkpoint)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Set the model to the checkpoint's. Raises UsageError if that is of another model."""
+    own = {name for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    missing = sorted(own ^ checkpoint.model.keys())
     if missing:
         raise UsageError(f"the checkpoint is of another model: only one of the two has {missing[0]!r}")
     try:
@@ -147,9 +158,14 @@ def load_buffers(model: nn.Module, state: WorkerState) -> None:
 
 
 def resume_script(
-    checkpoint: Checkpoint, rank: int, optimizers: Iterable[torch.optim.Optimizer], extra: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    worker: WorkerState | None,
+    optimizers: Iterable[torch.optim.Optimizer],
+    extra: Mapping[str, Any],
 ) -> None:
     """The script has come to where the snapshot was taken: what it has moved on since it began goes back there.
+
+    `worker`: whose random state is taken up; none: this one's stays.
 
     Raises:
         UsageError: the checkpoint lacks the state of something given to `prepare`, or has other parameter groups.
@@ -165,4 +181,5 @@ def resume_script(
         if name not in checkpoint.extra:
             raise UsageError(f"the checkpoint has no state for prepare({name}=...)")
         thing.load_state_dict(checkpoint.extra[name])
-    set_random_state(checkpoint.workers[rank].random_state)
+    if worker is not None:
+        set_random_state(worker.random_state)

@@ -70,6 +70,11 @@ class WorkerRun:
         return self._prepared
 
     @property
+    def epoch(self) -> int:
+        """Of the first loader's data."""
+        return next(iter(self.prepared.feeds.values())).loader.place.epoch if self.is_prepared else 0
+
+    @property
     def is_prepared(self) -> bool:
         return self._prepared is not None
 

@@ -10,10 +10,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline import torch_backend
 from tests.unit.torch_backend_world import TorchWorld
 
 SIZE = 2
@@ -253,7 +254,6 @@ def test_ddp_names_a_killed_rank(pair: TorchWorld) -> None:
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-import paceline.torch_backend
 dist.init_process_group("paceline")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
 model(torch.ones(4, 3) * (1 + dist.get_rank())).sum().backward()
@@ -274,7 +274,23 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["gradient 6.0 paceline"] * 2
 
 
-def test_importing_paceline_does_not_import_the_backend() -> None:
-    code = "import sys, paceline; sys.exit(any(name.startswith('paceline.torch_backend') for name in sys.modules))"
-    done: Any = subprocess.run([sys.executable, "-c", code], timeout=240, check=False)
-    assert done.returncode == 0
+LOADED = """
+import sys, torch
+print(*sorted(name for name in sys.modules if name.startswith(("paceline", "ray", "zmq"))))
+print(hasattr(torch.distributed.Backend, "PACELINE"))
+"""
+
+
+@pytest.mark.parametrize(("switch", "loaded"), [("0", ""), ("1", "paceline paceline.torch_backend")])
+def test_import_torch_registers_the_name_and_loads_nothing_else(switch: str, loaded: str) -> None:
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": switch}
+    command = [sys.executable, "-c", LOADED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
+    assert done.stdout.splitlines() == [loaded, str(switch == "1")]
+
+
+def test_import_torch_outlives_a_torch_that_registers_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist.Backend, "PACELINE")
+    monkeypatch.setattr(dist.Backend, "register_backend", None)
+    with pytest.warns(UserWarning, match="no backend 'paceline'"):
+        torch_backend.autoload()

@@ -15,6 +15,7 @@ from paceline.errors import RunFailed
 from paceline.membership import Membership
 
 Contributors = frozenset[int]
+Log = tuple[tuple[int, Contributors], ...]
 
 
 class Broken(Exception):
@@ -33,6 +34,10 @@ class Rules:
     """What a member gives is there for all others, or for none, whenever it dies."""
     confirms: bool = False
     """A step is applied when all have said that they have its result."""
+    holds_back: bool = True
+    """Who has given its state gives its part of no further step in that epoch."""
+    checks_epoch: bool = True
+    """States of an epoch before are refused, by the joiner and by the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,16 @@ class World:
     """What is given (`part`, `result`): epoch, step, by whom, to whom."""
     reports: frozenset[Report] = frozenset()
     forms: frozenset[tuple[int, Form]] = frozenset()
-    log: tuple[tuple[tuple[int, Contributors], ...], ...] = ()
-    """Of each member, the steps that it has applied, and who contributed."""
+    log: tuple[Log, ...] = ()
+    """Of each member, the steps that it has applied, and who contributed; a joiner's begins with its giver's."""
+    joiner: int | None = None
+    """Who comes while the others train: a member from when it has taken a state."""
+    asked: frozenset[tuple[int, tuple[int, ...]]] = frozenset()
+    """Words under way that ask a member for its state, and for whom."""
+    given: frozenset[tuple[Member, Log]] = frozenset()
+    """States that lie there for the joiner."""
+    leaves: int = 0
+    """How many members may be asked to leave yet."""
 
     def successors(self) -> Iterator[tuple[str, World]]:
         for member in self.members:
@@ -61,6 +74,7 @@ class World:
                 yield from self._of_member(member)
             if member.rank not in self.dead | self.gone:
                 yield from self._failing(member.rank)
+        yield from self._of_joiner()
         yield from self._of_coordinator()
 
     def _of_member(self, member: Member) -> Iterator[tuple[str, World]]:
@@ -77,6 +91,18 @@ class World:
                 replace(self, gone=self.gone | {rank}, coordinator=coordinator, forms=forms),
             )
             return
+        if self._is_between(member):
+            for to, whom in self.asked:
+                if to == rank and not member.gives:
+                    yield f"{rank} gives its state", self._giving(member, whom)
+            if self.leaves:
+                coordinator, forms = self._hearing(lambda: self.coordinator.ended(rank))
+                left = replace(self, leaves=self.leaves - 1, gone=self.gone | {rank})
+                yield f"{rank} leaves", replace(left, coordinator=coordinator, forms=forms)
+        if member.gives:
+            yield f"{rank} stops for who joins", self._stopping(member)
+            if self.rules.holds_back:
+                return
         for receiver in ranks:
             if ("part", *self._place(member), rank, receiver) not in self.shown:
                 yield f"{rank} gives its part to {self._whom(receiver)}", self._showing("part", member, receiver)
@@ -100,13 +126,63 @@ class World:
         lost = (self.dead | self.gone | left) & set(ranks)
         misses = any(("part", *self._place(member), other, rank) not in self.shown for other in lost)
         if lost and (misses or not self.rules.finishes):
-            stopped = member.stopped()
-            world = self._with(stopped)
-            yield f"{rank} misses a member and stops", replace(world, reports=self.reports | {stopped.report()})
+            yield f"{rank} misses a member and stops", self._stopping(member)
         if not self.rules.kills and (self.silent - lost) & set(ranks):
-            stopped = member.stopped()
-            world = self._with(stopped)
-            yield f"{rank} gives up waiting", replace(world, reports=self.reports | {stopped.report()})
+            yield f"{rank} gives up waiting", self._stopping(member)
+
+    def _of_joiner(self) -> Iterator[tuple[str, World]]:
+        joiner = self.joiner
+        if joiner is None or joiner in self.dead | self.gone or joiner in self.coordinator.living:
+            return
+        if joiner not in [member.rank for member in self.members]:
+            yield from self._failing(joiner)
+        if joiner in self.silent:
+            return
+        if joiner not in self.coordinator.joining:
+            yield f"{joiner} is ready to join", replace(self, coordinator=self.coordinator.joined(joiner))._asking()
+            return
+        before = next((member for member in self.members if member.rank == joiner), None)
+        for state, log in self.given:
+            try:
+                taken = state.state_taken(joiner, before=before)
+            except StaleEpoch:
+                if self.rules.checks_epoch:
+                    continue
+                taken = state.state_taken(joiner, before=None)
+            report = taken.report()
+            if not self.rules.checks_epoch:
+                report = replace(report, epoch=self.coordinator.membership.epoch)
+            world = self._with(taken)
+            if joiner not in [member.rank for member in self.members]:
+                world = replace(world, members=(*self.members, taken))
+            logs = tuple(log if rank == joiner else other for rank, other in enumerate(self.log))
+            left = self.given - {(state, log)}
+            yield (
+                f"{joiner} takes the state of {state.rank}",
+                replace(world, log=logs, given=left, reports=self.reports | {report}),
+            )
+
+    def _is_between(self, member: Member) -> bool:
+        """Whether it has given nothing of its next step."""
+        return not member.holds and not any(
+            entry[:4] == ("part", *self._place(member), member.rank) for entry in self.shown
+        )
+
+    def _giving(self, member: Member, whom: tuple[int, ...]) -> World:
+        gives = member.with_state_given(whom)
+        world = replace(
+            self, given=self.given | {(gives, self.log[member.rank])}, asked=self.asked - {(member.rank, whom)}
+        )
+        return world._with(gives)
+
+    def _stopping(self, member: Member) -> World:
+        stopped = member.stopped()
+        return replace(self._with(stopped), reports=self.reports | {stopped.report()})
+
+    def _asking(self) -> World:
+        """Somebody is asked for a state, where somebody waits for one."""
+        giver = self.coordinator.giver
+        return self if giver is None else replace(self, asked=self.asked | {(giver, self.coordinator.joining)})
 
     def _failing(self, rank: int) -> Iterator[tuple[str, World]]:
         if self.failures and rank not in self.silent:
@@ -132,12 +208,12 @@ class World:
             )
         for report in self.reports:
             coordinator, forms = self._hearing(lambda report=report: self.coordinator.hear(report))
-            world = replace(self, reports=self.reports - {report}, coordinator=coordinator, forms=forms)
+            world = replace(self, reports=self.reports - {report}, coordinator=coordinator, forms=forms)._asking()
             yield f"{report.rank}'s report of epoch {report.epoch} comes", world
 
     def _told_dead(self, rank: int) -> World:
         coordinator, forms = self._hearing(lambda: self.coordinator.ended(rank))
-        return replace(self, coordinator=coordinator, forms=forms)
+        return replace(self, coordinator=coordinator, forms=forms)._asking()
 
     def _hearing(self, event) -> tuple[Coordinator, frozenset[tuple[int, Form]]]:
         try:
@@ -190,22 +266,32 @@ class World:
         return replace(self._with(member), log=tuple(log))
 
     def require_goal(self) -> None:
-        """Nothing more can happen."""
-        stuck = [m.rank for m in self.members if m.rank not in self.dead | self.silent and m.applied < self.goal]
+        """Nothing more can happen. Who would join, and has not when the others end, is sent away."""
+        taking_part = set(self.coordinator.living) - self.dead - self.silent - self.gone
+        stuck = [member.rank for member in self.members if member.rank in taking_part and member.applied < self.goal]
         if stuck:
             raise Broken(f"ranks {stuck} wait for ever")
 
 
-def explore(rules: Rules, *, num_workers: int = 3, failures: int = 2, goal: int = 1) -> tuple[int, list[str] | None]:
-    """The number of worlds that can come to be, and the shortest way to a broken promise, if there is one."""
-    membership = Membership.first(num_workers)
+def explore(
+    rules: Rules, *, num_workers: int = 3, failures: int = 2, goal: int = 1, joins: bool = False, leaves: int = 0
+) -> tuple[int, list[str] | None]:
+    """The number of worlds that can come to be, and the shortest way to a broken promise, if there is one.
+
+    Args:
+        joins: the last worker comes while the others train.
+        leaves: how many may be asked to leave.
+    """
+    membership = Membership.first(num_workers - joins)
     first = World(
-        tuple(Member(rank, membership) for rank in range(num_workers)),
+        tuple(Member(rank, membership) for rank in membership.ranks),
         Coordinator.first(membership),
         failures,
         rules,
         goal,
         log=((),) * num_workers,
+        joiner=num_workers - 1 if joins else None,
+        leaves=leaves,
     )
     came_by: dict[World, tuple[str, World] | None] = {first: None}
     queue = deque([first])

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.comm.alone import AloneCollective
-from paceline.comm.connecting import Member, connect, connect_members, needs_store, transport
+from paceline.comm.connecting import Site, connect, connect_members, needs_store, transport
 from paceline.comm.hierarchical import collective as hierarchical
 from paceline.comm.meeting import exchange
 from paceline.comm.shared_memory.block import BlockAddress
@@ -25,8 +25,8 @@ from tests.unit.collective_harness import MEETING_S, later
 SOON_S = MEETING_S / 4  # of a busy machine
 
 
-def members(hosts: str, gpus: Sequence[str | None]) -> list[Member]:
-    return [Member(host, gpu, BlockAddress(1, 2, 3, 4)) for host, gpu in zip(hosts, gpus, strict=True)]
+def members(hosts: str, gpus: Sequence[str | None]) -> list[Site]:
+    return [Site(host, gpu, BlockAddress(1, 2, 3, 4)) for host, gpu in zip(hosts, gpus, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_death_before_all_have_met_is_noticed_at_once() -> None:
     other = FORKS.Process(target=_prepare_and_linger, args=(theirs,), daemon=True)
     other.start()
     memory = SharedMemoryCollective.prepare()
-    known = [Member("a", None, memory.address), Member("a", None, ours.recv())]
+    known = [Site("a", None, memory.address), Site("a", None, ours.recv())]
     later(0.3, other.kill)
     began_s = time.monotonic()
     with pytest.raises(PeerLost, match="rank 1 is lost"):

@@ -1,4 +1,4 @@
-"""The one cursor of an epoch's data: every sample counts once, whoever dies when."""
+"""The one cursor of an epoch's data: every sample counts once, whoever comes and dies when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic import Cursor, Elastic
+from paceline.elastic import Cursor, Deal, Elastic
 from paceline.errors import UsageError
 
 GROUPS = [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]], [[12], [13, 14], [15, 16]]]
@@ -17,7 +17,7 @@ GROUPS = [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]], [[12], [13, 14],
 
 @st.composite
 def schedules(draw):
-    """Groups as the loader makes them, and who dies in which round."""
+    """Groups as the loader makes them, and who dies and comes in which round."""
     size, batch = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     num_samples = draw(st.integers(size, 60))
     num_groups = max(1, num_samples // (size * batch))
@@ -27,12 +27,13 @@ def schedules(draw):
     bounds = [len(last) * part // size for part in range(size + 1)]
     groups.append([last[a:b] for a, b in itertools.pairwise(bounds)])
     deaths = draw(st.dictionaries(st.integers(0, 12), st.integers(1, size), max_size=3))
-    return groups, size, deaths, draw(st.sampled_from(["keep", "grow"]))
+    joins = draw(st.dictionaries(st.integers(0, 12), st.integers(1, 3), max_size=3))
+    return groups, size, deaths, joins, draw(st.sampled_from(["keep", "grow"]))
 
 
 @given(schedules())
 def test_every_sample_counts_once(schedule) -> None:
-    groups, size, deaths, global_batch = schedule
+    groups, size, deaths, joins, global_batch = schedule
     cursor, counted, updates = Cursor(), Counter(), []
     pending: list[float] = []
     for number in range(1000):
@@ -44,6 +45,11 @@ def test_every_sample_counts_once(schedule) -> None:
         if lost:
             dealt = dealt.without(lost, global_batch=global_batch)
             size -= len(lost)
+        if dealt.begins and number in joins:  # a joiner has nothing of an update that is under way
+            dealt = dealt.joined(joins[number])
+            size += joins[number]
+            assert not any(dealt.parts[-joins[number] :])
+        assert Deal.of_plain(dealt.plain) == dealt
         counted.update(sample for part in dealt.parts for sample in part)
         if dealt.begins:
             pending = []
@@ -99,7 +105,7 @@ def test_settings() -> None:
     for text in ("2", "a:b", "0:3", "4:2"):
         with pytest.raises(UsageError, match="--elastic"):
             Elastic.parse(text)
-    with pytest.raises(UsageError, match="none can join it yet; use --elastic 2:3"):
-        Elastic.parse("2:4").require(num_workers=3)
-    with pytest.raises(UsageError, match="needs 2 workers or more"):
-        Elastic.parse("2:4").require(num_workers=1)
+    Elastic.parse("2:4").require(num_workers=3)
+    for num_workers in (1, 5):
+        with pytest.raises(UsageError, match=f"2 to 4 workers, and the run would start with --workers {num_workers}"):
+            Elastic.parse("2:4").require(num_workers=num_workers)

@@ -22,12 +22,16 @@ from paceline.training.session import Session
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 
 
-def nobody_dies(member):
-    raise AssertionError(member)
+class NobodyComesOrGoes:
+    joins = is_asked_to_leave = False
+    asked_to_give = ()
+
+    def __call__(self, member):
+        raise AssertionError(member)
 
 
 def session_of(global_batch: str = "keep") -> Session:
-    context = replace(alone().context, device=torch.device("cpu"), reform=nobody_dies)
+    context = replace(alone().context, device=torch.device("cpu"), reform=NobodyComesOrGoes())
     config = RunConfig(elastic=Elastic(at_least=1, at_most=1, global_batch=global_batch))
     return Session(context, build("all-reduce", {}), config, NullReporter())
 
@@ -155,8 +159,9 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "gossip"}, "strategy gossip cannot go on"),
         ({"engine": "virtual", "cluster": "lab-1gbe"}, "no effect with --engine virtual"),
         ({"attack": "sign-flip:workers=1", "workers": 3, "elastic": "1:3"}, "do not go together"),
-        ({"resume": "somewhere"}, "--resume and --elastic"),
-        ({"elastic": "2:4"}, "use --elastic 2:2"),
+        ({"elastic": "3:4"}, "is for 3 to 4 workers, and the run would start with --workers 2"),
+        ({"elastic": None, "replace": 1}, "--replace has no effect without --elastic"),
+        ({"replace": -1}, "--replace must be 0 or more"),
         ({"elastic": None, "global_batch": "grow"}, "no effect without --elastic"),
         ({"global_batch": "shrink"}, "must be keep or grow, not 'shrink'"),
     ],

@@ -1,4 +1,4 @@
-"""The protocol by which survivors go on, against every order of events for 3 workers and 2 failures."""
+"""The protocol by which workers come, leave and die, against every order of events for 3 workers and 2 failures."""
 
 from __future__ import annotations
 
@@ -16,6 +16,23 @@ def test_no_order_of_two_failures_among_three_breaks_a_promise(goal: int) -> Non
     num_worlds, way = explore(Rules(), goal=goal)
     assert way is None, way
     assert num_worlds > 5000
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"failures": 0},
+        pytest.param({"failures": 1, "goal": 2}, marks=pytest.mark.slow),
+        pytest.param({"failures": 2}, marks=pytest.mark.slow),
+        pytest.param({"failures": 1, "leaves": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_no_order_of_a_join_with_failures_breaks_a_promise(case) -> None:
+    """The joiner dies before, while and after it takes a state; who gives it dies meanwhile; others leave."""
+    num_worlds, way = explore(Rules(), joins=True, **case)
+    assert way is None, way
+    assert num_worlds > 300
 
 
 @pytest.mark.slow
@@ -36,6 +53,21 @@ def test_with_messages_instead_of_shared_memory_a_step_needs_a_second_phase() ->
 def test_every_rule_is_needed(rules: Rules, promise: str) -> None:
     """Without it there is a way to a step that two members have applied of different parts, or to a wait for ever."""
     _, way = explore(rules, failures=1)
+    assert way is not None
+    print("; ".join(way))
+    assert promise in way[-1]
+
+
+@pytest.mark.parametrize(
+    ("rules", "failures", "promise"),
+    [
+        (Rules(holds_back=False), 0, r"ranks [1] have applied step 1, whose result others do not have"),
+        (Rules(checks_epoch=False), 1, "2 has applied 0 steps and is to go on after 1"),
+    ],
+    ids=["gives its part after its state", "takes any state"],
+)
+def test_every_rule_of_joining_is_needed(rules: Rules, failures: int, promise: str) -> None:
+    _, way = explore(rules, failures=failures, goal=2, joins=True)
     assert way is not None
     print("; ".join(way))
     assert promise in way[-1]
@@ -76,3 +108,38 @@ def test_a_run_ends_where_too_few_are_left() -> None:
     coordinator, _ = Coordinator.first(Membership.first(3), at_least=2).died(1)
     with pytest.raises(RunFailed, match="1 workers are left"):
         coordinator.died(0)
+
+
+def test_a_joiner_enters_beside_the_one_who_gave_it_a_state() -> None:
+    membership = Membership.first(2)
+    coordinator = Coordinator.first(membership).joined(2)
+    assert coordinator.giver == 0
+    giver = Member(0, membership, 5).with_state_given((2,))
+    joiner = giver.state_taken(2, before=None)
+    coordinator, form = coordinator.hear(giver.stopped().report())
+    coordinator, form = coordinator.hear(Member(1, membership, 5).stopped().report())
+    assert (form, coordinator.awaited) == (None, (2,))
+    coordinator, form = coordinator.hear(joiner.report())
+    assert form == Form(Membership(2, (0, 1, 2)), step=5)
+    assert joiner.formed(form) == (Member(2, form.membership, 5), False)
+    assert (coordinator.joining, coordinator.giver) == ((), None)
+
+
+def test_a_joiner_that_dies_holds_nobody_up() -> None:
+    membership = Membership.first(2)
+    coordinator = Coordinator.first(membership, at_least=2).joined(2)
+    coordinator, _ = coordinator.hear(Member(0, membership).with_state_given((2,)).stopped().report())
+    coordinator, form = coordinator.hear(Member(1, membership).stopped().report())
+    assert form is None
+    coordinator, form = coordinator.ended(2)
+    assert form == Form(Membership(2, (0, 1)), step=0)
+
+
+def test_a_state_of_an_epoch_before_is_refused() -> None:
+    old, new = Member(0, Membership.first(2)), Member(1, Membership(2, (1,)), 1)
+    taken = new.state_taken(2, before=None)
+    with pytest.raises(StaleEpoch, match="rank 2 has a state of epoch 2 already"):
+        old.state_taken(2, before=taken)
+    coordinator, _ = Coordinator.first(new.membership).joined(2).ended(7)
+    with pytest.raises(StaleEpoch, match="refused rank 2's report of epoch 1; this is epoch 2"):
+        coordinator.hear(old.state_taken(2, before=None).report())

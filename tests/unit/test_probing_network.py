@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import answered, connected, logarithms_of_shares, measure_unevenness, unevenness_of
 from paceline.probing.timing import mean_s
 from paceline.records import NullReporter
+from tests.threads import running
 
 
 @given(st.integers(2, 24))
@@ -60,7 +60,7 @@ def test_two_ranks_exchange_with_each_others_servers() -> None:
     """Both at the same time, as in a run whose servers are on workers' hosts; nothing of it stays."""
     keys = Keys.generate()
     mine, theirs = SimpleQueue[str](), SimpleQueue[str]()
-    before = {thread.name for thread in threading.enumerate()}
+    before = running()
 
     def swap_with(outgoing: SimpleQueue[str], incoming: SimpleQueue[str], text: str) -> str:
         outgoing.put(text)
@@ -76,7 +76,7 @@ def test_two_ranks_exchange_with_each_others_servers() -> None:
         assert 0 < cost.request_core_s < 1.0
         assert 0 < cost.request_s < 1.0
         assert cost.bytes_per_core_s > 1e6
-    assert {thread.name for thread in threading.enumerate()} <= before
+    assert running() <= before
 
 
 def test_a_mean_leaves_the_extremes_out(monkeypatch: pytest.MonkeyPatch) -> None:

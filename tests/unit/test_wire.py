@@ -6,7 +6,6 @@ import json
 import pickle
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from paceline.comm.wire import Caller, Keys, Listener
 from paceline.messages import FRAME_BYTES, Kind, Message, WireError, as_bytes, from_frames, to_frames
+from tests.threads import running
 
 WITHIN_S = 60.0
 SILENCE_S = 0.3
@@ -353,14 +353,14 @@ def test_keys_differ_and_secrets_are_not_shown() -> None:
 
 
 def test_closing_twice_and_leaving_nothing(keys: Keys) -> None:
-    before = threading.active_count()
+    before = running()
     listener = Listener(keys, host="127.0.0.1")
     caller = Caller(keys, endpoint=listener.endpoint, identity="a")
     exchange(listener, caller)
     for _ in range(2):
         caller.close()
         listener.close()
-    assert threading.active_count() <= before  # what an earlier test left may have ended meanwhile
+    assert running() <= before
 
 
 def test_what_was_sent_leaves_before_a_lingering_close(keys: Keys) -> None:
@@ -374,13 +374,13 @@ def test_what_was_sent_leaves_before_a_lingering_close(keys: Keys) -> None:
 
 
 def test_a_listener_that_cannot_listen_leaves_no_thread(keys: Keys) -> None:
-    before = threading.active_count()
+    before = running()
     with pytest.raises(zmq.ZMQError):
         Listener(keys, host="203.0.113.1")  # a documentation address (RFC 5737), which no machine has
     give_up_s = time.monotonic() + WITHIN_S
-    while threading.active_count() > before and time.monotonic() < give_up_s:
+    while not running() <= before and time.monotonic() < give_up_s:
         time.sleep(0.01)
-    assert threading.active_count() <= before
+    assert running() <= before
 
 
 def test_listening_on_ipv6(keys: Keys) -> None:

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore
 
 from paceline.checkpoint import Checkpoint
 from paceline.comm.base import Store
-from paceline.comm.connecting import Member, connect_members, gpu_identity, needs_store
+from paceline.comm.connecting import Site, connect_members, gpu_identity, needs_store
 from paceline.comm.mailbox import Mailbox
 from paceline.comm.meeting import exchange
 from paceline.comm.run_store import RunStore
@@ -66,6 +66,14 @@ class ServerInfo:
 
 
 @dataclass(frozen=True)
+class Newcomer:
+    """A worker that comes while others train."""
+
+    rank: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
 class WorldSpec:
     """The whole world, as every worker is told it. Ranks run host by host."""
 
@@ -75,10 +83,15 @@ class WorldSpec:
     strategy: Strategy
     config: RunConfig
     is_resumed: bool
+    num_at_start: int
+    """Workers that the run began with, where it was resumed with others."""
+    newcomer: Newcomer | None = None
+    """The only worker of this world, until it has joined the others."""
 
     @property
     def membership(self) -> Membership:
-        return Membership(self.epoch, tuple(range(self.size)))
+        ranks = tuple(range(self.size)) if self.newcomer is None else (self.newcomer.rank,)
+        return Membership(self.epoch, ranks)
 
     @property
     def size(self) -> int:
@@ -111,12 +124,12 @@ class WorldSpec:
         return self.local_rank(rank) % num_gpus if num_gpus else None
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[Site]:
         members = []
         for rank, worker in enumerate(self.workers):
             index = self.gpu_index(rank)
             gpu = None if index is None else worker.gpus[index]
-            members.append(Member(worker.node_id, gpu, worker.memory))
+            members.append(Site(worker.node_id, gpu, worker.memory))
         return members
 
 
@@ -191,6 +204,7 @@ class WorkerActor:
             progress=progress,
             on_abort=ends.abort,
             awaits_others=awaits_others,
+            epoch=lambda: world.epoch() if world is not None else 0,
         )
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends)
@@ -217,15 +231,17 @@ class WorkerActor:
         servers: list[Any],
         ends: _Ends,
     ) -> World:
-        me = spec.workers[rank]
-        torch.set_num_threads(spec.num_threads(rank))
+        newcomer = spec.newcomer
+        place = rank if newcomer is None else 0
+        me = spec.workers[place]
+        torch.set_num_threads(spec.num_threads(rank) if newcomer is None else newcomer.num_threads)
         keep_freed_memory()
-        index = spec.gpu_index(rank)
+        index = spec.gpu_index(place)
         device = torch.device("cpu") if index is None else torch.device("cuda", index)
-        meeting_place = _meet(spec, rank, launcher, ends)
+        meeting_place = _meet(spec, place, launcher, ends)
         collective = connect_members(
             spec.members,
-            rank=rank,
+            rank=place,
             memory=self._memory,
             store=meeting_place,
             address=me.address,
@@ -261,16 +277,19 @@ class WorkerActor:
         context = Context(
             rank=rank,
             membership=spec.membership,
-            local_rank=spec.local_rank(rank),
+            local_rank=spec.local_rank(place),
             local_size=len(spec.ranks_on(me.node_id)),
             device=device,
             collective=collective,
             store=store_of(0) if spec.servers else None,
             store_beside=store_of if spec.servers else None,
             connect_mailbox=connect_mailbox if spec.size > 1 else None,
-            reform=Reforming(line, collective, deadline_s=spec.config.deadline_s, add=ends.add)
+            reform=Reforming(
+                line, collective, deadline_s=spec.config.deadline_s, add=ends.add, joins=newcomer is not None
+            )
             if spec.config.elastic is not None
             else None,
+            num_at_start=spec.num_at_start,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
         world = World(context, spec.strategy, spec.config, line, restored, meeting_place)

@@ -1,6 +1,7 @@
 """A worker's or server's line to the launcher: records and files go out, word to stop comes in."""
 
 import collections
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class ControlLine(Reporter):
         identity: `worker-0`, `server-1`.
         progress: asked at every pulse for the step this process is at.
         awaits_others: asked at every pulse whether this process waits in a pause, or at its end, for others to come.
+        epoch: asked at every pulse for the epoch of the data that this process is in.
         on_abort: called, in the line's thread, with the reason when the launcher ends the run.
     """
 
@@ -52,9 +54,11 @@ class ControlLine(Reporter):
         progress: Callable[[], int],
         on_abort: Callable[[str], None],
         awaits_others: Callable[[], bool] = lambda: False,
+        epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._launcher, self._identity = launcher, identity
         self._progress, self._on_abort, self._awaits_others = progress, on_abort, awaits_others
+        self._epoch = epoch
         self._records: collections.deque[Record] = collections.deque()
         self._is_urgent = False
         self._num_pulses = 0
@@ -67,8 +71,12 @@ class ControlLine(Reporter):
         self._write_error: str | None = None
         self._loaded = threading.Event()
         self._content = b""
-        self._formed = threading.Event()
-        self._form: Mapping[str, Any] = {}
+        self._answered = threading.Event()
+        self._answer: Mapping[str, Any] = {}
+        self.asked_to_give: tuple[int, ...] = ()
+        """Ranks that wait for this worker's state."""
+        self.is_asked_to_leave = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._speak, name="paceline-control", daemon=True)
         self._thread.start()
 
@@ -100,14 +108,19 @@ class ControlLine(Reporter):
                 raise Aborted(f"the checkpoint did not come: {self._abort_reason}")
         return self._content
 
-    def report(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Tell the launcher that somebody is lost; returns who goes on. Raises Aborted if the run ends."""
-        self._formed.clear()
-        self._outbox.append(Message(Kind.REPORT, self._launcher.epoch, body=body))
-        while not self._formed.wait(_PULSE_S):
+    def tell(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        """Tell the launcher at once."""
+        self._outbox.append(Message(kind, self._launcher.epoch, body=body))
+        os.eventfd_write(self._wake, 1)
+
+    def ask(self, kind: Kind, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Tell the launcher, and wait for what it says of who goes on. Raises Aborted if the run ends."""
+        self._answered.clear()
+        self.tell(kind, body)
+        while not self._answered.wait(_PULSE_S):
             if self._abort_reason is not None:
                 raise Aborted(f"nobody said who goes on: {self._abort_reason}")
-        return self._form
+        return self._answer
 
     def stop_requested(self) -> bool:
         return self._stop
@@ -119,10 +132,16 @@ class ControlLine(Reporter):
 
     def _speak(self) -> None:
         caller = Caller(self._launcher.keys, endpoint=self._launcher.endpoint, identity=self._identity)
+        poller = zmq.Poller()
+        poller.register(caller.socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
         try:
             while not self._is_closing.is_set():
                 self._send_all(caller)
-                if caller.socket.poll(int(_PULSE_S * 1000), zmq.POLLIN):
+                ready = dict(poller.poll(int(_PULSE_S * 1000)))
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if caller.socket in ready:
                     self._hear(Message.decode(caller.socket.recv_multipart(copy=False), epoch=self._launcher.epoch))
             self._send_all(caller)
             caller.send(Message(Kind.GOODBYE, self._launcher.epoch))
@@ -139,7 +158,7 @@ class ControlLine(Reporter):
             caller.send(Message(Kind.OUTPUT, epoch, body={"lines": lines}))
         while self._outbox:
             caller.send(self._outbox.popleft())
-        standing = {"awaits_others": self._awaits_others()}
+        standing = {"awaits_others": self._awaits_others(), "epoch": self._epoch()}
         caller.send(Message(Kind.PULSE, epoch, iteration=self._progress(), body=standing))
 
     def _send_records(self, caller: Caller) -> None:
@@ -157,9 +176,15 @@ class ControlLine(Reporter):
         elif message.kind is Kind.CONTENT:
             self._content = b"".join(raw_bytes(frame) for frame in message.payload)
             self._loaded.set()
-        elif message.kind is Kind.FORM:
-            self._form = message.body
-            self._formed.set()
+        elif message.kind in (Kind.FORM, Kind.STATE):
+            if message.kind is Kind.FORM:
+                self.asked_to_give = ()  # who waits still is named anew
+            self._answer = message.body
+            self._answered.set()
+        elif message.kind is Kind.GIVE:
+            self.asked_to_give = tuple(message.body["ranks"])
+        elif message.kind is Kind.RETIRE:
+            self.is_asked_to_leave = True
         elif message.kind is Kind.STOP:
             self._stop = True
         elif message.kind is Kind.ABORT:

@@ -58,8 +58,10 @@ class Controller:
         """Of every member heard so far: its steps (of a server: updates) when it was last heard."""
         self.heard_s: dict[str, float] = {}
         """When each member was last heard, by the monotonic clock."""
-        self.reports: collections.deque[Mapping[str, Any]] = collections.deque()
-        """What members have said of others that they have lost."""
+        self.words: collections.deque[tuple[Kind, Mapping[str, Any]]] = collections.deque()
+        """What members of an elastic run have said of themselves and of others."""
+        self.epochs: dict[str, int] = {}
+        """Of the data, which each member was in when it was last heard."""
         self.standstill = Standstill()
         self.gone: set[str] = set()
         """Members that have said all they had to say."""
@@ -119,7 +121,7 @@ class Controller:
             if message.kind is Kind.PULSE:
                 self.num_steps[identity] = num_steps = message.iteration
                 self.heard_s[identity] = now_s = time.monotonic()
-                awaits_others = message.body["awaits_others"]
+                awaits_others, self.epochs[identity] = message.body["awaits_others"], message.body["epoch"]
                 self.standstill.hear(identity, num_steps=num_steps, awaits_others=awaits_others, now_s=now_s)
             elif message.kind is Kind.RECORDS:
                 steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
@@ -131,8 +133,8 @@ class Controller:
                     self._on_output(identity, str(line))
             elif message.kind is Kind.FILE:
                 self._write_file(identity, message)
-            elif message.kind is Kind.REPORT:
-                self.reports.append(message.body)
+            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED):
+                self.words.append((message.kind, message.body))
             elif message.kind is Kind.GOODBYE:
                 self.gone.add(identity)
             elif message.kind is Kind.LOAD:

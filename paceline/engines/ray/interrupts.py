@@ -18,10 +18,9 @@ class Interrupted(KeyboardInterrupt):
     Args:
         directory: of the run's results.
         iteration: of the checkpoint there, where that is known.
-        is_resumable: a run can go on from there.
     """
 
-    def __init__(self, directory: Path, iteration: int | None = None, *, is_resumable: bool = True) -> None:
+    def __init__(self, directory: Path, iteration: int | None = None) -> None:
         from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE  # here, because it loads torch
 
         self.directory, self.iteration = directory, iteration
@@ -30,8 +29,6 @@ class Interrupted(KeyboardInterrupt):
             return
         where = "" if iteration is None else f" at iteration {iteration}"
         remedy = f"the same command with --resume {directory} goes on from there"
-        if not is_resumable:
-            remedy = "elastic runs are not resumed so far; a new one may begin with model.safetensors"
         super().__init__(f"interrupted; saved{where} in {directory}: {remedy}")
 
 

@@ -1,7 +1,6 @@
 """One run from start to end: place the processes, watch them, and name who failed."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,11 @@ from paceline.engines.ray.actors import ServerActor, ServerInfo, WorkerActor, Wo
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.liveness import Watch, end_processes_of
-from paceline.engines.ray.nodes import Place, nodes, own_address, own_node_id, place
+from paceline.engines.ray.members import Members, actor_of, last_line
+from paceline.engines.ray.newcomers import Newcomers
+from paceline.engines.ray.nodes import nodes, own_address, own_node_id, place
 from paceline.engines.ray.survival import Survival
+from paceline.engines.requests import Desk
 from paceline.engines.scripting import Outcome, Program
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
@@ -49,43 +51,10 @@ class Job:
     checkpoint: bytes | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher has and a cluster's processes may not."""
+    num_at_start: int | None = None
+    """Of an elastic run that is resumed, the workers that it was begun with."""
     is_spread: bool = False
     """Hosts get the same number of workers each, whatever they are."""
-
-
-@dataclass
-class _Members:
-    """The run's actors by name, and what became of them."""
-
-    actors: dict[str, Any] = field(default_factory=dict)
-    infos: dict[str, WorkerInfo | ServerInfo] = field(default_factory=dict)
-    pending: dict[Any, str] = field(default_factory=dict)
-    """What they were asked to do and have not ended."""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    dead: set[str] = field(default_factory=set)
-
-    @property
-    def servers(self) -> dict[str, Any]:
-        return {name: actor for name, actor in self.actors.items() if name.startswith("server")}
-
-    @property
-    def has_workers_pending(self) -> bool:
-        """Whether a worker is still at it."""
-        return any(name.startswith("worker") and name not in self.dead for name in self.pending.values())
-
-    @property
-    def has_error(self) -> bool:
-        return any(outcome.error is not None for outcome in self.outcomes.values())
-
-    @property
-    def has_failure(self) -> bool:
-        return bool(self.dead) or self.has_error
-
-    @property
-    def has_cause(self) -> bool:
-        """Whether a failure is known that is not merely a consequence of another."""
-        outcomes = self.outcomes.values()
-        return bool(self.dead) or any(outcome.error and not outcome.is_consequence for outcome in outcomes)
 
 
 @final
@@ -94,7 +63,7 @@ class Supervisor:
 
     def __init__(self, job: Job, directory: Path, watcher: Watcher) -> None:
         self._job, self._directory, self._watcher = job, directory, watcher
-        self._members = _Members()
+        self._members = Members()
         self._watch = Watch()
         self._controller = Controller(
             directory,
@@ -106,6 +75,9 @@ class Supervisor:
         )
         self._is_urgent = False
         self._survival: Survival | None = None
+        self._newcomers: Newcomers | None = None
+        self._desk = Desk(directory, self._answer)
+        self._is_asked_to_stop = False
         self._ended: set[str] = set()
         """Workers that have come to their end, as an elastic run's others know."""
 
@@ -123,9 +95,8 @@ class Supervisor:
             self._part()
         except KeyboardInterrupt:
             self._save_and_stop()
-            is_resumable = self._job.config.elastic is None
             saved = self._controller.progress.saved_iteration
-            raise Interrupted(self._directory, saved, is_resumable=is_resumable) from None
+            raise Interrupted(self._directory, saved) from None
         except PacelineError as failure:
             self._controller.event("failed", error=str(failure))
             raise
@@ -147,9 +118,9 @@ class Supervisor:
         launcher = self._controller.address
         for rank, where in enumerate(workers):
             variables = {"runtime_env": {"env_vars": dict(job.environment)}} if job.environment else {}
-            members.actors[f"worker-{rank}"] = _actor(WorkerActor, where, **variables).remote(uses_cuda=uses_cuda)
+            members.actors[f"worker-{rank}"] = actor_of(WorkerActor, where, **variables).remote(uses_cuda=uses_cuda)
         for index, where in enumerate(servers):
-            server = _actor(ServerActor, where, max_concurrency=3)
+            server = actor_of(ServerActor, where, max_concurrency=3)
             members.actors[f"server-{index}"] = server.remote(launcher, index)
         infos = self._hello()
         members.infos = {name: infos[name] for name in members.actors}
@@ -163,7 +134,9 @@ class Supervisor:
             job.strategy,
             job.config,
             job.checkpoint is not None,
+            job.num_at_start or job.num_workers,
         )
+        program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
         elastic = job.config.elastic
         if elastic is not None:
             is_here = all(info.node_id == own_node_id() for info in spec.workers)  # who is silent is ended by its pid
@@ -178,7 +151,18 @@ class Supervisor:
                 membership=spec.membership,
                 deadline_s=job.config.deadline_s,
                 pids={name: info.pid for name, info in members.infos.items()},
-                say=lambda line: self._watcher.on_output("run", line),
+                say=self._say,
+            )
+            self._newcomers = Newcomers(
+                elastic,
+                self._survival,
+                self._controller,
+                members,
+                self._watch,
+                spec=spec,
+                program=program,
+                environment=job.environment,
+                say=self._say,
             )
         transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
@@ -186,7 +170,6 @@ class Supervisor:
         self._controller.event("started", pids=pids, hosts=spec.num_hosts, threads=threads)
         for name, server in members.servers.items():
             members.pending[server.serve.remote()] = name
-        program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
         for rank in range(job.num_workers):
             worker = members.actors[f"worker-{rank}"]
             future = worker.run.remote(spec, rank, program, launcher, list(members.servers.values()))
@@ -203,7 +186,7 @@ class Supervisor:
                 try:
                     infos[name] = ray.get(future)
                 except RayError as error:
-                    raise RunFailed(f"{name} could not be started: {_last_line(error)}") from error
+                    raise RunFailed(f"{name} could not be started: {last_line(error)}") from error
             self._turn(timeout_s=0.0)
             if time.monotonic() > give_up_s:
                 missing = ", ".join(sorted(waiting.values()))
@@ -216,18 +199,37 @@ class Supervisor:
         """Until every worker has ended, or the first has failed."""
         while self._members.has_workers_pending:
             self._turn(timeout_s=_TURN_S)
+            if self._is_asked_to_stop:
+                raise KeyboardInterrupt
             self._controller.raise_write_error()
             self._collect()
-            if self._survival is not None:
-                self._survive(self._survival)
+            if self._survival is not None and self._newcomers is not None:
+                self._survive(self._survival, self._newcomers)
             if self._members.has_failure:
                 self._fail()
             if not self._job.strategy.traits.lock_step:  # there every wait has its deadline
                 self._require_steps()
 
-    def _survive(self, survival: Survival) -> None:
+    def _say(self, line: str) -> None:
+        self._watcher.on_output("run", line)
+
+    def _answer(self, request: Mapping[str, Any]) -> str:
+        """What is said to a command from another terminal. Raises UsageError where it cannot be had."""
+        if request.get("do") == "stop":
+            self._is_asked_to_stop = True
+            return "the run saves itself, and ends"
+        if request.get("do") != "scale":
+            raise UsageError(f"this run does not know what {request.get('do')!r} is")
+        if self._newcomers is None:
+            raise UsageError(
+                "the run was started without --elastic MIN:MAX, so that its number of workers stays as it is"
+            )
+        return self._newcomers.scale(int(request["workers"]))
+
+    def _survive(self, survival: Survival, newcomers: Newcomers) -> None:
         """Workers that have died are no members any more, and the others go on."""
         members = self._members
+        newcomers.turn()
         for name, outcome in members.outcomes.items():
             if outcome.error is None and name not in self._ended:
                 self._ended.add(name)
@@ -244,9 +246,10 @@ class Supervisor:
                     survival.end(name)
                 else:
                     survival.lose(name)
-                members.dead.discard(name)
-                members.pending = {future: other for future, other in members.pending.items() if other != name}
-                del members.actors[name]
+                members.forget(name)
+                newcomers.replace_lost()
+            if not survival.ranks:
+                newcomers.give_up_all()
             survival.end_silent()
             survival.require_all()
         except RunFailed as failure:
@@ -274,6 +277,7 @@ class Supervisor:
 
     def _turn(self, *, timeout_s: float) -> None:
         self._controller.turn(timeout_s=timeout_s)
+        self._desk.turn()
         self._watcher.on_progress(self._controller.progress)
 
     def _collect(self) -> None:
@@ -291,7 +295,7 @@ class Supervisor:
                 members.outcomes[name] = ray.get(future)
                 members.dead.discard(name)
             except RayTaskError as error:
-                members.outcomes[name] = Outcome(error=_last_line(error), traceback=str(error))
+                members.outcomes[name] = Outcome(error=last_line(error), traceback=str(error))
             except (RayActorError, RayError):
                 members.dead.add(name)
 
@@ -350,13 +354,21 @@ class Supervisor:
                 self._controller.event("interrupted")
                 self._controller.tell_all(Kind.STOP)
                 members = self._members
-                self._gather(lambda: members.has_failure or not members.has_workers_pending, limit_s=_SAVE_S)
+                if self._newcomers is not None:
+                    self._newcomers.give_up_all()  # others may wait for one
+                self._gather(self._is_settled, limit_s=_SAVE_S)
                 if not members.has_workers_pending:
                     self._hear_last_words(members.actors.keys() - members.servers.keys())
             # Whoever has not ended by now will not answer to a friendly word.
             self._is_urgent = self._members.has_workers_pending
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RunFailed):
             self._is_urgent = True
+
+    def _is_settled(self) -> bool:
+        """Whether every worker has ended, or a failure keeps one from it."""
+        if self._survival is not None and self._newcomers is not None:
+            self._survive(self._survival, self._newcomers)
+        return self._members.has_failure or not self._members.has_workers_pending
 
     def _end(self) -> None:
         """Whatever happened: servers end, no process stays, the files are closed."""
@@ -373,6 +385,7 @@ class Supervisor:
                     ray.kill(actor)
             self._sweep()
             self._watch.close()
+            self._desk.close()
             self._controller.close()
 
     def _sweep(self) -> None:
@@ -392,30 +405,7 @@ class Supervisor:
                 ray.wait(sweeps, num_returns=len(sweeps), timeout=_SWEEP_S)
 
 
-def _actor(kind: type, where: Place, **options: Any) -> Any:
-    affinity = NodeAffinitySchedulingStrategy(where.node.node_id, soft=False)
-    return _actor_class(kind).options(
-        num_cpus=where.num_cpus,
-        num_gpus=where.num_gpus,
-        max_restarts=0,
-        max_task_retries=0,
-        scheduling_strategy=affinity,
-        **options,
-    )
-
-
-@functools.cache
-def _actor_class(kind: type) -> Any:
-    """Made once a process, since Ray keeps every class that it makes."""
-    return cast(Any, ray.remote)(kind)
-
-
 def _uses_cuda(device: str, num_gpus: float) -> bool:
     if device == "cuda" and num_gpus == 0:
         raise UsageError("--device cuda: no node of the cluster has a GPU; use --device cpu")
     return device != "cpu" and num_gpus > 0
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

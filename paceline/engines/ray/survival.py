@@ -1,4 +1,5 @@
-"""The launcher's half of an elastic run: it notices who is gone or silent, and has the others go on."""
+"""The launcher's half of an elastic run: it notices who is gone or silent, hears who joins or leaves, and has
+the others go on."""
 
 import contextlib
 import os
@@ -40,22 +41,47 @@ class Survival:
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
         self._coordinator = Coordinator.first(membership, at_least=elastic.at_least)
         self._memories: dict[str, Any] = {}
+        self._leaving: set[int] = set()  # have been asked to
+        self._waiting: set[int] = set()  # have taken a state, and wait to be let in
         self._why: dict[str, str] = {}
         self._deadline_s, self._awaited_s = deadline_s, 0.0
-        self._looked_s = self._lost_s = time.monotonic()
+        self._looked_s = time.monotonic()
+        self._since_s: float | None = None  # when the first word of a change has come
         self._heard_s: dict[str, float] = {}
 
     @property
     def has_begun(self) -> bool:
         """Whether all workers have come to their first step, as far as is known here."""
-        return self._controller.progress.phase == "training" or bool(self._controller.reports or self._memories)
+        return self._controller.progress.phase == "training" or bool(self._controller.words or self._memories)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those who take part."""
+        return self._coordinator.living
+
+    @property
+    def staying(self) -> tuple[int, ...]:
+        """Of these, those who have not been asked to leave."""
+        return tuple(rank for rank in self._coordinator.living if rank not in self._leaving)
+
+    def pid(self, name: str) -> int | None:
+        return self._pids.get(name)
+
+    def add(self, name: str, pid: int) -> None:
+        """A process that is to join."""
+        self._pids[name] = pid
+
+    def retire(self, rank: int) -> None:
+        """Ask it to leave between two steps."""
+        self._leaving.add(rank)
+        self._controller.tell(f"worker-{rank}", Kind.RETIRE)
 
     def lose(self, name: str) -> None:
         """This worker's process has ended, in the middle of the run."""
-        rank, progress = _rank_of(name), self._controller.progress
+        rank, progress = rank_of(name), self._controller.progress
         progress.phase = "training"  # whoever would have said so may be the one
         why = self._why.pop(name, "its process ended")
-        self._lost_s = time.monotonic()
+        self._since_s = time.monotonic()
         self._coordinator, form = self._coordinator.died(rank)
         left = len(self._coordinator.living)
         num_steps = self._controller.num_steps.get(name, 0)
@@ -64,21 +90,62 @@ class Survival:
         self._send(form)
 
     def end(self, name: str) -> None:
-        """This worker has come to its end."""
-        self._coordinator, form = self._coordinator.ended(_rank_of(name))
+        """This worker has come to its end, or does not join."""
+        self._coordinator, form = self._coordinator.ended(rank_of(name))
+        self._waiting.discard(rank_of(name))
         self._send(form)
 
     def hear(self) -> None:
-        """Take in what workers have said of losses that they see."""
-        while self._controller.reports:
-            body = self._controller.reports.popleft()
-            try:
-                self._coordinator, form = self._coordinator.hear(report_of(body))
-            except StaleEpoch as stale:
-                self._controller.event("refused", f"worker-{body['rank']}", error=str(stale))
-                continue
-            self._memories[str(body["rank"])] = body["memory"]
-            self._send(form)
+        """Take in what workers have said of themselves, and of losses that they see."""
+        while self._controller.words:
+            kind, body = self._controller.words.popleft()
+            if kind is Kind.REPORT:
+                self._hear_report(body)
+            elif kind is Kind.TAKE:
+                self._hear_newcomer(body["rank"], epoch=body["epoch"])
+            elif kind is Kind.GIFT:
+                for rank in body["to"]:
+                    self._controller.tell(f"worker-{rank}", Kind.STATE, state=body["state"])
+            elif kind is Kind.RETIRED:
+                self._controller.event("left", f"worker-{body['rank']}", left=len(self._coordinator.living) - 1)
+                self._say(f"worker {body['rank']} leaves; workers left: {len(self._coordinator.living) - 1}")
+                self._since_s = time.monotonic()
+                self.end(f"worker-{body['rank']}")
+
+    def _hear_report(self, body: Mapping[str, Any]) -> None:
+        rank = body["rank"]
+        if rank in self._coordinator.joining:
+            self._waiting.add(rank)
+        self._since_s = self._since_s or time.monotonic()
+        try:
+            self._coordinator, form = self._coordinator.hear(report_of(body))
+        except StaleEpoch as stale:
+            self._controller.event("refused", f"worker-{rank}", error=str(stale))
+            self._tell_to_ask_again(rank)
+            return
+        self._memories[str(rank)] = body["memory"]
+        self._send(form)
+
+    def _hear_newcomer(self, rank: int, *, epoch: int) -> None:
+        """Its script has come to this epoch of the data, and goes on to that of the others before it takes a state."""
+        others = max((self._controller.epochs.get(f"worker-{other}", 0) for other in self.ranks), default=0)
+        if epoch < others:
+            self._controller.tell(f"worker-{rank}", Kind.STATE, epoch=others)
+        elif rank not in self.ranks:
+            if rank not in self._coordinator.joining:
+                self._controller.event("ready", f"worker-{rank}")
+            self._coordinator = self._coordinator.joined(rank)
+            self._ask_for_state()
+
+    def _ask_for_state(self) -> None:
+        coordinator = self._coordinator
+        if coordinator.giver is not None:
+            self._controller.tell(f"worker-{coordinator.giver}", Kind.GIVE, ranks=list(coordinator.joining))
+
+    def _tell_to_ask_again(self, rank: int) -> None:
+        if rank in self._waiting:
+            self._waiting.discard(rank)
+            self._controller.tell(f"worker-{rank}", Kind.FORM, again=True)
 
     def end_silent(self) -> None:
         """End the processes of workers that have said nothing for the deadline, so that they are known to be gone."""
@@ -88,7 +155,7 @@ class Survival:
         if now_s - self._looked_s > _OWN_PAUSE_S:
             self._heard_s = dict.fromkeys(self._heard_s, now_s)
         self._looked_s = now_s
-        for rank in self._coordinator.living:
+        for rank in (*self._coordinator.living, *self._coordinator.awaited):
             name = f"worker-{rank}"
             if name in self._controller.gone:  # it has said goodbye, and is about to end
                 continue
@@ -107,6 +174,11 @@ class Survival:
             return
         self._awaited_s = self._awaited_s or time.monotonic()
         if time.monotonic() - self._awaited_s > self._deadline_s:
+            joiners = [rank for rank in awaited if rank not in self._coordinator.living]
+            if joiners:
+                for rank in joiners:
+                    os.kill(self._pids[f"worker-{rank}"], signal.SIGKILL)
+                return
             names = ", ".join(f"worker {rank} (process {self._pids[f'worker-{rank}']})" for rank in awaited)
             raise RunFailed(
                 f"{names}: not come to the next exchange for {self._deadline_s:g} s, while the others wait to go on "
@@ -117,10 +189,14 @@ class Survival:
         if form is None:
             return
         ranks = form.membership.ranks
-        took_s = time.monotonic() - self._lost_s
+        took_s = time.monotonic() - (self._since_s or time.monotonic())
+        self._since_s = None
+        joined = [rank for rank in ranks if rank in self._waiting]
         self._controller.event(
-            "reformed", epoch=form.membership.epoch, ranks=list(ranks), step=form.step, took_s=took_s
+            "reformed", epoch=form.membership.epoch, ranks=list(ranks), step=form.step, took_s=took_s, joined=joined
         )
+        if joined:
+            self._say(f"{', '.join(f'worker {rank}' for rank in joined)}: joined; workers: {len(ranks)}")
         self._say(
             f"{', '.join(f'worker {rank}' for rank in ranks)}: on from step {form.step + 1}, {took_s:.2f} s later"
         )
@@ -132,7 +208,11 @@ class Survival:
         }
         for rank in ranks:
             self._controller.tell(f"worker-{rank}", Kind.FORM, **body)
+        self._waiting -= set(joined)
+        for rank in list(self._waiting):
+            self._tell_to_ask_again(rank)
+        self._ask_for_state()
 
 
-def _rank_of(name: str) -> int:
+def rank_of(name: str) -> int:
     return int(name.partition("-")[2])

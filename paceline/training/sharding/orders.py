@@ -51,6 +51,11 @@ class Orders:
         if self._length == 0:
             raise UsageError(f"the DataLoader has no batch for {size} worker(s): fewer samples than a global batch?")
 
+    @property
+    def size(self) -> int:
+        """Ranks that it is dealt out to."""
+        return self._size
+
     def __len__(self) -> int:
         if self._length is None:
             raise TypeError("a sampler without a length")

@@ -16,6 +16,9 @@ import paceline
 parser = argparse.ArgumentParser()
 parser.add_argument("--fail", action="append", default=[], metavar="RANK:STEP:HOW", help="may be repeated")
 parser.add_argument("--fail-in-evaluation", type=int, help="the rank that dies in its second evaluation")
+parser.add_argument("--fail-to-join", metavar="RANK:WHEN", help="raise, import, taking, stopped, or another model")
+parser.add_argument("--hold", type=int, action="append", default=[], help="an iteration before which all wait for word")
+parser.add_argument("--fail-giving", type=int, help="the rank that dies while it gives its state")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--samples", type=int, default=96)
 parser.add_argument("--batch", type=int, default=4)
@@ -33,10 +36,29 @@ num_evaluations = 0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 
 worker = paceline.init()
+joiner, _, when = (args.fail_to_join or "-1:never").partition(":")
+fails_to_join = worker.rank == int(joiner)
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
+    time.sleep(60)
+
+
+if fails_to_join and when == "raise":
+    raise ImportError("no module of this name here")
+if fails_to_join and when == "import":
+    die()
+if fails_to_join and when in ("taking", "stopped"):
+    torch.load = die
+if worker.rank == args.fail_giving:
+    torch.save = die
 generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(args.samples, 8, generator=generator)
 labels = torch.randint(0, 3, (args.samples,), generator=generator)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+if fails_to_join and when == "another model":
+    model.append(nn.Linear(3, 3))
 optimizer = OPTIMIZERS[args.optimizer](model.parameters())
 data = TensorDataset(torch.arange(args.samples), inputs, labels)
 loader = DataLoader(data, batch_size=args.batch, shuffle=True, num_workers=args.loaders)
@@ -67,6 +89,8 @@ for epoch in range(args.epochs):
     for index, x, y in loader:
         step += 1
         time.sleep(args.step_s)
+        while worker.iteration in args.hold and not (args.log / f"go-{worker.iteration}").exists():
+            time.sleep(0.01)
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         hook = model[0].weight.register_hook(lambda gradient, step=step: fail_at(step))

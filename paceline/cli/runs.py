@@ -1,0 +1,64 @@
+"""`paceline runs`: what became of the runs in a folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.engines import requests
+from paceline.errors import UsageError
+from paceline.running.result import Result
+from paceline.training.pauses import MODEL_FILE
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where result directories lie.")] = Path("runs"),
+) -> None:
+    """List the runs in a folder, and which of them are under way on this host.
+
+    Example: paceline runs
+    """
+    found = [found for directory in sorted(folder.glob("*/")) if (found := _opened(directory)) is not None]
+    if not found:
+        raise UsageError(f"there is no run in {folder}")
+    table = Table("run", "state", "strategy", "workers", "iterations", "began", box=None)
+    for result in found:
+        manifest = result.manifest
+        strategy, workers = manifest["strategy"]["name"], _num_workers(result)
+        row = (
+            result.directory.name,
+            state_of(result),
+            strategy,
+            str(workers),
+            f"{result.iteration:,}",
+            manifest["started"],
+        )
+        table.add_row(*row)
+    Console().print(table)
+
+
+def state_of(result: Result) -> str:
+    """In a word: what it is at, or how it ended."""
+    if requests.is_under_way(result.directory):
+        return "under way"
+    names = {event.name for event in result.events}
+    for name in ("failed", "interrupted"):
+        if name in names:
+            return name
+    is_whole = (result.directory / MODEL_FILE).exists() or result.manifest["strategy"]["name"] == "horovod"
+    return "ended" if is_whole else "cut off"
+
+
+def _num_workers(result: Result) -> int:
+    """As of the last change."""
+    changed = [event for event in result.events if event.name == "reformed"]
+    return len(changed[-1].details["ranks"]) if changed else int(result.manifest["num_workers"])
+
+
+def _opened(directory: Path) -> Result | None:
+    try:
+        return Result.open(directory)
+    except UsageError:
+        return None

@@ -1,0 +1,35 @@
+"""`paceline scale`: more or fewer workers for a run that trains."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from paceline.engines import requests
+from paceline.errors import UsageError
+
+
+def scale(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of the run, or its name under runs/.", show_default=False)
+    ],
+    workers: Annotated[int, typer.Option(help="Workers that it is to have.", show_default=False)],
+) -> None:
+    """Have more or fewer workers train in a run that was started with --elastic MIN:MAX, while it goes on.
+
+    New ones take the state of one that trains, and join it between two steps. Those that leave do so between two steps,
+    the ones that came last first; their data are dealt to the others.
+
+    Example: paceline scale runs/mine --workers 4
+    """
+    said = requests.ask(directory_of(run), {"do": "scale", "workers": workers})
+    Console(soft_wrap=True).print(said, markup=False, highlight=False)
+
+
+def directory_of(run: Path) -> Path:
+    """Raises UsageError if there is none."""
+    for directory in (run, Path("runs") / run):
+        if directory.is_dir():
+            return directory
+    raise UsageError(f"{run} is no directory of a run, nor is runs/{run}")

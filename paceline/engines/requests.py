@@ -1,0 +1,116 @@
+"""What users ask of a run that is under way, from another terminal of the launcher's host."""
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from paceline.errors import PacelineError, UsageError
+
+_MOST_BYTES = 1 << 16
+_PATIENCE_S = 0.5  # the launcher waits so long for a request that has begun to come
+_ANSWER_S = 30.0
+_CREDENTIALS = struct.Struct("3i")
+
+
+@final
+class Desk:
+    """The launcher's end: a socket without a file, which goes with the process.
+
+    Its name follows from the result directory, whatever path leads there. Users other than its own are sent away.
+
+    Args:
+        answer: what is said to a request; it raises PacelineError where that is a refusal.
+    """
+
+    def __init__(self, directory: Path, answer: Callable[[Mapping[str, Any]], str]) -> None:
+        self._answer = answer
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._selector = selectors.DefaultSelector()
+        with contextlib.suppress(OSError):  # somebody has the name: this run then hears nobody
+            self._socket.bind(_name(directory))
+            self._socket.listen()
+            self._socket.setblocking(False)
+            self._selector.register(self._socket, selectors.EVENT_READ)
+
+    def turn(self) -> None:
+        """Answer who has come; waits for nobody."""
+        while self._selector.select(0):
+            with contextlib.suppress(OSError, ValueError):
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.settimeout(_PATIENCE_S)
+                    if _user_of(connection) == os.geteuid():
+                        connection.sendall(json.dumps(self._said(_read(connection))).encode() + b"\n")
+
+    def close(self) -> None:
+        self._selector.close()
+        self._socket.close()
+
+    def _said(self, request: Mapping[str, Any]) -> dict[str, str]:
+        try:
+            return {"said": self._answer(request)}
+        except PacelineError as refusal:
+            return {"refused": str(refusal)}
+
+
+def ask(directory: Path, request: Mapping[str, Any]) -> str:
+    """What the launcher of the run in this directory answers. Raises UsageError if there is none, or it refuses."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_ANSWER_S)
+        try:
+            connection.connect(_name(directory))
+            if _user_of(connection) != os.geteuid():
+                raise UsageError(f"the run in {directory} is another user's")
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            said = _read(connection)
+        except TimeoutError:
+            raise UsageError(f"the launcher of the run in {directory} does not answer; it may be stopped") from None
+        except (OSError, ValueError):
+            raise UsageError(
+                f"no run is under way in {directory}: it has ended, or was started on another host"
+            ) from None
+    if "refused" in said:
+        raise UsageError(str(said["refused"]))
+    return str(said.get("said", ""))
+
+
+def is_under_way(directory: Path) -> bool:
+    """Whether a launcher of this host has its run in this directory."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_PATIENCE_S)
+        try:
+            connection.connect(_name(directory))
+        except OSError:
+            return False
+        return _user_of(connection) == os.geteuid()
+
+
+def _name(directory: Path) -> str:
+    """In the kernel's own list of sockets, so that none is left in the file system."""
+    found = directory.stat()
+    return f"\0paceline-{found.st_dev:x}-{found.st_ino:x}"
+
+
+def _read(connection: socket.socket) -> dict[str, Any]:
+    """One line of JSON. Raises ValueError if it is none."""
+    raw = b""
+    while not raw.endswith(b"\n") and len(raw) < _MOST_BYTES:
+        piece = connection.recv(4096)
+        if not piece:
+            raise ValueError("the line is not whole")
+        raw += piece
+    read = json.loads(raw)
+    if not isinstance(read, dict):
+        raise ValueError("a request is a mapping")
+    return read
+
+
+def _user_of(connection: socket.socket) -> int:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])

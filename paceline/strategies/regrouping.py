@@ -1,0 +1,46 @@
+"""A worker's word with whoever knows who takes part, while workers come, leave and die."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from paceline.comm.base import Collective
+from paceline.elastic import Member
+
+
+class Formed(NamedTuple):
+    """Who goes on after a death, or with one who joins."""
+
+    member: Member
+    collective: Collective
+    applies: bool
+    """All have the whole result of the step that was under way."""
+
+
+class Regrouping(Protocol):
+    """What an engine gives each worker of a run whose workers come and go."""
+
+    joins: bool
+    """This worker has come while the others train, and takes no part yet."""
+
+    def __call__(self, member: Member) -> Formed:
+        """Called by a member that has lost sight of another one, or given its state to one who joins, and by the joiner
+        when it has taken it: returns with those who go on. Collective call of these."""
+
+    @property
+    def asked_to_give(self) -> tuple[int, ...]:
+        """Ranks that wait for this worker's state."""
+
+    def give(self, write: Callable[[Path], None], *, member: Member, to: tuple[int, ...]) -> None:
+        """Have them find in a file what `write` writes there, of a member between two steps. From any thread."""
+
+    def take(self, *, rank: int, epoch: int) -> int | Path:
+        """This worker joins, and its script has come to this epoch of the data. Returns the epoch that the others are
+        in, if that is a later one; or a file with the state of one of them."""
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        """This worker is to end between two steps."""
+
+    def leave(self, rank: int) -> None:
+        """It takes no further step; the others go on without it."""

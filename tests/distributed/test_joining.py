@@ -1,0 +1,246 @@
+"""Workers join a run that trains, and leave it: nothing is lost, and the model is the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.engines import requests
+from paceline.errors import UsageError
+from tests.distributed.harness import is_training, wait_until
+from tests.distributed.test_elastic import (
+    SCRIPT,
+    of,
+    require_each_sample_once,
+    require_same_model,
+    trained,
+    undisturbed,
+)
+
+pytestmark = pytest.mark.ray
+
+
+def scale(directory: Path, workers: int) -> str:
+    return requests.ask(directory, {"do": "scale", "workers": workers})
+
+
+@contextmanager
+def meanwhile(directory: Path, numbers: Mapping[int, int], *, comes: str = "ready") -> Iterator[list[str]]:
+    """At each of these iterations, before which all wait, asks for so many workers; gives what was answered.
+
+    `comes`: the event that says of a new one that it is there.
+    """
+    out, said, failures = directory / "out", list[str](), list[BaseException]()
+
+    def ask() -> None:
+        try:
+            assert wait_until(lambda: out.exists() and is_training(out), within_s=60)
+            for iteration, number in numbers.items():
+                assert wait_until(lambda i=iteration: i in iterations_of(out), within_s=60)
+                before, size = len(of(out, comes)), num_workers(out, at_start=2)
+                said.append(scale(out, number))
+                wanted = before + max(0, number - size)
+                assert wait_until(lambda wanted=wanted: len(of(out, comes)) >= wanted, within_s=60)
+                (directory / "log" / f"go-{iteration}").touch()
+        except BaseException as failure:
+            failures.append(failure)
+            for iteration in numbers:
+                (directory / "log" / f"go-{iteration}").touch()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield said
+    thread.join()
+    assert not failures, failures
+
+
+def num_workers(out: Path, *, at_start: int) -> int:
+    """As of the last change."""
+    found = of(out, "reformed")
+    return len(found[-1]["details"]["ranks"]) if found else at_start
+
+
+def joined(out: Path) -> list[int]:
+    return [rank for event in of(out, "reformed") for rank in event["details"]["joined"]]
+
+
+def iterations_of(out: Path, *, rank: int | None = None) -> list[int]:
+    """Of the steps that are recorded: this worker's, or all. Those of the last half second may not be yet."""
+    path = out / "steps.csv"
+    rows = path.read_text().splitlines()[1:] if path.exists() else []
+    found = [row.split(",") for row in rows if row.count(",") > 2]
+    return [int(row[2]) for row in found if rank is None or row[0] == str(rank)]
+
+
+def held(*iterations: int) -> list[object]:
+    return [word for iteration in iterations for word in ("--hold", iteration)]
+
+
+def require_undisturbed(out: Path, *, optimizer: str = "momentum") -> None:
+    require_each_sample_once(out, epochs=3)
+    require_same_model(out, undisturbed(workers=2, epochs=3, optimizer=optimizer))
+
+
+def test_one_joins_and_another_leaves(tmp_path: Path, ray_here: None) -> None:
+    """As torchft's test of recovery, and TensorFlow's of a worker that is added."""
+    with meanwhile(tmp_path, {5: 3, 20: 2}) as said:
+        out = trained(tmp_path, "--epochs", 3, *held(5, 20), workers=2, elastic="1:3")
+    assert said == ["2 workers train; 1 more start", "3 workers train; 1 leave after their present step"]
+    assert joined(out) == [2]
+    assert [event["who"] for event in of(out, "left")] == ["worker-2"]
+    assert of(out, "lost") == []
+    require_undisturbed(out)
+    steps = iterations_of(out, rank=2)
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_any_number_of_resizes_and_a_death(tmp_path: Path, ray_here: None, optimizer: str) -> None:
+    """Replicas are compared at every step (strict)."""
+    given = ["--epochs", 3, *held(5, 15, 25), "--optimizer", optimizer, "--fail", "0:10:kill"]
+    with meanwhile(tmp_path, {5: 3, 15: 1, 25: 3}):
+        out = trained(tmp_path, *given, workers=2, elastic="1:3", strict=True)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-0"]
+    assert joined(out) == [2, 3, 4]
+    require_undisturbed(out, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_a_growing_batch_with_a_join(tmp_path: Path, ray_here: None) -> None:
+    with meanwhile(tmp_path, {5: 3}):
+        out = trained(
+            tmp_path, "--epochs", 3, "--samples", 101, "--loaders", 1, *held(5), workers=2, elastic="1:3",
+            global_batch="grow",
+        )  # fmt: skip
+    assert joined(out) == [2]
+    require_each_sample_once(out, epochs=3, samples=101)
+
+
+@pytest.mark.slow
+def test_who_dies_is_replaced(tmp_path: Path, ray_here: None) -> None:
+    """As TensorFlow's test of a worker that is preempted and started again. It evaluates when the others do."""
+    with meanwhile(tmp_path, {8: 2}):
+        out = trained(
+            tmp_path, "--epochs", 3, "--fail", "1:4:kill", *held(8), workers=2, elastic="1:2", replace=1, eval_every=3
+        )
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert joined(out) == [2]
+    require_undisturbed(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("when", "why"),
+    [
+        ("raise", "ImportError: no module of this name here"),
+        ("import", "its process ended"),
+        ("taking", "its process ended"),
+        ("stopped", "its process ended"),
+        ("another model", "the checkpoint is of another model"),
+    ],
+)
+def test_who_fails_to_join_leaves_the_run_unharmed_and_is_named(tmp_path, ray_here, when: str, why: str) -> None:
+    """At its start, and while it takes the state; the others repeat nothing but the switch."""
+    comes = "not_joined" if when in ("raise", "import") else "ready"
+    with meanwhile(tmp_path, {5: 3}, comes=comes):
+        out = trained(tmp_path, "--epochs", 3, "--fail-to-join", f"2:{when}", *held(5), workers=2, elastic="1:3")
+    (failed,) = of(out, "not_joined")
+    assert failed["who"] == "worker-2"
+    assert why in failed["details"]["why"]
+    assert joined(out) == []
+    require_undisturbed(out)
+
+
+@pytest.mark.slow
+def test_who_gives_its_state_dies_and_the_next_one_gives(tmp_path: Path, ray_here: None) -> None:
+    """A member that fails while another recovers from it."""
+    with meanwhile(tmp_path, {5: 3}):
+        out = trained(tmp_path, "--epochs", 3, "--fail-giving", 0, *held(5), workers=2, elastic="1:3")
+    assert [event["who"] for event in of(out, "lost")] == ["worker-0"]
+    assert joined(out) == [2]
+    require_undisturbed(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"workers": 2, "elastic": "1:3"}, {"workers": 3, "elastic": "1:3"}),
+        ({"workers": 2}, {"workers": 1, "elastic": "1:3"}),
+        ({"workers": 2, "elastic": "1:2", "die": True}, {"workers": 2, "elastic": "1:3", "die": True}),
+    ],
+    ids=["with one more", "a static run with one less", "in the middle of an epoch dealt anew"],
+)
+def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path, ray_here, before, after) -> None:
+    """The same updates, to rounding, whatever the numbers of workers before and after."""
+
+    def part(directory: Path, *given: object, die: bool = False, **options: object) -> Path:
+        directory.mkdir()
+        fails = ["--fail", "1:4:kill"] if die else []
+        return trained(directory, "--epochs", 3, *fails, *given, **options)
+
+    first = part(tmp_path / "a", **before, max_steps=17)
+    out = part(tmp_path / "b", **after, resume=first)
+    require_same_model(out, undisturbed(workers=2, epochs=3))
+    evaluations = (out / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(evaluations[-1])["samples"] == 3 * 96
+
+
+@pytest.mark.slow
+def test_what_cannot_be_had_is_refused(tmp_path: Path, ray_here: None) -> None:
+    refused: list[str] = []
+
+    def ask() -> None:
+        assert wait_until(lambda: out.exists() and is_training(out), within_s=60)
+        for number in (4, 1):
+            with pytest.raises(UsageError) as found:
+                scale(out, number)
+            refused.append(str(found.value))
+        (tmp_path / "log" / "go-3").touch()
+
+    out, thread = tmp_path / "out", threading.Thread(target=ask)
+    thread.start()
+    trained(tmp_path, *held(3), workers=2, elastic="2:3")
+    thread.join()
+    for number, words in zip((4, 1), refused, strict=True):
+        assert f"--workers {number}: the run was started with --elastic 2:3, and so has 2 to 3 workers" in words
+    with pytest.raises(UsageError, match=r"no run is under way in .*: it has ended"):
+        scale(out, 3)
+
+
+@pytest.mark.slow
+def test_a_static_run_says_that_it_stays_as_it_is(start, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    log.mkdir()
+    command = start("run", SCRIPT, "--out", out, "--", *held(3), "--log", log)
+    assert wait_until(lambda: is_training(out), within_s=60)
+    asking = start("scale", out, "--workers", 2)
+    assert "started without --elastic MIN:MAX" in asking.wait()
+    assert asking.status == 2
+    (log / "go-3").touch()
+    command.wait()
+    assert command.status == 0
+
+
+@pytest.mark.slow
+def test_an_interrupt_during_a_join_leaves_nothing(start, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    log.mkdir()
+    command = start(
+        "run", SCRIPT, "--workers", 2, "--elastic", "1:3", "--out", out, "--", "--epochs", 5000,
+        "--fail-to-join", "2:stopped", "--log", log,
+    )  # fmt: skip
+    assert wait_until(lambda: is_training(out), within_s=60)
+    assert "1 more start" in start("scale", out, "--workers", 3).wait()
+    assert wait_until(lambda: of(out, "ready"), within_s=60)
+    command.interrupt()
+    output = command.wait()
+    assert command.status == 130, output
+    assert "interrupted; saved at iteration" in output
+    command.assert_nothing_left()

@@ -21,7 +21,7 @@ from paceline.membership import Membership
 from paceline.messages import ALL_SHARDS, HEAD_BYTES, IN_TURN, STOP, VOID, Kind, Message, WireError
 from paceline.records import UpdateRecord
 from paceline.server import client_core, server_core
-from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.server.admission import AdmissionRule, BulkSynchronous, Quorum, StaleSynchronous
 from paceline.server.client_core import ClientCore
 from paceline.server.ranges import cut
 from paceline.server.server_core import Action, BesideNext, Send, ServerCore, Updated

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 import paceline.horovod.torch as hvd
-from paceline.errors import RunFailed
+from paceline.comm.shared_memory.collective import SharedMemoryCollective
+from paceline.errors import PeerLost, RunFailed
 from paceline.horovod.common.elastic import ObjectState, State, run_fn
+from paceline.horovod.elastic_jobs import joining
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
-from paceline.horovod.line import Unframer, framed
+from paceline.horovod.line import Line, Unframer, framed
 from paceline.horovod.torch.elastic import ElasticSampler, TorchState
 from paceline.horovod.torch.elastic.state import ModelStateHandler, get_handler_registry, set_handler_registry
 from tests.horovod.elastic_fleet import ForkedFleet
@@ -204,6 +207,30 @@ def test_messages_go_past_the_script_s_output() -> None:
     assert heard == [{"kind": "ask"}, long]
     unframer.output_of(f"begun{framed('mark', {})[0]}")
     assert unframer.rest() == "begun"
+
+
+def test_a_first_rank_that_dies_before_it_keeps_the_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfTheDead(Line):
+        """Gives a place behind a first rank whose port is closed."""
+
+        def _ask(self, mine: Any) -> dict[str, Any]:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("", mine["port"]))  # which is kept meanwhile
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                dead = {"address": "127.0.0.1", "port": probe.getsockname()[1]}
+            first = {**dead, "member": {**mine["member"], "host": "another"}}
+            place = {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+            return {"epoch": 1, "has_newcomers": True, "place": place, "members": [first, dict(mine)]}
+
+    memory = SharedMemoryCollective.prepare()
+    monkeypatch.setattr(joining.SharedMemoryCollective, "prepare", lambda: memory)
+    monkeypatch.setattr(joining, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda num: None)
+    monkeypatch.setattr(os, "environ", {**os.environ, "HOROVOD_GLOO_TIMEOUT_SECONDS": "0.2"})
+    with pytest.raises(PeerLost, match="rank 0 is lost, which was to keep the store"):
+        joining.join(OfTheDead())
+    assert not memory.buffer.nbytes
 
 
 def training(tell: Callable[[Any], None], *, dies: tuple[int, ...] = (), num_changes: int = 0) -> None:

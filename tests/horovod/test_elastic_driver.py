@@ -213,6 +213,67 @@ def test_too_few_survivors_end_the_job_after_the_timeout() -> None:
     assert "first rank 0 on a ended with status 1" in (finish.error or "")
 
 
+def test_a_worker_that_others_wait_for_too_long_takes_its_host_out() -> None:
+    job = started({"a": 1, "b": 1, "c": 1}, come_within_s=10.0)
+    assert job.driver.next_s is None  # who trains may take what time it likes
+    job.later(100.0)
+    job.ended(3, KILLED)
+    job.asked(1)
+    assert job.driver.next_s == 110.0
+    job.later(4.0)
+    assert job.found(a=1, b=1, c=1) == []  # which is not what is waited for
+    assert job.later(5.0) == []
+    stop, entering = job.later(1.0)
+    assert stop == Stop(2)
+    assert isinstance(entering, Enter)
+    assert entering.workers == (1,)
+    assert job.driver.next_s is None
+    assert job.ended(2, 1) == []
+
+
+def test_a_first_worker_that_never_comes_is_told() -> None:
+    job = Job({"a": 1, "b": 1}, min_num_proc=2, come_within_s=10.0, elastic_timeout_s=20.0)
+    assert job.driver.next_s is None  # a script may prepare for as long as it likes
+    job.asked(1)
+    assert job.later(10.0) == [Stop(2)]
+    (finish,) = job.later(20.0)
+    assert isinstance(finish, Finish)
+    assert "first a new worker on b did not come within 10 s where others wait" in (finish.error or "")
+
+
+def test_a_newcomer_has_its_whole_time_from_its_start() -> None:
+    job = started({"a": 1, "b": 1}, min_num_proc=2, tells_early=True, come_within_s=10.0, elastic_timeout_s=100.0)
+    job.ended(2, KILLED)
+    job.asked(1)
+    job.later(50.0)
+    assert job.found(a=1, c=1)[0] == Start(3, "c")
+    assert job.driver.next_s == 60.0
+    assert job.later(9.0) == []
+    assert job.later(1.0) == [Stop(3)]
+    assert job.driver.next_s == 160.0
+
+
+def test_a_newcomer_that_is_waited_for_is_room() -> None:
+    job = started({"a": 1, "b": 1}, min_num_proc=2, tells_early=True, elastic_timeout_s=10.0)
+    job.ended(2, KILLED)
+    job.asked(1)
+    job.later(9.0)
+    job.found(a=1, c=1)
+    assert job.later(5.0) == []
+    assert job.driver.next_s is not None
+    assert job.driver.next_s > job.now_s  # else the caller would ask again at once
+    assert entered(job.asked(3)).workers == (1, 3)
+
+
+def test_the_last_work_beside_a_success_may_take_its_time() -> None:
+    job = started({"a": 1, "b": 1, "c": 1}, come_within_s=10.0)
+    job.ended(1, 0)
+    job.asked(2)
+    assert job.driver.next_s is None
+    assert job.later(100.0) == []
+    assert job.ended(3, 0) == [Finish(None)]
+
+
 def test_the_reset_limit_counts_memberships_after_the_first() -> None:
     job = started({"a": 1, "b": 1, "c": 1}, reset_limit=1)
     job.ended(3, 1)
@@ -272,7 +333,7 @@ HOSTS = ("a", "b", "c")
 STEPS = st.lists(
     st.one_of(
         st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 3)),
-        st.tuples(st.sampled_from(["asks", "dies"]), st.integers(0, 20)),
+        st.tuples(st.sampled_from(["asks", "dies", "passes"]), st.integers(0, 20)),
     ),
     max_size=30,
 )
@@ -282,7 +343,14 @@ STEPS = st.lists(
 def test_whatever_happens(steps: list[dict[str, int] | tuple[str, int]], least: int, most: int) -> None:
     """A worker enters only while it waits; a membership has as many as are allowed, host by host, with one of before
     at its head; epochs grow by one; and nobody is spoken to after the end."""
-    job = Job({"a": 2, "b": 1}, num_proc=3, min_num_proc=least, max_num_proc=most, cooldown=Cooldown(1.0, 9.0))
+    job = Job(
+        {"a": 2, "b": 1},
+        num_proc=3,
+        min_num_proc=least,
+        max_num_proc=most,
+        cooldown=Cooldown(1.0, 9.0),
+        come_within_s=3.0,
+    )
     alive, waiting, members, epoch = set[int](), set[int](), set[int](), 0
     seen, is_over = job.commands, False
     for step in [None, *steps]:
@@ -291,8 +359,8 @@ def test_whatever_happens(steps: list[dict[str, int] | tuple[str, int]], least: 
         elif step is not None:
             kind, chosen = step
             able = sorted(alive - waiting if kind == "asks" else alive)
-            if not able:
-                seen = job.later(1.0)
+            if kind == "passes" or not able:
+                seen = job.later(float(chosen))
             elif kind == "asks":
                 waiting.add(able[chosen % len(able)])
                 seen = job.asked(able[chosen % len(able)])

@@ -152,6 +152,19 @@ def test_hosts_that_cannot_be_told_end_the_job(tmp_path: Path, capfd: pytest.Cap
         paceline.horovod.run(print, host_discovery_script=f"{tmp_path}/nothing")
 
 
+def test_hosts_that_hang_end_the_job_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hanging = tmp_path / "ssh"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("PACELINE_SSH", str(hanging))
+    big = bytes(1_000_000)  # more than a pipe takes, of which nobody reads
+    with pytest.raises(RunFailed, match=r"first a new worker on far[12] was ended by signal 9"):
+        paceline.horovod.run(lambda: len(big), np=2, min_num_proc=1, hosts="far1:1,far2:1", start_timeout=0.3)
+    assert "did not start a worker within 0.3 s" in capfd.readouterr().err
+
+
 def test_what_run_refuses() -> None:
     for given, said in (
         ({"use_mpi": True}, "use_mpi cannot be had"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import runpy
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from paceline.horovod.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery
+from paceline.horovod.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, actors
 from paceline.horovod.ray.runner import Coordinator, MiniSettings
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "horovod_on_ray"
@@ -61,6 +63,37 @@ def test_slots_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RayHostDiscovery(cpus_per_slot=2).find_available_hosts_and_slots() == {"a": 2}
     assert RayHostDiscovery().find_available_hosts_and_slots() == {"a": 5, "b": 1}
     assert RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots() == {"a": 1}
+
+
+def test_a_worker_that_fails_leaves_its_room_before_this_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    ended: queue.Queue[tuple[int, int, list[Any], dict[int, str]]] = queue.Queue()
+    variables: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    class Actor:
+        """Hears its variables, and fails."""
+
+        def __getattr__(self, name: str) -> Any:
+            return SimpleNamespace(remote=lambda *given: variables.put(given[0]))
+
+    def get(asked: Any) -> None:
+        raise ValueError("no")
+
+    class Loop:
+        def ended(self, worker: int, status: int) -> None:
+            ended.put((worker, status, [*killed], dict(fleet.hosts)))
+
+    made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda **given: Actor()))
+    monkeypatch.setattr(actors, "ray", SimpleNamespace(remote=lambda kind: made, get=get, kill=killed.append))
+    fleet = actors.ActorFleet(actors.Making(1, 2, (None, None, None), {}), len, None)
+    fleet.loop, fleet.slots = Loop(), {"a": 2}  # type: ignore[assignment]
+    for worker in (1, 2):
+        fleet.start(worker, "a")
+        assert variables.get(timeout=60)["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"  # of both slots, whoever is there
+        assert ended.get(timeout=60) == (worker, 1, killed, {})
+        assert len(killed) == worker
+        fleet.tell(worker, {})  # of which the loop may not know yet
+    assert variables.empty()
 
 
 def recipe(name: str) -> Any:

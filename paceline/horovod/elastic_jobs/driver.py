@@ -28,6 +28,9 @@ class Policy:
     max_num_proc: int | None = None
     elastic_timeout_s: float = 600.0
     """For how long room for the fewest is waited for."""
+    come_within_s: float = 600.0
+    """How long a worker may take to come to those that wait for it. Some notice a failure only once their own wait's
+    deadline has passed, so that this has to be longer."""
     reset_limit: int | None = None
     """Memberships after the first."""
     tells_early: bool = False
@@ -79,11 +82,16 @@ Command = Start | Stop | Enter | Tell | Finish
 class _Worker:
     number: int
     host: str
+    started_s: float
     epoch: int = 0
     """The last membership that it was of."""
-    waits: bool = False
+    waits_since_s: float | None = None
     is_awaited: bool = False
     """Members wait for it, though it is new."""
+
+    @property
+    def waits(self) -> bool:
+        return self.waits_since_s is not None
 
 
 @final
@@ -112,7 +120,7 @@ class Driver:
     def asked(self, worker: int, now_s: float) -> list[Command]:
         """A worker waits for its place in the next membership."""
         if worker in self._workers:
-            self._workers[worker].waits = True
+            self._workers[worker].waits_since_s = now_s
         return self._decide(now_s)
 
     def ended(self, worker: int, status: int, now_s: float) -> list[Command]:
@@ -124,11 +132,7 @@ class Driver:
             self._finished[gone.host] += 1
             self._has_success |= gone.epoch == self._epoch
         else:
-            rank = self._ranks.get(worker)
-            self._failures.append(
-                f"{'a new worker' if rank is None else f'rank {rank}'} on {gone.host} {how_ended(status)}"
-            )
-            self._hosts.fail(gone.host, now_s)
+            self._fail(gone, how_ended(status), now_s)
         return self._decide(now_s)
 
     def ticked(self, now_s: float) -> list[Command]:
@@ -139,7 +143,8 @@ class Driver:
     def next_s(self) -> float | None:
         """When `ticked` has to be called at the latest."""
         short_s = None if self._short_since_s is None else self._short_since_s + self._policy.elastic_timeout_s
-        return min((each for each in (short_s, self._hosts.next_s) if each is not None), default=None)
+        others_s = (short_s, self._hosts.next_s)
+        return min((*self._late_at().values(), *(each for each in others_s if each is not None)), default=None)
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
@@ -155,6 +160,9 @@ class Driver:
         if self.is_over:
             return []
         self._hosts.revive(now_s)
+        for worker, late_s in self._late_at().items():
+            if late_s <= now_s:
+                self._fail(worker, f"did not come within {self._policy.come_within_s:g} s where others wait", now_s)
         usable = self._shares()
         commands: list[Command] = [
             Stop(worker.number) for worker in self._workers.values()
@@ -172,6 +180,8 @@ class Driver:
         commands += self._start(usable, now_s)
         if self._is_due():
             return [*commands, *self._form(usable, now_s)]
+        if self._num_started:  # there is room: somebody is still to come
+            self._short_since_s = None
         return [*commands, *self._tell(usable)]
 
     def _shares(self) -> dict[str, int]:
@@ -198,15 +208,33 @@ class Driver:
         for host, count in usable.items():
             for _ in range(count - there[host]):
                 self._num_started += 1
-                worker = _Worker(self._num_started, host, is_awaited=self._policy.tells_early)
+                worker = _Worker(self._num_started, host, now_s, is_awaited=self._policy.tells_early)
                 self._workers[worker.number] = worker
                 started.append(Start(worker.number, host))
         return started
 
     def _is_due(self) -> bool:
         """Everybody waits whom a membership cannot go without."""
-        awaited = [worker for worker in self._workers.values() if worker.epoch == self._epoch or worker.is_awaited]
+        awaited = self._awaited()
         return bool(awaited) and all(worker.waits for worker in awaited)
+
+    def _awaited(self) -> list[_Worker]:
+        return [worker for worker in self._workers.values() if worker.epoch == self._epoch or worker.is_awaited]
+
+    def _late_at(self) -> dict[_Worker, float]:
+        """When those have to have come for whom others wait."""
+        awaited = self._awaited()
+        first_s = min((worker.waits_since_s for worker in awaited if worker.waits_since_s is not None), default=None)
+        if first_s is None or self._has_success:
+            return {}
+        limit_s = self._policy.come_within_s
+        return {worker: max(first_s, worker.started_s) + limit_s for worker in awaited if not worker.waits}
+
+    def _fail(self, worker: _Worker, how: str, now_s: float) -> None:
+        """Its host goes out, and who is there with it."""
+        rank = self._ranks.get(worker.number)
+        self._failures.append(f"{'a new worker' if rank is None else f'rank {rank}'} on {worker.host} {how}")
+        self._hosts.fail(worker.host, now_s)
 
     def _form(self, usable: dict[str, int], now_s: float) -> list[Command]:
         chosen = [worker for host, count in usable.items() for worker in self._waiting(host)[:count]]
@@ -234,7 +262,7 @@ class Driver:
         for number in dropped:
             del self._workers[number]
         for worker in chosen:
-            worker.epoch, worker.waits, worker.is_awaited = self._epoch, False, False
+            worker.epoch, worker.waits_since_s, worker.is_awaited = self._epoch, None, False
         self._failures, self._told, self._planned, self._short_since_s = [], 0, None, None
         entering = Enter(
             self._membership,

@@ -2,18 +2,20 @@
 
 import os
 import socket
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from paceline.comm.connecting import Site, connect_members, gpu_identity, needs_store, site_of
 from paceline.comm.hosts import host_identity, own_ip_address
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.config import RunConfig
 from paceline.engines.world import World
+from paceline.errors import PeerLost
 from paceline.horovod.line import Line
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
@@ -32,19 +34,19 @@ def join(line: Line) -> World:
     deadline_s = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or RunConfig.deadline_s)
     device = torch.device("cpu")
     memory = SharedMemoryCollective.prepare()
-    try:
+    with ExitStack() as unless_taken_over, socket.socket() as bound:
+        unless_taken_over.callback(memory.close)
+        bound.bind(("", 0))  # kept until the store has it, lest anybody else take the port
         mine = asdict(Site(host_identity(), gpu_identity(device), memory.address))
-        place = line.ask({"member": mine, "address": own_ip_address(), "port": _free_port()})
-    except BaseException:
-        memory.close()
-        raise
-    about = place["place"]
-    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in about.items()})
-    rank, size = about["RANK"], about["SIZE"]
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // about["LOCAL_SIZE"]))
-    keep_freed_memory()
-    members = [site_of(each["member"]) for each in place["members"]]
-    store = _store(place["members"][0], rank, size, deadline_s) if needs_store(members) else None
+        place = line.ask({"member": mine, "address": own_ip_address(), "port": bound.getsockname()[1]})
+        about = place["place"]
+        os.environ.update({f"HOROVOD_{name}": str(value) for name, value in about.items()})
+        rank, size = about["RANK"], about["SIZE"]
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // about["LOCAL_SIZE"]))
+        keep_freed_memory()
+        members = [site_of(each["member"]) for each in place["members"]]
+        store = _store(place["members"][0], bound, rank, size, deadline_s) if needs_store(members) else None
+        unless_taken_over.pop_all()
     collective = connect_members(
         members,
         rank=rank,
@@ -66,20 +68,17 @@ def join(line: Line) -> World:
     return World(context, AllReduce(), config, NullReporter(), store=groups)
 
 
-def _store(first: dict[str, Any], rank: int, size: int, deadline_s: float) -> Store:
-    """The first rank keeps it."""
-    return TCPStore(
-        first["address"],
-        first["port"],
-        world_size=size,
-        is_master=rank == 0,
-        timeout=timedelta(seconds=deadline_s),
-        wait_for_workers=False,
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _store(first: dict[str, Any], bound: socket.socket, rank: int, size: int, deadline_s: float) -> Store:
+    """The first rank keeps it, at the socket that it has bound. Raises PeerLost if that rank is gone."""
+    try:
+        return TCPStore(
+            first["address"],
+            first["port"],
+            world_size=size,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+            master_listen_fd=bound.detach() if rank == 0 else None,
+        )
+    except DistNetworkError as error:
+        raise PeerLost(f"rank 0 is lost, which was to keep the store where ranks meet: {error}") from None

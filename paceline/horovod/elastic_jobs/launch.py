@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from dataclasses import replace
 from typing import Any, final
 
 from paceline.horovod.elastic_jobs.discovery import Discover
@@ -26,8 +27,10 @@ class ElasticLaunch:
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._job, self._ssh = job, ssh
+        policy = replace(policy, come_within_s=2 * job.start_within_s)
         self._loop = Loop(self, discover, policy=policy, cooldown=cooldown, look_every_s=look_every_s)
         self._processes: dict[int, WorkerProcess] = {}
+        self._starting: set[int] = set()  # those that do not have the job yet
         self._results: dict[int, str] = {}
 
     def run(self) -> list[Any]:
@@ -36,31 +39,39 @@ class ElasticLaunch:
         try:
             self._loop.run()
         finally:
-            for process in self._processes.values():
-                process.leave()
+            for worker in self._processes:
+                self.stop(worker)
             for process in self._processes.values():
                 process.end()
         return [self._result(worker) for worker in self._loop.ranks] if callable(self._job.program) else []
 
     def start(self, worker: int, host: str) -> None:
         process = self._processes[worker] = WorkerProcess(host, self._ssh)
-        process.give(self._job, {})
+        self._starting.add(worker)
 
         def follow() -> None:
             late = threading.Timer(self._job.start_within_s, process.kill)
             late.start()
             has_come = process.hello() is not None
+            if has_come:
+                process.give(self._job, {})  # may take as long as nobody reads it
             late.cancel()
+            is_to_go = worker not in self._starting
+            self._starting.discard(worker)
             if has_come:
                 process.listen(lambda: str(self._loop.ranks.get(worker, host)), lambda said: self._hear(worker, said))
-            else:
+            elif not is_to_go:
                 print(process.why_not(self._job.start_within_s), file=sys.stderr)
             self._loop.ended(worker, process.wait() or 0)
 
         threading.Thread(target=follow, name=f"paceline worker {worker}", daemon=True).start()
 
     def stop(self, worker: int) -> None:
-        self._processes[worker].leave()
+        if worker in self._starting:  # its input may be under way, so that closing it would wait
+            self._starting.discard(worker)
+            self._processes[worker].kill()
+        else:
+            self._processes[worker].leave()
 
     def tell(self, worker: int, message: dict[str, Any]) -> None:
         self._processes[worker].tell(message)

@@ -42,6 +42,8 @@ class ActorFleet:
         self.actors: dict[int, Any] = {}
         self.hosts: dict[int, str] = {}
         self.results: dict[int, Any] = {}
+        self.slots: Mapping[str, int] = {}
+        """By host, as they were found last."""
 
     def start(self, worker: int, host: str) -> None:
         actor = ray.remote(BaseHorovodWorker).options(
@@ -51,24 +53,27 @@ class ActorFleet:
             max_concurrency=_CALLS_AT_A_TIME,  # it hears of changes while it works
         ).remote(world_rank=worker)  # fmt: skip
         self.actors[worker], self.hosts[worker] = actor, host
-        threading.Thread(target=self._follow, args=(worker, actor, host), daemon=True).start()
+        variables = {"HOROVOD_HOSTNAME": host, **self._gpus(host), **self._making.variables}
+        threading.Thread(target=self._follow, args=(worker, actor, host, variables), daemon=True).start()
 
     def stop(self, worker: int) -> None:
+        self.hosts.pop(worker, None)
         actor = self.actors.pop(worker, None)
         if actor is not None:
             ray.kill(actor)
 
     def tell(self, worker: int, message: dict[str, Any]) -> None:
-        self.actors[worker].hear.remote(message)
+        actor = self.actors.get(worker)
+        if actor is not None:  # else it has just failed
+            actor.hear.remote(message)
 
     def close(self) -> None:
         for worker in [*self.actors]:
             self.stop(worker)
 
-    def _follow(self, worker: int, actor: Any, host: str) -> None:
+    def _follow(self, worker: int, actor: Any, host: str, variables: Mapping[str, Any]) -> None:
         status = 0
         try:
-            variables = {"HOROVOD_HOSTNAME": host, **self._gpus(host), **self._making.variables}
             ray.get(actor.update_env_vars.remote(variables))
             ray.get([actor.start_executable.remote(*self._making.executable), actor.set_queue.remote(self._queue)])
             result, question = actor.work.remote(self._function), actor.question.remote()
@@ -80,11 +85,13 @@ class ActorFleet:
             status = 1
             if worker in self.actors:  # it was not to end
                 print(f"worker {worker} on {host}: {error}", file=sys.stderr)
-        self.loop.ended(worker, status)
+            self.stop(worker)  # Ray has room for another only once the actor is gone
+        finally:
+            self.loop.ended(worker, status)
 
     def _gpus(self, host: str) -> dict[str, str]:
         """Each worker sees the GPUs of all slots of its host, of which the script takes that of its local rank."""
         if not self._making.num_gpus:
             return {}
-        slots = sum(each == host for each in self.hosts.values())
+        slots = max(self.slots.get(host, 0), sum(each == host for each in self.hosts.copy().values()))
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(slots * self._making.num_gpus)))}

@@ -1,6 +1,7 @@
 """What an executor of elastic jobs on Ray has between its start and its end."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from paceline.horovod.elastic_jobs.driver import Policy
@@ -38,7 +39,9 @@ class ElasticWorkers:
         num_gpus: int,
         meet_within_s: float,
     ) -> None:
-        self._discovery, self._policy, self._cooldown = discovery, policy, cooldown
+        come_within_s = max(policy.come_within_s, 2 * meet_within_s)
+        self._policy = replace(policy, come_within_s=come_within_s)
+        self._discovery, self._cooldown = discovery, cooldown
         self._num_cpus, self._num_gpus, self._meet_within_s = num_cpus, num_gpus, meet_within_s
         self._making: Making | None = None
         self._fleet: ActorFleet | None = None
@@ -53,9 +56,13 @@ class ElasticWorkers:
             raise ValueError("the executor has no workers: call start() first")
         with hearing(callbacks) as queue:
             self._fleet = fleet = ActorFleet(self._making, function, queue)
-            fleet.loop = Loop(
-                fleet, asking(self._discovery), policy=self._policy, cooldown=self._cooldown, look_every_s=LOOK_EVERY_S
-            )
+            ask = asking(self._discovery)
+
+            def discover() -> dict[str, int]:
+                fleet.slots = found = ask()
+                return found
+
+            fleet.loop = Loop(fleet, discover, policy=self._policy, cooldown=self._cooldown, look_every_s=LOOK_EVERY_S)
             try:
                 fleet.loop.run()
             finally:
@@ -72,7 +79,7 @@ class ElasticWorkers:
     def get_slot_info(self, hostname: str, local_rank: int) -> SlotInfo:
         """A host's place for a worker of this number, if there is one."""
         fleet = self._fleet
-        there = [] if fleet is None else [each for each, host in fleet.hosts.items() if host == hostname]
+        there = [] if fleet is None else [each for each, host in fleet.hosts.copy().items() if host == hostname]
         return SlotInfo(hostname, local_rank, there[local_rank]) if local_rank < len(there) else SlotInfo("", -1)
 
     def get_worker_client(self, slot_info: SlotInfo) -> Any:

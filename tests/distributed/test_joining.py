@@ -89,6 +89,7 @@ def require_undisturbed(out: Path, *, optimizer: str = "momentum") -> None:
     require_same_model(out, undisturbed(workers=2, epochs=3, optimizer=optimizer))
 
 
+@pytest.mark.slow
 def test_one_joins_and_another_leaves(tmp_path: Path, ray_here: None) -> None:
     """As torchft's test of recovery, and TensorFlow's of a worker that is added."""
     with meanwhile(tmp_path, {5: 3, 20: 2}) as said:

@@ -1,8 +1,8 @@
 """How many exchanges bring workers near their mean, and how long these take on slow links: what density buys and costs.
 
-    python benchmarks/consensus.py
+    python benchmarks/consensus.py --workers 16
 
-Real exchanges of 100 kB on the virtual engine: 8 workers on a host each, links of 100 Mbit/s and 100 us. Each begins
+Real exchanges of 100 kB on the virtual engine: workers on a host each, links of 100 Mbit/s and 100 us. Each begins
 with other random numbers, and nobody trains; a run ends where at most 1 % of the distance to the mean is left.
 """
 
@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
     workers = parser.parse_args().workers
-    table = Table()
+    table = Table(title=f"{workers} workers")
     table.add_column("topology")
     for title in ("most models a worker sends", "distance kept a step", "steps", "ms a step", "seconds"):
         table.add_column(title, justify="right")

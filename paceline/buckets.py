@@ -58,6 +58,7 @@ class GradientBuckets:
         self.layout = layout
         self.parameters = list(parameters)
         self.views = layout.views(buffer)
+        self._places = [view.data_ptr() for view in self.views]
         flats = [segment.view(buffer) for segment in layout.segments]
         ends = [flat.numel() - segment.tail for flat, segment in zip(flats, layout.segments, strict=True)]
         self.buckets = [Bucket(flat, flat[:end], flat[end:]) for flat, end in zip(flats, ends, strict=True)]
@@ -191,7 +192,7 @@ class GradientBuckets:
     def _has_no_other_hooks(self, bucket: int) -> bool:
         """Whether nobody but Paceline looks at the bucket's gradients as they come."""
         hooks = (self.parameters[index]._post_accumulate_grad_hooks for index in self._indices[bucket])
-        return all(type(hook) is _WhenReady for own in hooks for hook in (own or {}).values())
+        return all(is_own_hook(hook) for own in hooks for hook in (own or {}).values())
 
     def _adopt(self, indices: Sequence[int]) -> list[float]:
         # All at once: on a conv net this takes 40 us, and gradient by gradient 100.
@@ -203,11 +204,13 @@ class GradientBuckets:
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
-                if gradient.layout is not torch.strided or gradient.requires_grad:
+                if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not view.dtype:
                     raise UsageError(self._refusal(index, gradient))
                 new.append(gradient)
                 views.append(view)
                 parameter.grad = view
+            if view.data_ptr() != self._places[index]:
+                raise UsageError(self._refusal(index, parameter))
         if new:
             torch._foreach_copy_(views, new)
         return used
@@ -224,6 +227,14 @@ class GradientBuckets:
             self._on_backward_end()
 
     def _refusal(self, index: int, gradient: Tensor) -> str:
+        prepared, now = self.layout.specs[index].dtype, gradient.dtype
+        if now is not prepared or gradient is self.parameters[index]:
+            became = f"{now} instead of {prepared}" if now is not prepared else "moved, or of another dtype meanwhile"
+            return (
+                f"parameter {self._name(index)!r} is {became}: the script has converted the model after prepare "
+                "(model.half(), .double(), .to(...)), and its gradients are not where workers exchange them; convert "
+                "it before prepare, or compute in another dtype with torch.autocast"
+            )
         if gradient.requires_grad:
             return (
                 f"the gradient of {self._name(index)!r} has a history (create_graph=True), which it would lose when "
@@ -253,6 +264,11 @@ class _WhenReady:
         owner = self._owner()
         if owner is not None:
             self._call(owner, self._index)
+
+
+def is_own_hook(hook: object) -> bool:
+    """Whether it is one that `when_gradient_is_ready` has added."""
+    return type(hook) is _WhenReady
 
 
 def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:

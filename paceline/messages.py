@@ -47,6 +47,7 @@ class Kind(IntEnum):
     FOLLOW = 9
     RECEIVED = 10
     JOIN = 11
+    UPDATE = 12
     ANSWER = 16
     OK = 17
     ERROR = 18
@@ -71,6 +72,7 @@ class Kind(IntEnum):
     STATE = 54
     GIVE = 55
     RETIRE = 56
+    TURN = 57
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds

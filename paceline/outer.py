@@ -7,7 +7,7 @@ optimization", ICLR 2021, section 2). An outer optimizer steps with the mean of 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from paceline.pieces import Piece
 
 class Outer(Piece, ABC):
     """What steps with the workers' mean pseudo-gradient."""
+
+    by_torch: ClassVar[bool] = True
+    """An optimizer of torch's does, which servers can build anew."""
 
     @abstractmethod
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
@@ -79,6 +82,8 @@ class Adam(Outer, name="adam"):
 class Adaptive(Outer):
     """Steps divided by the root of a second moment, without Adam's bias correction (Reddi et al., ICLR 2021,
     algorithm 2). Moments begin with 0 and tau squared."""
+
+    by_torch: ClassVar[bool] = False
 
     lr: float = 0.1
     beta1: float = 0.9

@@ -5,11 +5,11 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, NamedTuple, final
 
-from paceline.partition import Partition
+from paceline.partition import Partition, Replicated
 from paceline.pieces import Piece
 from paceline.seeding import derive
 
@@ -110,6 +110,16 @@ class Participation:
     """Passes of a client over its samples in a turn."""
     is_settled: bool
     """A client is always played by the same worker, which keeps what belongs to it."""
+    is_played: bool = True
+    """False: clients are elsewhere, and no turn is played here."""
+
+    def at_server(self) -> "Participation":
+        """As a server sees it whose clients are elsewhere."""
+        return replace(self, is_played=False)
+
+    def at_client(self) -> "Participation":
+        """As such a client sees it: alone, with all the data that its script has."""
+        return replace(self, num_clients=1, fraction=1.0, partition=Replicated(), sampler=Uniform())
 
 
 @final
@@ -152,6 +162,8 @@ class Roster:
         return Counter(self.participation.sampler.draw(number, sizes=self._sizes, fraction=fraction, seed=self._seed))
 
     def _of_round(self, number: int) -> tuple[Turn, ...]:
+        if not self.participation.is_played:
+            return ()
         participation, drawn = self.participation, self.drawn(number)
         players = self._settled(drawn) if participation.is_settled else self._balanced(drawn)
         return tuple(

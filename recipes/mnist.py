@@ -12,7 +12,7 @@ import argparse
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 import paceline
 from paceline.data import collate, load
@@ -26,6 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--batch-size", type=int, default=10, help="images per step")
+    parser.add_argument("--part", default="0/1", help="K/N: of the training data only every N-th image, from K on")
     parser.add_argument("--passes", type=int, default=20, help="over all data, or turns of each client")
     return parser.parse_args()
 
@@ -36,7 +37,9 @@ def main() -> None:
     data = load(args.dataset)
     model = build(args.model, num_classes=data.num_classes, shape=data.shape)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
-    loader = DataLoader(data.train, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
+    first, step = map(int, args.part.split("/"))
+    images = Subset(data.train, range(first, len(data.train), step)) if step > 1 else data.train
+    loader = DataLoader(images, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)
     test_x, test_y = data.test[:]
 

@@ -25,14 +25,21 @@ SUMMARIES = {
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
     "attack": "Recover samples from their gradients (leak), or deceive a trained model by small changes of images "
     "(evade).",
+    "serve": "Be the server of a federated run: clients join it with tickets, on machines and with data of their own.",
+    "join": "Be a client of a federated run: train SCRIPT on this machine's data whenever the server asks for a turn.",
+    "ticket": "Make tickets for clients of a federated run, or revoke one; a server that runs minds it at once.",
     "horovodrun": "Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or "
     "ssh's hosts.",
+    "slurm": "Train SCRIPT as a job of SLURM: write its job script, and submit it.",
     "migrate": "Print the diff that turns a script of Horovod's into Paceline's three lines. The script stays as it "
     "is.",
     "strategies": "List every strategy with its options, one line each; or show with whom workers exchange under a "
     "topology.",
 }
 """A line a command, equal to the first of its own help. The list is shown without loading the commands."""
+
+SCRIPTS_OWN = "paceline.scripts_own"
+"""In a context's `meta`: the arguments after --."""
 
 DATA_SETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 """The names in `paceline.data`, which is not imported here because it loads torch."""
@@ -77,6 +84,7 @@ class _Command(TyperCommand):
     """Says where the script's own options go when it is given one as if it were the command's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[SCRIPTS_OWN] = args[args.index("--") + 1 :] if "--" in args else []
         try:
             return super().parse_args(ctx, args)
         except Exception as error:

@@ -2,26 +2,22 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.errors import UsageError
 
+if TYPE_CHECKING:
+    from paceline.horovod.elastic_jobs.options import Elastic
+
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """What follows the command is its own."""
 
 _MEBIBYTE = 2**20
-_ELASTIC = "jobs that grow and shrink are not there yet; give -np alone"
 _REFUSED = {
-    "--host-discovery-script": _ELASTIC,
-    "--min-num-proc": _ELASTIC,
-    "--max-num-proc": _ELASTIC,
-    "--slots-per-host": _ELASTIC,
-    "--elastic-timeout": _ELASTIC,
-    "--reset-limit": _ELASTIC,
-    "--blacklist-cooldown-range": _ELASTIC,
     "--mpi": "workers meet without MPI; leave it out",
     "--autotune": "operations are put together by --fusion-threshold-mb, which nothing tunes; leave it out",
 }
@@ -35,7 +31,6 @@ _VARIABLES = {
 }
 _SWITCHES = {"timeline_mark_cycles": "HOROVOD_TIMELINE_MARK_CYCLES", "no_stall_check": "HOROVOD_STALL_CHECK_DISABLE"}
 
-_Text = Annotated[str | None, typer.Option(hidden=True)]
 _Flag = Annotated[bool, typer.Option(hidden=True)]
 
 
@@ -93,13 +88,29 @@ def horovodrun(
         float | None, typer.Option(help="After so long operations fail, and the error names who is missing.", min=0)
     ] = None,
     alias: Annotated[bool, typer.Option(help="Stand in for Horovod where it is not installed.")] = True,
-    host_discovery_script: _Text = None,
-    min_num_proc: Annotated[str | None, typer.Option("--min-np", "--min-num-proc", hidden=True)] = None,
-    max_num_proc: Annotated[str | None, typer.Option("--max-np", "--max-num-proc", hidden=True)] = None,
-    slots_per_host: _Text = None,
-    elastic_timeout: _Text = None,
-    reset_limit: _Text = None,
-    blacklist_cooldown_range: Annotated[tuple[int, int] | None, typer.Option(hidden=True)] = None,
+    host_discovery_script: Annotated[
+        str | None, typer.Option(help="A program that prints the hosts that there are now; the job follows them.")
+    ] = None,
+    min_num_proc: Annotated[
+        int | None, typer.Option("--min-np", "--min-num-proc", help="With fewer workers nobody goes on.", min=1)
+    ] = None,
+    max_num_proc: Annotated[
+        int | None, typer.Option("--max-np", "--max-num-proc", help="The most workers of an elastic job.", min=1)
+    ] = None,
+    slots_per_host: Annotated[
+        int | None, typer.Option("--slots-per-host", "--slots", help="Of hosts that are printed without.", min=1)
+    ] = None,
+    elastic_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds that room for the fewest workers is waited for.", min=0, show_default="600"),
+    ] = None,
+    reset_limit: Annotated[
+        int | None, typer.Option(help="How often an elastic job may change its workers.", min=0)
+    ] = None,
+    blacklist_cooldown_range: Annotated[
+        tuple[float, float] | None,
+        typer.Option(help="Seconds, least and most, after which a host whose worker has failed gets another."),
+    ] = None,
     mpi: _Flag = False,
     autotune: _Flag = False,
 ) -> None:
@@ -118,17 +129,21 @@ def horovodrun(
     if check_build:
         typer.echo(_build())
         return
-    if num_proc is None:
+    if num_proc is None and min_num_proc is None:
         raise UsageError("say with -np how many processes there are to be")
     if hosts is not None and hostfile is not None:
         raise UsageError("give -H or --hostfile, not both")
-    texts = [] if hosts is None and hostfile is None else hosts.split(",") if hosts is not None else _lines(hostfile)
+    from paceline.horovod.elastic_jobs.options import Elastic
+    from paceline.horovod.hosts import lines_of
+
+    texts = hosts.split(",") if hosts is not None else [] if hostfile is None else lines_of(hostfile)
     script, arguments = _script_of(command or [])
     _run(
         script,
         arguments,
-        num_proc=num_proc,
+        num_proc=num_proc or min_num_proc or 1,
         host_texts=texts,
+        elastic=Elastic(**{field.name: given.get(field.name) for field in fields(Elastic)}),
         ssh=(ssh_port, None if ssh_identity_file is None else str(ssh_identity_file)),
         start_within_s=float(given.get("start_timeout", _START_WITHIN_S)),
         alias=alias,
@@ -142,18 +157,20 @@ def _run(
     *,
     num_proc: int,
     host_texts: list[str],
+    elastic: "Elastic",
     ssh: tuple[int | None, str | None],
     start_within_s: float,
     alias: bool,
     variables: dict[str, str],
 ) -> None:
-    """On this host or Ray's cluster as `paceline run` does it, with its records; over ssh where hosts are others."""
-    from paceline.horovod.hosts import Launch, Ssh, is_here, parse_hosts, places_of
+    """On this host or Ray's cluster as `paceline run` does it, with its records; in processes of the launcher's own
+    where hosts are others, or the job is elastic."""
+    from paceline.horovod.hosts import fill, is_here, parse_hosts
 
-    hosts = parse_hosts(host_texts)
-    if hosts:
-        places_of(hosts, num_proc)
-    if not hosts or all(is_here(host.name) for host in hosts):
+    hosts = parse_hosts(host_texts, slots=elastic.slots_per_host or 1)
+    if hosts and not elastic.is_asked_for:
+        fill(hosts, num_proc)
+    if not elastic.is_asked_for and all(is_here(host.name) for host in hosts):
         if any(ssh):
             raise UsageError("--ssh-port and --ssh-identity-file have no effect without other hosts; leave them out")
         from paceline.cli.run import run
@@ -162,11 +179,19 @@ def _run(
         run(script, strategy="horovod", workers=num_proc, deadline=start_within_s, alias=alias, arguments=arguments)
         return
     from paceline.engines.scripting import read_script
+    from paceline.horovod.elastic_jobs.launch import ElasticLaunch
+    from paceline.horovod.launch import Launch
+    from paceline.horovod.processes import Job, Ssh
 
+    settings = elastic.arguments(num_proc, host_texts) if elastic.is_asked_for else {}
     program = read_script(script, arguments, may_alias=alias)
     for name in program.aliases:
         typer.echo(f"{name} is not installed: Paceline stands in for it (--no-alias: it does not)", err=True)
-    Launch(program, hosts, num_proc=num_proc, variables=variables, ssh=Ssh(*ssh), start_within_s=start_within_s).run()
+    job = Job(program, variables, start_within_s=start_within_s, is_elastic=elastic.is_asked_for)
+    if elastic.is_asked_for:
+        ElasticLaunch(job, ssh=Ssh(*ssh), **settings).run()
+    else:
+        Launch(job, hosts, num_proc=num_proc, ssh=Ssh(*ssh)).run()
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
@@ -190,16 +215,6 @@ def _script_of(command: list[str]) -> tuple[Path, list[str]]:
     if not first.endswith(".py"):
         raise UsageError(f"give python SCRIPT and its arguments after the options, not {' '.join(command)!r}")
     return Path(first), rest
-
-
-def _lines(hostfile: Path | None) -> list[str]:
-    """A hostfile's hosts as -H takes them."""
-    assert hostfile is not None
-    try:
-        lines = [line.split("#")[0].strip() for line in hostfile.read_text().splitlines()]
-    except OSError as error:
-        raise UsageError(f"cannot read the hostfile {hostfile}: {error.strerror}") from None
-    return [":".join(line.replace("slots=", " ").split()) for line in lines if line]
 
 
 def _build() -> str:

@@ -19,8 +19,8 @@ class Blocks(TensorCodec):
     """
 
     contracts: ClassVar[bool] = True
-    largest: ClassVar[float]
-    """Magnitude that a byte holds."""
+    top: ClassVar[float]
+    """What a block's largest magnitude becomes in its byte. Blocks hold elements of any size."""
 
     scales: Literal["blocks", "rows"] = doc("blocks", "one scale for a block of elements, or for a row of a tensor")
     size: int = doc(256, "elements of a block")
@@ -48,7 +48,7 @@ class Blocks(TensorCodec):
     @final
     def encode(self, tensor: Tensor, *, seed: int) -> Payload:
         blocks = in_blocks(tensor, self._width(tuple(tensor.shape)))
-        scales = largest_of(blocks).div_(self.largest)
+        scales = largest_of(blocks).div_(self.top)
         scaled = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         return scales, self.rounded(scaled).view(-1)[: tensor.numel()].clone()
 
@@ -75,7 +75,7 @@ class Blocks(TensorCodec):
 class Int8(Blocks, name="int8"):
     """Even steps."""
 
-    largest: ClassVar[float] = 127.0
+    top: ClassVar[float] = 127.0
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.11, 0.05)
 
     def rounded(self, scaled: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class FP8(Blocks, name="fp8"):
     """Finer steps near zero: a float of 3 bits of mantissa (e4m3: Micikevicius et al., "FP8 formats for deep learning",
     2022)."""
 
-    largest: ClassVar[float] = 448.0
+    top: ClassVar[float] = 448.0
     seconds_per_gbyte: ClassVar[tuple[float, float]] = (0.24, 1.62)
 
     def rounded(self, scaled: Tensor) -> Tensor:

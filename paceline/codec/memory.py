@@ -1,5 +1,6 @@
 """What a worker keeps of a tensor that it sent, for the next: composed with any codec of single tensors."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -70,6 +71,9 @@ class SharedEstimate(Memory):
 
     Koloskova, Stich and Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed
     communication" (CHOCO), ICML 2019, algorithm 2. Who listens adds what it decodes to its own copy of the memory.
+
+    A difference that the codec cannot hold goes as far as it can, and the rest of it goes with the next ones. What is
+    not finite travels as it is.
     """
 
     def start(self, like: Tensor) -> Tensor | None:
@@ -77,7 +81,11 @@ class SharedEstimate(Memory):
 
     def encode(self, codec: TensorCodec, tensor: Tensor, memory: Tensor | None, *, seed: int) -> Encoded:
         estimate = torch.zeros_like(tensor) if memory is None else memory
-        payload = codec.encode(tensor - estimate, seed=seed)
+        difference = tensor - estimate
+        if not math.isinf(codec.largest):
+            held = difference.clamp(-codec.largest, codec.largest)
+            difference = torch.where(difference.isfinite(), held, difference)
+        payload = codec.encode(difference, seed=seed)
         return Encoded(payload, self.heard(codec, payload, estimate, seed=seed))
 
     def heard(self, codec: TensorCodec, payload: Payload, estimate: Tensor, *, seed: int) -> Tensor:

@@ -179,7 +179,7 @@ def connect_some(
         if via.rank not in ranks:
             via.barrier()  # until the others have opened what they were told of
             return None
-        members = [_member(said[rank]) for rank in ranks]
+        members = [site_of(said[rank]) for rank in ranks]
         if store is None and needs_store(members):
             raise UsageError("workers on several hosts need a store to meet; this run has none")
         unless_taken_over.pop_all()
@@ -196,10 +196,11 @@ def connect_some(
 
 
 def _read(text: str) -> Site:
-    return _member(json.loads(text))
+    return site_of(json.loads(text))
 
 
-def _member(said: Mapping[str, Any]) -> Site:
+def site_of(said: Mapping[str, Any]) -> Site:
+    """What `asdict` has made plain data of."""
     return Site(**{**said, "memory": BlockAddress(**said["memory"])})
 
 

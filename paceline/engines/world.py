@@ -12,6 +12,7 @@ from torch.distributed import Store
 from paceline.checkpoint import Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.config import RunConfig
+from paceline.errors import UsageError
 from paceline.membership import Membership
 from paceline.records import NullReporter, Reporter
 from paceline.strategies.base import Context, Strategy
@@ -80,3 +81,11 @@ def enter(world: World | None) -> None:
 def enter_here(world: World | None) -> None:
     """Set the world of the caller's context alone, where several workers live in one process."""
     _here.set(world)
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device that all workers compute on. Raises UsageError if this machine has none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this machine has no GPU; use --device cpu")
+    uses_cuda = config.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", 0) if uses_cuda else torch.device("cpu")

@@ -2,3 +2,10 @@
 
 Nothing of Horovod is needed, and nothing is compiled. `paceline.horovod.torch` holds the names.
 """
+
+from paceline.horovod.interactive import run
+
+__version__ = "0.28.1"
+"""Of Horovod, whose interface this is; scripts look at it."""
+
+__all__ = ["run"]

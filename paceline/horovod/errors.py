@@ -2,6 +2,16 @@
 
 from paceline.errors import PacelineError
 
+FAILED = "Horovod detected that one or more processes exited with non-zero status"
+"""The words that programs look for in the error of Horovod's launcher."""
+
+
+def how_ended(status: int) -> str:
+    """Args:
+    status: of a process; a signal's number below zero.
+    """
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
 
 class HorovodInternalError(PacelineError, RuntimeError):
     """A collective operation failed: ranks do not agree on it, or one of them is gone."""

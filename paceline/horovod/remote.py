@@ -1,17 +1,18 @@
-"""One rank on one host, as `hosts.py` starts it: says hello, is told what to run, and ends when its input does."""
+"""One rank on one host, as the launcher starts it: says hello, is told what to run, and ends when its input does."""
 
+import base64
 import json
 import os
-import signal
 import socket
 import sys
-import threading
-from typing import TextIO
+from typing import Any
+
+import cloudpickle
 
 from paceline.comm.hosts import own_ip_address
-from paceline.engines.scripting import Script, outcome_of, run_program
-
-_LEAVE_WITHIN_S = 5.0
+from paceline.engines import aliases
+from paceline.engines.scripting import Program, Script, outcome_of, run_program
+from paceline.horovod import line as lines
 
 
 def main() -> None:
@@ -21,27 +22,34 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
         print(json.dumps({"address": own_ip_address(), "port": probe.getsockname()[1]}), flush=True)
-    line = told.readline()
-    if not line:
+    said = told.readline()
+    if not said:
         return
-    job = json.loads(line)
+    job = json.loads(said)
     os.environ.update(job["variables"])
-    about = job["script"]
-    script = Script(**{**about, "arguments": tuple(about["arguments"]), "aliases": tuple(about["aliases"])})
-    threading.Thread(target=_end_with, args=(told,), name="paceline launcher's line", daemon=True).start()
+    line = lines.PipeLine(told, job["mark"])
+    if job["is_elastic"]:
+        lines.connect(line)
     try:
-        run_program(script)
+        run_program(_program(job, line))
     except Exception as error:
         outcome = outcome_of(error, num_steps=0)
         sys.exit(outcome.traceback or outcome.error)
 
 
-def _end_with(told: TextIO) -> None:
-    """The launcher holds the other end for as long as it wants this rank to run."""
-    told.read()
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(_LEAVE_WITHIN_S)  # a script may catch the signal, but not stay
-    os._exit(1)
+def _program(job: dict[str, Any], line: lines.PipeLine) -> Program:
+    if "script" in job:
+        about = job["script"]
+        return Script(**{**about, "arguments": tuple(about["arguments"]), "aliases": tuple(about["aliases"])})
+    aliases.install([*aliases.ALIASES])
+    sys.path[:0] = job["path"]
+    function = cloudpickle.loads(base64.b64decode(job["function"]))  # over a line that the launcher alone writes to
+
+    def call() -> None:
+        result = cloudpickle.dumps(function())
+        line.say("result", value=base64.b64encode(result).decode())
+
+    return call
 
 
 if __name__ == "__main__":

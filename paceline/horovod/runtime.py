@@ -8,10 +8,13 @@ from typing import Any, final
 
 from paceline.comm.base import Collective
 from paceline.comm.connecting import connect_some
+from paceline.comm.hosts import host_identity
 from paceline.engines import torchrun
 from paceline.engines.world import World, alone, current, enter
-from paceline.errors import UsageError
+from paceline.errors import DeadlineExceeded, PeerLost, UsageError
+from paceline.horovod import line as lines
 from paceline.horovod.channel import Channel, Operation
+from paceline.horovod.elastic_jobs.joining import join as join_elastic
 from paceline.horovod.ledger import Ledger
 from paceline.horovod.negotiation import MEETING, Request
 from paceline.horovod.recording import Recorder
@@ -32,7 +35,6 @@ class Runtime:
         context = world.context
         self.rank, self.size = context.rank, context.size
         self.local_rank, self.local_size = context.local_rank, context.local_size
-        self.is_one_host = self.size == self.local_size
         self.settings, self.timeline = settings, Timeline()
         if settings.timeline is not None and self.rank == 0:
             self.timeline.start(settings.timeline, marks_cycles=settings.marks_cycles)
@@ -42,16 +44,17 @@ class Runtime:
         self._num_sets = 0
         self._counters: dict[tuple[int, str], int] = {}
         self._num_joins = 0
-        everybody = tuple(range(self.size))
-        self._enter_set(everybody, via=context.collective)
-        self._channels[GLOBAL].collective.require_equal("HOROVOD_FUSION_THRESHOLD", settings.fusion_bytes)
-        self._channels[GLOBAL].collective.require_equal("HOROVOD_CACHE_CAPACITY", settings.num_remembered)
-        firsts = self._channels[GLOBAL].collective.all_gather_object(self.local_rank)
+        collective = context.collective
+        collective.require_equal("HOROVOD_FUSION_THRESHOLD", settings.fusion_bytes)
+        collective.require_equal("HOROVOD_CACHE_CAPACITY", settings.num_remembered)
+        said = collective.all_gather_object((self.local_rank, self.local_size, host_identity()))
+        firsts = [local_rank for local_rank, _, _ in said]
         self.cross_size = sum(each == self.local_rank for each in firsts)
         """Hosts that have a worker of this worker's number on its host."""
         self.cross_rank = sum(each == self.local_rank for each in firsts[: self.rank])
-        sizes = self._channels[GLOBAL].collective.all_gather_object(self.local_size)
-        self.is_homogeneous = len(set(sizes)) == 1
+        self.is_homogeneous = len({local_size for _, local_size, _ in said}) == 1
+        self.is_one_host = len({identity for _, _, identity in said}) == 1
+        self._enter_set(tuple(range(self.size)), via=collective)
 
     def channel(self, process_set_id: int | None) -> Channel:
         """The operations of a process set. Raises ValueError if this rank is not of it, or there is none."""
@@ -178,7 +181,10 @@ def init() -> Runtime:
     """Meet all workers of the run, of torchrun's world, or of a world of one. A second call does nothing."""
     global _runtime, _recorder, _own_world
     if _runtime is None:
-        world = current()
+        world, line = current(), lines.current()
+        if line is not None:
+            _runtime = _meet_anew(line)
+            return _runtime
         if world is None:
             world = _join() if "TORCHELASTIC_RUN_ID" in os.environ else alone()
             enter(world)
@@ -206,6 +212,22 @@ def shutdown() -> None:
     if _runtime is not None:
         ending, _runtime = _runtime, None
         ending.close()
+        if lines.current() is not None:
+            _leave()
+
+
+def _meet_anew(line: lines.Line) -> Runtime:
+    """In the next membership of an elastic job."""
+    global _own_world
+    atexit.unregister(end)
+    atexit.register(end)
+    while True:
+        try:
+            _own_world = join_elastic(line)
+            enter(_own_world)
+            return Runtime(_own_world, settings=Settings.read())
+        except (PeerLost, DeadlineExceeded):  # one of them has died meanwhile
+            _leave()
 
 
 def _end_with(world: World) -> None:
@@ -221,10 +243,15 @@ def _join() -> World:
 
 def end() -> None:
     """Shut down, and leave the world that `init` has met; nothing where an engine has started this process."""
+    if _own_world is not None:
+        with contextlib.suppress(Exception):
+            shutdown()
+        _leave()
+
+
+def _leave() -> None:
     global _own_world
     world, _own_world = _own_world, None
     if world is not None:
-        with contextlib.suppress(Exception):
-            shutdown()
         world.context.collective.close()
         enter(None)

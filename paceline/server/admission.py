@@ -1,11 +1,12 @@
 """Admission rules: which contributions form an update, and which worker may go on.
 
-Each rule is told what arrives and answers what to do; it holds no tensor, no clock and no socket, so that real
-servers and simulated ones share it.
+Each rule is told what arrives, and how late it is, and answers what to do; it holds no tensor, no clock and no socket,
+so that real servers and simulated ones share it.
 
 A model is held by many shards, each with a rule of its own. Where a rule's decisions follow from which contributions
-come, in whatever order (BSP), or need not agree (SSP, ASP), each shard decides for itself. With backup workers the
-order of arrival decides, and links differ: one shard decides, and the rules of the others are told (`Following`).
+come, in whatever order (BSP), or need not agree (SSP, ASP), each shard decides for itself. With backup workers, or a
+quorum, the order of arrival decides, and links differ: one shard decides, and the rules of the others are told
+(`Following`).
 """
 
 import math
@@ -46,6 +47,10 @@ class AdmissionRule(ABC):
     """While nothing is held and all take part, the workers' clocks are all the rule's state."""
     contributors: tuple[int, ...] | None = None
     """Who formed the last clock, if the rules of other shards must be told; none if they find it themselves."""
+    is_timed: bool = False
+    """What time it is matters."""
+    wakes_at_s: float | None = None
+    """When `tick` is to be called, if nothing arrives before; by the clock that it is told."""
 
     def __init__(self, members: Membership) -> None:
         self.members = members
@@ -76,6 +81,18 @@ class AdmissionRule(ABC):
         Raises:
             ProtocolError: the sender has left or never was, or is not at this clock.
         """
+
+    def expect_pause(self, num_updates: int) -> None:
+        """All workers are to meet after so many further updates. Told before each `push`."""
+
+    def due(self) -> tuple[int, ...]:
+        """The senders whose contributions form one more update, now that the last one is made; empty: none do yet."""
+        return ()
+
+    def tick(self, now_s: float) -> tuple[int, ...]:
+        """It is that late. Told, if the rule is timed, after whatever has arrived, and at `wakes_at_s`. Returns the
+        senders whose held contributions now form an update, if any do."""
+        return ()
 
     def follow(self, worker: int, clock: int, contributors: tuple[int, ...]) -> tuple[int, ...]:
         """The deciding shard let the worker go on at `clock`, and `contributors` formed the clock before that.
@@ -198,27 +215,113 @@ class BulkSynchronous(AdmissionRule):
 
 
 @final
+class Quorum(AdmissionRule):
+    """Asynchronous rounds: one update of the first `quorum` contributions, and of those that come in the grace after.
+
+    Nobody waits for slower workers, and nothing that they computed is lost: what comes later counts in the round that
+    is open then (Liu et al., "Asynchronous local-SGD training for language modeling", 2024, section 2, whose quorum is
+    one). After the last round before a pause all workers meet anyway. So this round is of everybody, and in a pause no
+    contribution is held.
+
+    Args:
+        quorum: contributions that a round needs; all, where fewer workers are left.
+        grace_s: for how long a round stays open once it has these, unless everybody's are there.
+    """
+
+    def __init__(self, members: Membership, *, quorum: int, grace_s: float = 0.0) -> None:
+        super().__init__(members)
+        if not 1 <= quorum <= members.size or not 0 <= grace_s < math.inf:
+            raise ValueError(
+                f"quorum must be in 1..{members.size}, not {quorum}, and grace_s at least 0, not {grace_s}"
+            )
+        self._quorum, self._grace_s = quorum, grace_s
+        self.contributors = ()
+        self.is_timed = grace_s > 0
+        self._clock = 0
+        self._meets_at: float = math.inf
+        self._held: set[int] = set()
+
+    def for_another_shard(self) -> AdmissionRule:
+        return Following(self.members, takes_late=True)
+
+    def expect_pause(self, num_updates: int) -> None:
+        self._meets_at = self._clock + num_updates
+
+    def push(self, sender: int, clock: int) -> tuple[int, ...]:
+        self.require_active(sender)
+        if clock > self._clock or sender in self._held:
+            raise ProtocolError(f"worker {sender} pushed for clock {clock} while clock {self._clock} is open")
+        self._held.add(sender)
+        return self._close() if self._is_full(waits=self.is_timed) else ()
+
+    def tick(self, now_s: float) -> tuple[int, ...]:
+        if not self._is_full(waits=False):
+            self.wakes_at_s = None
+        elif self.wakes_at_s is None:
+            self.wakes_at_s = now_s + self._grace_s
+        elif now_s >= self.wakes_at_s:
+            return self._close()
+        return ()
+
+    def is_held(self, sender: int) -> bool:
+        return sender in self._held
+
+    def is_admitted(self, worker: int) -> bool:
+        return worker not in self._held
+
+    def clock_of(self, worker: int) -> int:
+        return self._clock
+
+    def join(self, worker: int) -> None:
+        self.add(worker)
+
+    def leave(self, worker: int) -> tuple[int, ...]:
+        self.active.discard(worker)
+        return self._close() if self._is_full(waits=self.is_timed) else ()
+
+    def _is_full(self, *, waits: bool) -> bool:
+        """Whether a round can be made; `waits`: of everybody's contributions alone."""
+        # A worker that left after its push still counts: its contribution is here.
+        if waits or self._clock + 1 >= self._meets_at:
+            return bool(self._held) and self._held >= self.active
+        return len(self._held) >= max(1, min(self._quorum, len(self.active | self._held)))
+
+    def _close(self) -> tuple[int, ...]:
+        contributors = self.contributors = tuple(sorted(self._held))
+        self._held.clear()
+        self._clock += 1
+        self.wakes_at_s = None
+        return contributors
+
+
+@final
 class Following(AdmissionRule):
-    """BSP with backup workers at every shard but one: that one decides whose gradients count, and workers say so here.
+    """The rule of every shard but the one that decides whose contributions count: workers say here what it decided.
 
     A worker pushes to all shards; once the deciding one has let it go on at some clock, it tells the others (`follow`),
     which let it go on when they have come to that clock too. So a gradient that counts was computed from parameters
     that are everywhere those of its clock. Any one contributor's word is enough to decide a clock here.
+
+    Args:
+        takes_late: a contribution that came too late for its clock counts in a later one, rather than not at all.
+            Clocks may then be decided while contributions to an earlier one are still on their way here.
     """
 
     follows = True
 
-    def __init__(self, members: Membership) -> None:
+    def __init__(self, members: Membership, *, takes_late: bool = False) -> None:
         super().__init__(members)
+        self._takes_late = takes_late
         self._clock = 0
-        self._decided: tuple[int, ...] = ()
+        self._decided: dict[int, tuple[int, ...]] = {}
+        """By clock: who formed it."""
         self._known = set(members.ranks)
         self._pushed: set[int] = set()
         self._goes_on_at: dict[int, float] = {}
         self._pushed_at: dict[int, int] = {}
 
     def for_another_shard(self) -> AdmissionRule:
-        return Following(self.members)
+        return Following(self.members, takes_late=self._takes_late)
 
     def push(self, sender: int, clock: int) -> tuple[int, ...]:
         self.require_active(sender)
@@ -226,10 +329,10 @@ class Following(AdmissionRule):
             raise ProtocolError(f"worker {sender} pushed for clock {clock} while clock {self._clock} is open")
         self._goes_on_at[sender] = math.inf
         self._pushed_at[sender] = clock
-        if clock < self._clock:
+        if clock < self._clock and not self._takes_late:
             return ()
         self._pushed.add(sender)
-        return self._close_if_decided()
+        return self.due()
 
     def follow(self, worker: int, clock: int, contributors: tuple[int, ...]) -> tuple[int, ...]:
         self.require_active(worker)
@@ -240,9 +343,9 @@ class Following(AdmissionRule):
         if not is_clock or not are_workers or len(set(contributors)) < len(contributors):
             raise ProtocolError(f"worker {worker} cannot go on at clock {clock!r} after gradients of {contributors!r}")
         self._goes_on_at[worker] = clock
-        if clock - 1 == self._clock:
-            self._decided = contributors
-        return self._close_if_decided()
+        if contributors and clock > self._clock:
+            self._decided[clock - 1] = contributors
+        return self.due()
 
     def is_held(self, sender: int) -> bool:
         return self._goes_on_at.get(sender, 0) > self._clock
@@ -261,12 +364,15 @@ class Following(AdmissionRule):
         self.active.discard(worker)
         return ()
 
-    def _close_if_decided(self) -> tuple[int, ...]:
-        contributors = self._decided
+    def due(self) -> tuple[int, ...]:
+        contributors = self._decided.get(self._clock, ())
         if not contributors or not self._pushed.issuperset(contributors):
             return ()
-        self._decided = ()
-        self._pushed.clear()
+        del self._decided[self._clock]
+        if self._takes_late:
+            self._pushed.difference_update(contributors)
+        else:
+            self._pushed.clear()
         self._clock += 1
         return contributors
 

@@ -100,6 +100,7 @@ class ServerCore:
         self._window: AnswerWindow[Message] = AnswerWindow(least_bytes=LEAST_ANSWERS * FRAME_BYTES)
         self._some_read_for_themselves = False
         self._some_are_apart = self._has_neighbour = False
+        self._is_timed = False
         self._handlers: dict[Kind, Callable[[_Client, Message, float], Iterator[Action]]] = {
             Kind.INITIALISE: self._initialise,
             Kind.EXCHANGE: self._exchange,
@@ -138,6 +139,7 @@ class ServerCore:
         self._range_bytes = sum(part.tensor_bytes for part in self.parts)
         self.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in self.parts)
         self._some_read_for_themselves = memory is not None
+        self._is_timed = self.parts[-1].shard.rule.is_timed
         self._spec = spec
 
     def attach(
@@ -182,8 +184,20 @@ class ServerCore:
             if handler is None or client is None:
                 raise WireError(f"refused {message.kind.name} from worker {message.sender}")
             yield from handler(client, message, now_s)
+            if self._is_timed:
+                yield from self.tick(now_s)
         except (ProtocolError, WireError) as error:
             yield Send(message.sender, self.failure(error))
+
+    @property
+    def wakes_at_s(self) -> float | None:
+        """When `tick` is to be called, if no message comes before; by the clock that messages come with."""
+        return self.parts[-1].shard.rule.wakes_at_s if self._is_timed else None
+
+    def tick(self, now_s: float) -> Iterator[Action]:
+        """What to do because it is that late. The shard that decides for others is the only one that looks."""
+        part = self.parts[-1]
+        return self._answer(len(self.parts) - 1, part, part.shard.tick(now_s), now_s)
 
     def failure(self, error: Exception) -> Message:
         """What the asker is told."""
@@ -210,6 +224,7 @@ class ServerCore:
         """Let go of all memory."""
         self._clients.clear()
         self.parts, self._all_parts = [], []
+        self._is_timed = False
 
     # --- requests -----------------------------------------------------------------------------------------------
 

@@ -157,10 +157,11 @@ class Shard:
             raise ProtocolError(f"worker {worker} has {len(groups)} parameter groups, this server {len(self._initial)}")
         if self.rule.worker_of(sender) != worker:
             raise ProtocolError(f"worker {worker} pushed for sender {sender}, which is not its own")
+        self._stop = self._stop or stop
+        self.rule.expect_pause(1 if self._stop else pause_at - self.iteration)
         contributors = self.rule.push(sender, clock)
         if groups is not None:
             self._groups[worker] = (clock, groups)
-        self._stop = self._stop or stop
         self._given[sender] = given = _Given(worker, clock, sender, contribution, contribution is None)
         self._waiting[worker] = pause_at, given
         self._update(contributors)
@@ -187,6 +188,11 @@ class Shard:
             ProtocolError: this shard decides for itself, or the worker's last push is answered.
         """
         self._update(self.rule.follow(worker, clock, tuple(contributors)))
+        return list(self._answers())
+
+    def tick(self, now_s: float) -> list[Answer]:
+        """It is that late, by whatever clock the rule's `wakes_at_s` is of."""
+        self._update(self.rule.tick(now_s))
         return list(self._answers())
 
     def join(self, worker: int) -> int:
@@ -244,8 +250,12 @@ class Shard:
             raise ProtocolError(f"worker {worker} pushed a {kind!r} of weight {weight!r}")
 
     def _update(self, senders: Sequence[int]) -> None:
-        if not senders:
-            return
+        """Make one update of what these have given, and others for which all is there then."""
+        while senders:
+            self._update_once(senders)
+            senders = self.rule.due()
+
+    def _update_once(self, senders: Sequence[int]) -> None:
         given = [self._given.pop(sender) for sender in senders]
         if self._kept:
             for each in given:

@@ -22,6 +22,7 @@ from paceline.strategies.gossip.relay import Relay
 from paceline.strategies.horovod import Horovod
 from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.quorum import QuorumUpdates
 from paceline.strategies.single import Single
 from paceline.topology import Chain, OnePeerExponential, RandomPairs
 
@@ -200,6 +201,11 @@ for _entry in (
         strategy=LocalUpdates,
         defaults={"outer": Nesterov()},
         summary="rounds of local steps, then an outer step with Nesterov momentum; in fragments if asked for",
+    ),
+    Entry(
+        name="async-diloco",
+        strategy=QuorumUpdates,
+        summary="diloco over servers that step with what the first workers have changed: nobody waits for all",
     ),
     Entry(
         name="fed-avg",

@@ -36,14 +36,16 @@ class HeldState:
         Raises:
             UsageError: only some ranks have a state, or it cannot be sent.
         """
-        has_state = self._collective.all_gather_object(_has_stepped(self._replica.optimizer))
+        optimizer = self._replica.optimizer
+        has_own = optimizer.state is not self._nothing and _has_stepped(optimizer)
+        has_state = self._collective.all_gather_object(has_own)
         if any(has_state):
             if not all(has_state):
                 raise UsageError(
                     f"the optimizer of rank {has_state.index(True)} has a state and that of rank "
                     f"{has_state.index(False)} has none; load it on every rank"
                 )
-            state = export_state(self._replica.optimizer, self._replica.parameters)
+            state = export_state(optimizer, self._replica.parameters)
             self._store.load_state(state, iteration=iteration)
         self.drop()
         self._has_begun = True
@@ -100,8 +102,11 @@ class _Elsewhere(defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         raise self.refusal()
 
-    def clear(self) -> None:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise self.refusal()
+
+    clear = pop = popitem = update = setdefault = get = keys = values = items = _refuse
+    __iter__ = __contains__ = __delitem__ = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict,)

@@ -47,6 +47,12 @@ class Replica:
         return [parameter for parameter in own if id(parameter) not in self.beside]
 
     @functools.cached_property
+    def group_sizes(self) -> list[int]:
+        """How many of the parameters were prepared in each of the optimizer's groups, up to the last with any."""
+        groups = [spec.group for spec in self.specs]
+        return [groups.count(group) for group in range(max(groups) + 1)]
+
+    @functools.cached_property
     def is_light(self) -> bool:
         """Whether the parameters are real numbers on the CPU that fit into a core's cache together."""
         are_real = all(parameter.is_cpu and parameter.is_floating_point() for parameter in self.parameters)
@@ -88,7 +94,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
     if not parameters:
         raise UsageError("the optimizer has no parameter that requires a gradient")
     _refuse_duplicates(specs)
-    return Replica(model, optimizer, tuple(parameters), tuple(specs), _optimizer_spec(optimizer))
+    return Replica(model, optimizer, tuple(parameters), tuple(specs), spec_of(optimizer))
 
 
 def require_same_tensors(replica: Replica, collective: Collective) -> None:
@@ -148,10 +154,19 @@ def require_same_parameters(replica: Replica) -> None:
 
 
 def require_all_parameters(replica: Replica) -> None:
-    """As `require_same_parameters`; none may be left out either, as servers go on to update it."""
-    if _holds_exactly(replica):
+    """As `require_same_parameters`; none may be left out either, or be in another group, as servers go on to update it
+    with that group's settings."""
+    groups = replica.optimizer.param_groups
+    if _holds_exactly(replica) and [len(group["params"]) for group in groups] == replica.group_sizes:
         return
     require_same_parameters(replica)
+    group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    for parameter, spec in zip(replica.parameters, replica.specs, strict=True):
+        if (now := group_of.get(id(parameter), spec.group)) != spec.group:
+            raise UsageError(
+                f"parameter {spec.name!r} is in the optimizer's group {now} now and was in group {spec.group} when it "
+                "was prepared, whose settings the servers use; group parameters before prepare, or use all-reduce"
+            )
     held = sum(len(group["params"]) for group in replica.optimizer.param_groups)
     if held >= len(replica.parameters):
         return
@@ -224,10 +239,28 @@ def require_plain_steps(replica: Replica) -> None:
         built = build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
     except Exception as error:
         raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
+    kept = next((name for name, value in vars(optimizer).items() if name not in _KNOWN and _holds_state(value)), None)
+    if kept is not None:
+        raise UsageError(
+            f"servers cannot build {kind} from its own settings: its attribute {kept!r} holds tensors or another "
+            "optimizer, of which they would have others; keep them in optimizer.state, or use all-reduce"
+        )
     mine, theirs = own_attributes(optimizer) or {}, own_attributes(built) or {}
     for name, value in mine.items():
         if name not in theirs or theirs[name] != value:
             raise _unknown_to_servers(optimizer, name)
+
+
+_KNOWN = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+"""The attributes of every optimizer."""
+
+
+def _holds_state(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_state, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_state, value))
+    return isinstance(value, Tensor | torch.optim.Optimizer)
 
 
 def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -256,7 +289,8 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
         raise cannot_evaluate(optimizer)
 
 
-def _optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+def spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """What servers need to build it anew."""
     kind = type(optimizer)
     is_element_wise = kind.__name__ in _ELEMENT_WISE and kind.__module__.startswith("torch.optim")
     return OptimizerSpec(kind, _settings(optimizer.defaults), hyperparameters(optimizer), is_element_wise)

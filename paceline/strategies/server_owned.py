@@ -20,6 +20,13 @@ class ServerOwned:
         self._untouched = Untouched(replica.parameters, mirror.local)
         self.accept = self._untouched.accept
 
+    def changed(self) -> str | None:
+        """The name of a parameter that the script has changed or moved, as far as can be told."""
+        here = [parameter.data_ptr() for parameter in self._replica.parameters]
+        moved = [index for index, place in enumerate(self._places) if here[index] != place]
+        found = moved[0] if moved else self._untouched.look()
+        return None if found is None else self._replica.specs[found].name
+
     def require_in_place(self, *, rank: int, step: int) -> None:
         """Raises UsageError if the script moved a parameter."""
         for parameter, place, spec in zip(self._replica.parameters, self._places, self._replica.specs, strict=True):

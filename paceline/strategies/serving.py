@@ -1,5 +1,6 @@
 """One worker's half of the parameter servers: gradients go to the servers, parameters come back."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,15 +13,17 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.buckets import GradientBuckets
 from paceline.codec import TensorCodec
 from paceline.comm.base import Store, Timing
-from paceline.errors import UsageError
+from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import Layout, by_group
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode
+from paceline.strategies.digests import digest
 from paceline.strategies.held_state import HeldState
 from paceline.strategies.looks import is_looked_at
+from paceline.strategies.meeting import gathered
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import (
@@ -34,6 +37,7 @@ from paceline.strategies.replica import (
     require_same_attributes,
 )
 from paceline.strategies.server_owned import ServerOwned
+from paceline.strategies.settings import first_difference, settings_of
 
 NO_MEAN = (
     "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
@@ -104,6 +108,9 @@ class ServerSynchronizer(Synchronizer):
         )
         self._held = HeldState(store, replica, context.collective)
         self._steps = 0
+        self._compares = False  # what this step pushes with the other workers', if all are to push the same
+        self._is_joint = context.size == 1 or (is_weighted and not is_partial)
+        self._is_left_by_script = False  # the global model is as the script has left it
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
         self._attributes = own_attributes(replica.optimizer)
@@ -147,6 +154,7 @@ class ServerSynchronizer(Synchronizer):
         optimizer = self.replica.optimizer
         if is_looked_at(self._steps):
             self._require_as_prepared()
+            self._owned.require_in_place(rank=self.context.rank, step=self._steps)
         self._owned.require_untouched(rank=self.context.rank, step=self._steps)
         if self._is_weighted:
             self.require_joint_step()
@@ -161,6 +169,8 @@ class ServerSynchronizer(Synchronizer):
         weight = 1.0 if is_combined else self._weight
         if not is_combined:
             self._corrupt()
+        if self._compares and self._is_joint and self.context.size > 1:
+            self._require_joint(are_gradients_alike=is_combined and self.context.corrupt is None)
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
@@ -172,6 +182,7 @@ class ServerSynchronizer(Synchronizer):
         self._owned.accept(looks_closely=looks_closely)
         if looks_closely:
             self._combining.look_closely()
+        self._compares = looks_closely
         return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
@@ -190,7 +201,17 @@ class ServerSynchronizer(Synchronizer):
             self._refresh()
 
     def leave(self) -> None:
+        """What the script has made of the parameters after its loop is the run's model where all workers have the same
+        ones. Elsewhere others may still train, and it is told that this is not in it."""
         self._require_as_prepared()
+        changed = self._owned.changed()
+        self._is_left_by_script = changed is not None and self._is_joint
+        if changed is not None and not self._is_joint and self.context.is_first:
+            warnings.warn(
+                f"after its last step the script changed parameter {changed!r} on rank {self.context.rank}; the run's "
+                "model is the servers', without that: save what you have changed yourself, or use ps-bsp or all-reduce",
+                stacklevel=1,
+            )
         self._store.leave()
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -224,7 +245,7 @@ class ServerSynchronizer(Synchronizer):
 
     def _refresh(self) -> None:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
-        if self.context.rank == 0:
+        if self.context.rank == 0 and not self._is_left_by_script:
             self._store.pull()
             self._parameters.to_device()
             self._owned.accept()
@@ -241,7 +262,6 @@ class ServerSynchronizer(Synchronizer):
         require_no_hooks(optimizer)
         require_same_attributes(optimizer, self._attributes)
         self._held.require_untouched()
-        self._owned.require_in_place(rank=self.context.rank, step=self._steps)
 
     def _finish_backward(self) -> None:
         self._combining.after_backward(self._weight)
@@ -255,6 +275,43 @@ class ServerSynchronizer(Synchronizer):
         """The groups' hyperparameters, if they are others than at the last push."""
         before, self._groups = self._groups, hyperparameters(self.replica.optimizer)
         return None if self._groups == before else self._groups
+
+    def _require_joint(self, *, are_gradients_alike: bool) -> None:
+        """All workers step alike. Collective call.
+
+        Raises:
+            TensorMismatch: their optimizers' settings differ, or what they have made of the mean gradient.
+        """
+        said = digest(self._flats) if are_gradients_alike else ""
+        everyone = gathered(self.context.collective, "a step", [settings_of(self.replica.optimizer), said])
+        difference = first_difference([settings for settings, _ in everyone])
+        if difference is not None:
+            raise TensorMismatch(
+                f"step {self._steps}: {difference}, and servers make one update of all workers' gradients. Compute it "
+                "from what all ranks share: worker.metrics, or a loss after worker.all_reduce(loss, op='mean')"
+            )
+        if len({theirs for _, theirs in everyone}) == 1:
+            return
+        own = [self._is_far_from_first(view) for view in self._buckets.views]
+        for other, is_far in enumerate(self.context.collective.all_gather_object(own)):
+            if True in is_far:
+                raise TensorMismatch(
+                    f"step {self._steps}: the script has changed the mean gradient of "
+                    f"{self.replica.specs[is_far.index(True)].name!r} on rank {other} in another way than on rank 0, "
+                    "as by its own loss, noise of its own generator, or a gradient that it has computed itself; let "
+                    "backward() compute it, change it by what worker.all_reduce has given all, and give a "
+                    "torch.Generator the same seed on every rank, or use --option combine=never to change each "
+                    "worker's own"
+                )
+
+    def _is_far_from_first(self, gradient: Tensor) -> bool:
+        """Whether it differs from rank 0's by more than processors of different kinds round. Collective call."""
+        first = gradient.clone()
+        self.context.collective.broadcast(first)
+        if not gradient.numel() or not first.isfinite().all():
+            return False
+        bound = torch.finfo(first.dtype).eps ** 0.5 * float(first.abs().max())
+        return not float((gradient - first).abs().max()) <= bound
 
     def _require_gradients(self) -> None:
         name = self._buckets.find_unused()

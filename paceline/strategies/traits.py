@@ -123,7 +123,7 @@ class Traits:
     @property
     def averages_gradients(self) -> bool:
         """Whether an iteration joins workers' gradients, rather than what each has trained by itself."""
-        return self.is_synchronous and (self.lock_step or self.num_servers > 0)
+        return self.unit == "update" and (self.lock_step or self.num_servers > 0)
 
     @property
     def is_synchronous(self) -> bool:

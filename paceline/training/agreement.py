@@ -12,6 +12,7 @@ from paceline.strategies.digests import digest
 from paceline.strategies.progress import Progress, require_same
 from paceline.strategies.settings import first_difference, settings_of
 from paceline.training.cadence import NEVER, Rhythm
+from paceline.training.gradient_hooks import GradientHooks
 from paceline.training.worker_run import WorkerRun
 
 Report = Mapping[str, Any]
@@ -38,6 +39,7 @@ class Agreement:
         self._rhythm = Rhythm()
         self._took_s = self._comparing_s = 0.0
         self._has_told = False
+        self._hooks: GradientHooks | None = None
 
     def state(self) -> list[int]:
         """When parameters are compared next, and how far apart comparisons are: the same on every worker."""
@@ -62,6 +64,9 @@ class Agreement:
         run = self._run
         looks = is_last or run.config.strict or run.iteration >= self._due_at
         replica = run.prepared.replica
+        if self._hooks is None:
+            self._hooks = GradientHooks(replica.model.named_parameters(), rank=run.context.rank)
+        self._hooks.watch()
         settings = [settings_of(optimizer) for optimizer in run.prepared.optimizers.values()]
         before_s = run.context.pacing.now_s()
         parameters = digest(replica.model.parameters()) if looks else None

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.attacks import DataAttack
 from paceline.errors import UsageError
+from paceline.roster import Participation
 from paceline.seeding import derive
 from paceline.training.course import Course
 from paceline.training.elastic import Survivor
@@ -75,12 +76,20 @@ class Batches:
             should_stop=lambda: self._course.is_over,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self._run.traits.takes_equal_steps,
-            participation=self._run.strategy.participation(),
+            participation=self._participation(),
             dealing=self._survivor.deals if self._survivor is not None else None,
         )
         if len(given.loaders) > 1 and self._run.traits.is_synchronous:
             require_even(name, sharded.is_even)
         return sharded
+
+    def _participation(self) -> Participation | None:
+        """Who takes part of those whose turns are played here."""
+        found, context = self._run.strategy.participation(), self._run.context
+        if found is None:
+            return None
+        here = found.at_client() if context.server is not None else found
+        return here.at_server() if context.clients is not None else here
 
     def close(self) -> None:
         self._lone_samples.close()

@@ -1,6 +1,7 @@
 """Which batch a script trains on: the one that it was handed last, unless it reads ahead or leaves batches out."""
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class Handouts:
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
         self._models = models_of(replica.model)
         self._is_averaged, self._is_weighed = is_averaged, is_weighed
+        self._has_told = False
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
@@ -170,6 +172,7 @@ class Handouts:
         is_new = self._left is None or self._left.tensor() is not self._replica.parameters[0].grad
         if self._is_averaged and is_new:
             self._refuse_changed_in_place()
+            self._tell_that_it_is_averaged()
         out = list(self._out)  # another thread may read on meanwhile
         weights = {handed.weight for handed in out}
         if self._set_by_script is not None or len(out) > 1:
@@ -239,6 +242,18 @@ class Handouts:
                     "the script sees them, or set a copy (parameter.grad = gradient.clone()) if each worker's own "
                     "gradient is to be changed"
                 )
+
+    def _tell_that_it_is_averaged(self) -> None:
+        """Nothing tells a gradient from one that was clipped."""
+        if self._has_told or self._rank:
+            return
+        self._has_told = True
+        warnings.warn(
+            f"rank {self._rank}: the script sets the gradient of {self._replica.specs[0].name!r} and others itself. "
+            "Workers average what each has set: what was clipped or normalised before is each worker's own gradient, "
+            "and not the mean; to change the mean, call loss.backward() and change parameter.grad after it",
+            stacklevel=5,
+        )
 
     def _on_gradient(self, _: int) -> None:
         self._has_gradient = self._is_computed = True

@@ -16,6 +16,7 @@ from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation
 from paceline.training.judging import Judge
 from paceline.training.kept_models import KeptModels
+from paceline.training.same_data import SameData
 from paceline.training.worker_run import WorkerRun
 
 MODEL_FILE = "model.safetensors"
@@ -45,6 +46,7 @@ class Pauses:
         self._judge = Judge(run)
         self._kept = KeptModels(run)
         self._keeps = run.context.is_first and run.traits.shows_model and run.context.size > 1
+        self._same_data: SameData | None = None
         self._has_begun = False
         self._met_at = (0, 0.0)
 
@@ -112,6 +114,8 @@ class Pauses:
         reports = gathered(collective, "a pause", self._report(is_done=is_done))
         run.awaits_others = False
         self._agreement.require(reports)
+        if self._same_data is not None:
+            self._same_data.require([report["data"] for report in reports])
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
         active = [rank for rank, report in enumerate(reports) if not report["done"]]
@@ -149,6 +153,9 @@ class Pauses:
         tally = self._survivor
         iteration, time_s = self._met_at
         elapsed_s = run.clock.now_s - time_s
+        if self._same_data is None and run.context.size > 1:
+            loaders = {name: feed.loader for name, feed in run.prepared.feeds.items()}
+            self._same_data = SameData(loaders, gather=run.context.collective.all_gather_object)
         return {
             "iteration": run.iteration,
             "done": is_done,
@@ -162,6 +169,7 @@ class Pauses:
             "wants_stop": run.wants_stop(),
             "checkpoint_in_s": self._checkpoints.due_in_s,
             "iterations_per_s": (run.iteration - iteration) / elapsed_s if elapsed_s > 0 else 0.0,
+            "data": {} if self._same_data is None else self._same_data.said(),
             **self._agreement.said(is_last=is_done),
         }
 

@@ -41,7 +41,7 @@ class SummedLoss:
             return
         self.has_looked = True
         num_samples = self._num_samples()
-        culprit = next((sum_ for node in _losses() if (sum_ := _sum_in(node, num_samples))), None)
+        culprit = next(filter(None, _sums(num_samples)), None)
         if culprit is not None and num_samples > 1:
             raise UsageError(
                 f"rank {self._rank}: the loss is a sum over the batch ({culprit}), and workers average gradients as if "
@@ -50,18 +50,23 @@ class SummedLoss:
             )
 
 
-def _losses() -> Iterator[Any]:
-    """The nodes of the graph that the backward pass further up the stack began at; none where it was given gradients
-    to begin with."""
+def _sums(num_samples: int) -> Iterator[str | None]:
+    """The names of the sums among what the backward pass further up the stack began at. One that was given gradients
+    to begin with adds up the samples' losses where these are ones."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is _BACKWARD:
             tensors, gradients = frame.f_locals["tensors"], frame.f_locals["grad_tensors"]
             if gradients is None:
-                given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-                yield from (tensor.grad_fn for tensor in given if isinstance(tensor, Tensor))
+                yield from (_sum_in(tensor.grad_fn, num_samples) for tensor in _listed(tensors))
+            elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
+                yield "backward(ones)"
             return
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def _listed(given: Any) -> list[Tensor]:
+    return [each for each in ([given] if isinstance(given, Tensor) else given) if isinstance(each, Tensor)]
 
 
 def _sum_in(node: Any, num_samples: int) -> str | None:

@@ -3,52 +3,32 @@
     python recipes/low_bandwidth/table.py
     python recipes/low_bandwidth/table.py --dataset cifar10 --lr 0.02
 
-Each row is the mean and the range over the seeds, on the virtual engine.
+Each row is the mean and the range over the seeds, on the virtual engine. It is a study in `studies`, which goes on
+where it was.
 """
 
 import argparse
-import tempfile
 from pathlib import Path
-from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
-import paceline
-from paceline.running.launch import Quiet
-from paceline.running.result import Result
+from paceline.lab.study import Study
+from paceline.lab.variant import Variant
 
 SCRIPT = Path(__file__).with_name("train.py")
 
 
-def rows(every: int, steps: int) -> dict[str, tuple[str, dict[str, int]]]:
+def rows(every: int, steps: int) -> dict[str, str]:
     return {
-        "all-reduce": ("all-reduce", {}),
-        "local-sgd": ("local-sgd", {"every": every}),
-        "post-local, from half of the steps on": ("post-local", {"every": every, "post_local_from": steps // 2}),
-        "slowmo": ("slowmo", {"every": every}),
-        "des-loc": ("des-loc", {"every": every, "variance_every": 0}),
-        "diloco": ("diloco", {"every": every}),
-        "noloco": ("noloco", {"every": every}),
+        "all-reduce": "all-reduce",
+        "local-sgd": f"local-sgd:every={every}",
+        "post-local, from half of the steps on": f"post-local:every={every}:post_local_from={steps // 2}",
+        "slowmo": f"slowmo:every={every}",
+        "des-loc": f"des-loc:every={every}:variance_every=0",
+        "diloco": f"diloco:every={every}",
+        "noloco": f"noloco:every={every}",
     }
-
-
-def trial(strategy: str, options: dict[str, int], seed: int, args: argparse.Namespace, out: Path) -> Result:
-    numbers = {"steps": args.steps, "batch-size": args.batch_size, "lr": args.lr}
-    script = ["--dataset", args.dataset, "--model", args.model]
-    script += [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
-    return paceline.run(
-        SCRIPT,
-        arguments=script,
-        strategy=strategy,
-        options=options,
-        workers=args.workers,
-        engine="virtual",
-        cluster=args.cluster,
-        seed=seed,
-        out=out,
-        watcher=Quiet(),
-    )
 
 
 def main() -> None:
@@ -61,21 +41,40 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="strategies beside all-reduce")
     parser.add_argument("--cluster", default="lab-1gbe")
+    parser.add_argument("--out", type=Path, help="by default studies/local-updates-DATASET-MODEL")
     args = parser.parse_args()
-    table = Table("strategy", "accuracy", "range", "MB a worker moved", "seconds on the cluster")
-    with tempfile.TemporaryDirectory() as directory:
-        for label, (strategy, options) in rows(args.every, args.steps).items():
-            results = [
-                trial(strategy, options, seed, args, Path(directory) / f"{label}-{seed}") for seed in range(args.seeds)
-            ]
-            found = [result.metrics["accuracy"] for result in results]
-            moved = sum(record.moved_bytes for record in results[0].steps) / args.workers / 1e6
-            took_s = fmean(result.training_time_s for result in results)
-            spread = f"{min(found):.4f} to {max(found):.4f}"
-            table.add_row(label, f"{fmean(found):.4f}", spread, f"{moved:.1f}", f"{took_s:.1f}")
-            print(label, *(f"{value:.4f}" for value in found), flush=True)
-    Console().print(table)
+    numbers = {"steps": args.steps, "batch-size": args.batch_size, "lr": args.lr}
+    script = ["--dataset", args.dataset, "--model", args.model]
+    found = {
+        label: text
+        for label, text in rows(args.every, args.steps).items()
+        if args.only is None or text.partition(":")[0] in ("all-reduce", *args.only)
+    }
+    study = Study.run(
+        SCRIPT,
+        strategies=list(found.values()),
+        workers=[args.workers],
+        seeds=args.seeds,
+        engine="virtual",
+        cluster=args.cluster,
+        arguments=script + [text for name, value in numbers.items() for text in (f"--{name}", str(value))],
+        out=args.out or Path("studies") / f"local-updates-{args.dataset}-{args.model}",
+    )
+    table = Table("strategy", "accuracy", "range", "below all-reduce", "MB a worker moved", "seconds on the cluster")
+    trials = study.frames.trials
+    synchronous = trials[trials["strategy"] == "all-reduce"]["last_metric"].mean()
+    for label, text in found.items():
+        own = trials[trials["strategy"] == Variant.parse(text).text]
+        each = own["last_metric"]
+        moved = own["moved_bytes"].iloc[0] / args.workers / 1e6
+        below = f"{(synchronous - each.mean()) * 100:.2f} points"
+        spread = f"{each.min():.4f} to {each.max():.4f}"
+        table.add_row(
+            label, f"{each.mean():.4f}", spread, below, f"{moved:.1f}", f"{own['training_time_s'].mean():.1f}"
+        )
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.records import StepRecord
 from paceline.running.result import Result
+from paceline.strategies import build
 from paceline.training.session import Session
 from paceline.training.sharding import ShardedLoader
 from paceline.training.worker import Worker
@@ -42,6 +43,8 @@ class Row:
     updates_are_joint: bool = True
     """One update is made of all workers' gradients; else every gradient is an update."""
     drops_gradients: bool = False
+    rounds_vary: bool = False
+    """How many workers' changes make a round is not always the same."""
     workers_differ: bool = False
     """Each worker has a model, a step and a gradient of its own; the global model is the mean."""
     is_slow: bool = False
@@ -82,7 +85,7 @@ class Row:
 
     @property
     def num_servers(self) -> int:
-        return int(self.options.get("servers", 1)) if self.strategy.startswith("ps") else 0
+        return build(self.strategy, self.options).traits.num_servers
 
     def run(
         self, script: Callable[..., Any], out: Path, /, *, changes_gradients: bool = False, **settings: Any
@@ -220,6 +223,24 @@ ROWS = (
         is_plain=False,
         is_slow=False,
         in_processes="quick",
+    ),
+    Row(
+        "async-diloco",
+        "async-diloco",
+        2,
+        {"every": 3, "quorum": 2, "outer": "average", "servers": 2},
+        steps_an_iteration=3,
+        is_slow=True,
+    ),
+    Row(
+        "async-diloco-quorum",
+        "async-diloco",
+        3,
+        {"every": 3, "quorum": 2, "grace_s": 0.001, "servers": 2},
+        is_deterministic=False,
+        rounds_vary=True,
+        steps_an_iteration=3,
+        is_plain=False,
     ),
     Row(
         "fed-avg",

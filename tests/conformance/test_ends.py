@@ -72,9 +72,11 @@ def test_max_steps_counts_as_the_literature_does(row: Row, tmp_path: Path) -> No
         assert len(gradients) == len(updates)
         assert {update.iteration for update in updates} == set(range(1, 11))
         contributors = 1 if not row.updates_are_joint else row.workers - int(row.drops_gradients)
-        assert len(updates) == 10 * contributors
+        assert len(updates) == 10 * contributors or row.rounds_vary
         assert all(update.staleness >= 0 for update in updates)
-    if row.num_servers < 2 or row.updates_are_joint:  # else the last gradient may be another one at every server
+    if (
+        row.num_servers < 2 or row.updates_are_joint
+    ) and not row.rounds_vary:  # else the last gradient may be another one at every server
         applied = [record.staleness for record in result.steps if record.staleness >= 0]
         contributors = row.workers - int(row.drops_gradients) if row.updates_are_joint else 1
         assert len(applied) == 10 * contributors * row.steps_an_iteration

@@ -1,6 +1,6 @@
 """Scripts that a hunt has found: each does what one process does, or ends at once and says why not.
 
-A new kind of script is one new row here and one in `odd_hunted.py`.
+A new kind of script is one new row here and one in `odd_hunted.py` or `odd_habits.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import paceline
 from paceline.errors import RunFailed
-from tests.conformance import local_engine, odd_hunted, virtual_engine
+from tests.conformance import local_engine, odd_habits, odd_hunted, virtual_engine
+from tests.conformance.odd_models import set_gradients
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 
@@ -43,10 +45,17 @@ ATTRIBUTE = r"servers cannot build Damped from its own settings: its attribute '
 TWO_PASSES = r"rank \d: the script goes on with a pass over the loader after it has begun another.*two loaders by name"
 FILTERS = r"rank \d, epoch 0: of 4 samples the DataLoader's collation gives \d in batch \d.*Subset"
 TOGETHER = r"(leave out a batch or a step only where all do|every rank must step alike)"
+HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
+SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
+OWN_CHANGE = r"step \d: the script has changed the mean gradient of '\d\.weight' on rank 1 .*what worker\.all_reduce"
+CONVERTED = r"parameter '\d\.\w+' is (torch.float32 instead of torch.float64|moved).*convert it before prepare"
+OTHER_DATA = (
+    r"epoch \d: the data set of the loader 'loader' is not the same on ranks 0 and 1 .*the same seed on every rank"
+)
 
 REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "initialised anew": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
-    "to other numbers and back": {("all-reduce",): DRIFT, (*SERVERS, "gossip"): MOVED},
+    "to other numbers and back": {("all-reduce", *SERVERS): CONVERTED, ("gossip",): MOVED},
     "parametrised late": {SERVERS: NO_GRADIENT},
     "small weights to zero": {SERVERS: IN_PLACE},
     "another optimizer": {EVERYWHERE: r"SGD steps the parameter '1\.weight' .*give prepare every optimizer, by name"},
@@ -64,8 +73,33 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "split already": {EVERYWHERE: r"already has a DistributedSampler; prepare divides the data itself: remove it"},
     "collation that filters": {(*JOINT, *ALONE): FILTERS},
     "ends alone": {(*JOINT, *ALONE): TOGETHER},
+    "averaged weights, swapped in": {SERVERS: IN_PLACE},
+    "clipped in a hook": {JOINT: HOOK},
+    "clipped in a hook, before": {JOINT: HOOK},
+    "clipped in a hook, later": {JOINT: HOOK},
+    "clipped in a hook after": {JOINT: HOOK},
+    "normalised in a hook": {JOINT: HOOK},
+    "noise on gradients": {("all-reduce",): DRIFT, ("ps-bsp",): OWN_CHANGE},
+    "gradients by own loss": {("all-reduce",): DRIFT, ("ps-bsp",): OWN_CHANGE},
+    "one layer's gradients set": {("all-reduce",): DRIFT, ("ps-bsp",): OWN_CHANGE},
+    "a sum by ones": {JOINT: SUM},
+    "converted in the loop": {("all-reduce", *SERVERS): CONVERTED, ("gossip",): MOVED},
+    "converted after prepare": {("all-reduce", *SERVERS): CONVERTED, ("gossip",): MOVED},
+    "a new head": {("all-reduce",): DRIFT, SERVERS: NO_GRADIENT.replace("1", "3")},
+    "a group of its own": {SERVERS: r"parameter '3\.bias' is in the optimizer's group 1 now.*or use all-reduce"},
+    "a rate by own loss": {
+        ("all-reduce",): DRIFT,
+        ("ps-bsp",): r"step \d+: param group 0: lr is .* on rank 1.*all_reduce",
+    },
+    "momentum forgotten": {SERVERS: STATE},
+    "trained by hand": {JOINT: DRIFT},
+    "lookahead": {SERVERS: r"servers cannot build Lookahead .* attribute '\w+' holds tensors.*or use all-reduce"},
+    "a shard of its own": {EVERYWHERE: OTHER_DATA},
+    "shuffled in place": {EVERYWHERE: OTHER_DATA},
+    "shuffled in place, later": {EVERYWHERE: OTHER_DATA},
+    "nothing of some batches": {JOINT: TOGETHER},
 }
-RANDOM = ("initialised anew",)
+RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""
 QUICK = (
     "state forgotten",
@@ -73,7 +107,16 @@ QUICK = (
     "step wrapped before",
     "two passes at once",
     "collation that filters",
+    "averaged weights, in the end",
+    "clipped in a hook, later",
+    "gradients by own loss",
+    "converted in the loop",
+    "momentum forgotten",
+    "a group of its own",
+    "a rate by own loss",
+    "shuffled in place, later",
 )
+SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 
@@ -92,13 +135,14 @@ def cases() -> list[Any]:
         )
         for engine in ENGINES
         for strategy in (STRATEGIES if engine == "virtual" else ("all-reduce", "ps-bsp", "gossip"))
-        for name in odd_hunted.SCRIPTS
+        for name in SCRIPTS
     ]
 
 
 @pytest.mark.parametrize(("engine", "strategy", "name"), cases())
+@pytest.mark.filterwarnings("ignore:after its last step the script changed parameter")
 def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -> None:
-    script, says = odd_hunted.SCRIPTS[name], refusal(name, strategy)
+    script, says = SCRIPTS[name], refusal(name, strategy)
     settings: dict[str, Any] = {"strategy": strategy, "options": STRATEGIES[strategy]}
     run = partial(ENGINES[engine].run, partial(launched, script), **settings)
     if says is not None:
@@ -128,3 +172,38 @@ def test_a_collation_that_makes_a_row_of_each_pair_leaves_nothing_out(tmp_path: 
 
     script = partial(launched, partial(odd_hunted.train, loader=loader))
     assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path).iteration == 8
+
+
+def test_data_may_differ_by_rank_where_that_is_said(tmp_path: Path) -> None:
+    def loader(worker: Any) -> DataLoader[Any]:
+        found = odd_habits.own_shard(worker)
+        found.dataset.differs_by_rank = True  # type: ignore[attr-defined]
+        return found
+
+    script = partial(launched, partial(odd_hunted.train, loader=loader))
+    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path).iteration == 12
+
+
+def test_a_hook_that_only_looks_is_called_once_a_gradient(tmp_path: Path) -> None:
+    def script() -> None:
+        seen: list[float] = []
+        watch = partial(odd_habits.add_hooks, hook=lambda gradient: seen.append(float(gradient.norm())))
+        steps: list[int] = []
+        odd_hunted.train(paceline.init(), prepared=watch, stepped=lambda run: steps.append(run.number))
+        assert len(seen) == 4 * len(steps)
+
+    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path).iteration == 24
+
+
+def test_who_sets_gradients_is_told_that_they_are_averaged(tmp_path: Path) -> None:
+    script = partial(launched, partial(odd_habits.own_loop, step=set_gradients))
+    with pytest.warns(UserWarning, match=r"rank 0: the script sets the gradient of '1\.weight'.*call loss\.backward"):
+        virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp"])
+def test_what_an_asynchronous_run_leaves_out_of_its_model_is_told(strategy: str, tmp_path: Path) -> None:
+    script = partial(launched, odd_habits.restore_best)
+    told = r"after its last step the script changed parameter '1\.weight' on rank 0; the run's model is the servers'"
+    with pytest.warns(UserWarning, match=told):
+        virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path)

@@ -150,9 +150,10 @@ def search_lines(worker: Worker, out: Path) -> None:
 
 @every_row
 def test_servers_run_no_optimizers_that_evaluate_several_times_a_step(row: Row, tmp_path: Path) -> None:
-    if not row.num_servers:
+    if row.is_local or not row.num_servers:
         steps_an_iteration = row.workers * row.steps_an_iteration if row.updates_are_joint else 1
-        assert row.run(search_lines, tmp_path).iteration == 24 // steps_an_iteration
+        iteration = row.run(search_lines, tmp_path).iteration
+        assert iteration == 24 // steps_an_iteration or row.rounds_vary
     else:
         with pytest.raises(RunFailed, match="LBFGS evaluates the model itself, perhaps several times a step"):
             row.run(search_lines, tmp_path)

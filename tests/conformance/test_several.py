@@ -37,6 +37,8 @@ OWN_NAMES = [
     name for name, entry in STRATEGIES.items() if not entry.is_another_name and not build(name).traits.by_script
 ]
 HAVE_CLIENTS = [name for name in OWN_NAMES if build(name).participation() is not None]
+TAKE_ONE = ["async-diloco"]
+"""Optimizer."""
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +105,7 @@ def assert_learns(result: Any, *, falls_to: float = 0.95) -> None:
     assert result.metrics["distance"] != result.evaluations[0].metrics["distance"]
 
 
-@pytest.mark.parametrize("strategy", [name for name in OWN_NAMES if name not in HAVE_CLIENTS])
+@pytest.mark.parametrize("strategy", [name for name in OWN_NAMES if name not in HAVE_CLIENTS + TAKE_ONE])
 def test_gan_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     workers = 1 if strategy == "single" else 2
     result = run("virtual", partial(train_gan, epochs=8), tmp_path, strategy, workers, eval_every=7, checkpoint_every=9)
@@ -469,6 +471,12 @@ def prepare_by_place(worker: Any) -> None:
 def test_second_optimizer_beside_places(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"prepare\(other=\.\.\.\) is a second optimizer: give all by name"):
         run("virtual", prepare_by_place, tmp_path, "all-reduce")
+
+
+@pytest.mark.parametrize("strategy", TAKE_ONE)
+def test_second_optimizer_is_refused_where_servers_have_no_rule_for_it(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="has no rule for a second optimizer on the servers; prepare one"):
+        run("virtual", train_gan, tmp_path, strategy)
 
 
 def test_backup_workers_take_one_optimizer(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from tests.distributed.harness import TRAIN
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 TIMEOUT_S = 200.0
+BY_CLIENT = "paceline run train.py --workers 2 --max-steps 5 --address ray://$FIRST:10001"
+"""Through the server of Ray's client, which says whether it wants a token."""
 BLOCKS = dict(re.findall(r"```bash (\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
 
 
@@ -67,7 +69,7 @@ def test_with_the_token_and_without(machines: Machines) -> None:
     machines.do(machines.first, BLOCKS["first"])
     token = machines.home(machines.first) / ".ray" / "auth_token"
     assert token.stat().st_mode & 0o077 == 0, "others can read the token"
-    for commands in (BLOCKS["other"], BLOCKS["run"]):
+    for commands in (BLOCKS["other"], BLOCKS["run"], BY_CLIENT):
         with pytest.raises(RuntimeError, match=r"(?i)token"):
             machines.do(machines.second, commands)
     with pytest.raises(RuntimeError, match="here is another"):
@@ -77,11 +79,14 @@ def test_with_the_token_and_without(machines: Machines) -> None:
     said = machines.do(machines.first, BLOCKS["run"])  # the second's Ray has the first's files here, on one machine
     assert "2 host(s)" in said
     assert "Everything is in order." in said
+    assert "5 (global updates)" in machines.do(machines.first, BY_CLIENT)
 
 
 def test_a_cluster_without_a_token_is_used_only_if_that_is_said(machines: Machines) -> None:
     machines.do(machines.first, "RAY_AUTH_MODE=disabled ray start --head --port=6379")
     with pytest.raises(RuntimeError, match="asks for no token"):
         machines.do(machines.first, BLOCKS["run"])
+    with pytest.raises(RuntimeError, match="asks for no token"):
+        machines.do(machines.first, BY_CLIENT)
     insecure = BLOCKS["run"].replace("--address", "--insecure --address")
     assert "Everything is in order." in machines.do(machines.first, insecure)

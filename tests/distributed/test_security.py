@@ -159,12 +159,12 @@ def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp
                 continue  # where nobody from outside can knock
             ports += [(host.address, port) for port in found]
             protections |= {f"{host.address}:{port}": table()[place] for port in found}
-    assert set(table()) - _IF_INSTALLED <= seen
-    # The stranger knows no token: its environment is not that of the hosts.
-    said = replace(hosts, environment={"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": ""}).run(
-        outside, told(ports), timeout_s=200
-    )
-    require_that_nobody_got_in(json.loads(said), protections)
+    assert set(table()) - _IF_INSTALLED <= seen <= set(table())
+    # Strangers know no token: their environment is not that of the hosts. One is another user of the first.
+    strangers = replace(hosts, environment={"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": ""})
+    for host, user in ((outside, None), (first, NOBODY)):
+        said = strangers.run(host, told(ports, user=user), timeout_s=200)
+        require_that_nobody_got_in(json.loads(said), protections)
     require_that_it_goes_on(out)
     launcher.terminate()
     launcher.communicate(timeout=60)

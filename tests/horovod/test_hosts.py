@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RunFailed, UsageError
-from paceline.horovod.hosts import Host, Ssh, parse_hosts, places_of
+from paceline.horovod.hosts import Host, fill, parse_hosts, places
+from paceline.horovod.processes import Job, Ssh
 
 SCRIPT = """
 import os, sys
@@ -43,15 +44,17 @@ def test_hosts_and_slots() -> None:
 
 
 def test_ranks_fill_hosts_as_they_are_named() -> None:
-    places = places_of([Host("a", 3), Host("b", 2), Host("c", 4)], 6)
-    assert [(host.name, about["RANK"], about["LOCAL_RANK"]) for host, about in places] == [
-        ("a", 0, 0), ("a", 1, 1), ("a", 2, 2), ("b", 3, 0), ("b", 4, 1), ("c", 5, 0),
+    hosts = fill([Host("a", 3), Host("b", 2), Host("c", 4)], 6)
+    assert hosts == ["a", "a", "a", "b", "b", "c"]
+    found = places(hosts)
+    assert [(about["RANK"], about["LOCAL_RANK"]) for about in found] == [
+        (0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 0),
     ]  # fmt: skip
-    assert [about["LOCAL_WORLD_SIZE"] for _, about in places] == [3, 3, 3, 2, 2, 1]
-    assert [about["CROSS_RANK"] for _, about in places] == [0, 0, 0, 1, 1, 2]
-    assert [about["CROSS_SIZE"] for _, about in places] == [3, 2, 1, 3, 2, 3]
+    assert [about["LOCAL_SIZE"] for about in found] == [3, 3, 3, 2, 2, 1]
+    assert [about["CROSS_RANK"] for about in found] == [0, 0, 0, 1, 1, 2]
+    assert [about["CROSS_SIZE"] for about in found] == [3, 2, 1, 3, 2, 3]
     with pytest.raises(UsageError, match="-np 10 is more than the 9 slots"):
-        places_of([Host("a", 3), Host("b", 2), Host("c", 4)], 10)
+        fill([Host("a", 3), Host("b", 2), Host("c", 4)], 10)
 
 
 def test_how_hosts_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +159,11 @@ def test_no_rank_is_left_when_the_launcher_ends(ssh: dict[str, str], tmp_path: P
 @pytest.mark.slow
 def test_a_host_that_cannot_be_reached_is_named(ssh: dict[str, str], tmp_path: Path) -> None:
     from paceline.engines.scripting import read_script
-    from paceline.horovod.hosts import Launch
+    from paceline.horovod.launch import Launch
 
     (tmp_path / "train.py").write_text(SLEEP)
     script = read_script(tmp_path / "train.py", ())
     hosts = [Host("127.0.0.3", 1)]
     nowhere = Ssh(port=1)
     with pytest.raises(RunFailed, match=r"host 127.0.0.3 did not start a worker within 60 s: .*Connection refused"):
-        Launch(script, hosts, num_proc=1, variables={}, ssh=nowhere, start_within_s=60.0).run()
+        Launch(Job(script, start_within_s=60.0), hosts, num_proc=1, ssh=nowhere).run()

@@ -36,11 +36,13 @@ def launch(monkeypatch: pytest.MonkeyPatch, text: str) -> int:
         ("-np 2 --mpi python train.py", "--mpi cannot be had: workers meet without MPI"),
         ("-np 2 --autotune python train.py", "--autotune cannot be had"),
         ("-np 2 --config-file nowhere.yaml python train.py", "cannot read the config file nowhere.yaml: No such file"),
-        ("-np 2 --min-np 1 python train.py", "--min-num-proc cannot be had: jobs that grow and shrink"),
-        ("-np 2 --blacklist-cooldown-range 1 2 python train.py", "--blacklist-cooldown-range cannot be had"),
-        *((f"-np 2 {option} 3 python train.py", f"{option} cannot be had") for option in (
-            "--max-num-proc", "--host-discovery-script", "--slots-per-host", "--elastic-timeout", "--reset-limit",
+        ("-np 2 --blacklist-cooldown-range 1 2 python train.py", "--blacklist-cooldown-range is for elastic jobs"),
+        *((f"-np 2 {option} 3 python train.py", f"{option} is for elastic jobs") for option in (
+            "--max-num-proc", "--slots-per-host", "--elastic-timeout", "--reset-limit",
         )),
+        ("-np 2 --min-np 3 python train.py", "--min-num-proc 3, -np 2 are to be given the smallest first"),
+        ("-np 2 --min-np 1 --blacklist-cooldown-range 9 2 python train.py", "a cooldown range is two numbers"),
+        ("-np 2 --host-discovery-script ./hosts -H a:2 python train.py", "give hosts, or --host-discovery-script"),
         ("-np 2 --torus-allreduce python train.py", "--torus-allreduce"),
     ],
 )  # fmt: skip

@@ -50,17 +50,42 @@ def calls_of(draw: st.DrawFn, *, sets: list[tuple[int, ...]], kinds: tuple[str, 
 KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+REAL = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+@settings(max_examples=4, **REAL)
 @given(st.data())
 def test_any_order_on_overlapping_process_sets(world: HorovodWorld, data: st.DataObject) -> None:
+    run_in_any_order(world, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, **REAL)
+@given(st.data())
+def test_any_order_on_overlapping_process_sets_thoroughly(world: HorovodWorld, data: st.DataObject) -> None:
+    run_in_any_order(world, data)
+
+
+def run_in_any_order(world: HorovodWorld, data: st.DataObject) -> None:
     sets = data.draw(st.lists(st.sampled_from([(0, 1), (1, 2), (0, 2), (1,)]), unique=True, max_size=3))
     calls = data.draw(calls_of(sets=[EVERYBODY, *sets], kinds=KINDS))
     assert_right(world.run(programs.run, calls, sets, data.draw(st.integers(0, 99))), calls)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, **REAL)
 @given(st.data())
 def test_who_has_joined_gives_zeros(world: HorovodWorld, data: st.DataObject) -> None:
+    run_with_join(world, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, **REAL)
+@given(st.data())
+def test_who_has_joined_gives_zeros_thoroughly(world: HorovodWorld, data: st.DataObject) -> None:
+    run_with_join(world, data)
+
+
+def run_with_join(world: HorovodWorld, data: st.DataObject) -> None:
     calls = data.draw(calls_of(sets=[EVERYBODY], kinds=("allreduce",)))
     last = data.draw(st.integers(0, len(calls)))
     seed = data.draw(st.integers(0, 99))
@@ -94,6 +119,14 @@ def _use_groups(rank: int) -> dict[str, bool]:
     splits = torch.arange(size)
     sent, received = hvd.synchronize(hvd.alltoall_async(torch.full((int(splits.sum()),), float(rank)), splits))
     places = [(hvd.cross_rank(), hvd.cross_size()), (hvd.local_rank(), hvd.local_size())]
+    pair = hvd.add_process_set(hvd.ProcessSet([1, 0]))
+    about = (pair.ranks, pair.size(), pair.included(), pair.rank() if rank < 2 else rank)
+    mine = torch.full((2,), float(rank))
+    if rank < 2:
+        hvd.synchronize(hvd.allreduce_async_(mine, op=hvd.Sum, process_set=pair))
+    hvd.remove_process_set(pair)
+    first = torch.full((2,), rank + 5.0)
+    hvd.synchronize(hvd.broadcast_async_(first, 1))
     halved = hvd.allreduce(torch.tensor([3, 4]), op=hvd.Sum, prescale_factor=0.5, postscale_factor=1 / size)
     return {
         "sum": all(bool((each == total).all()) for each in summed),
@@ -107,6 +140,8 @@ def _use_groups(rank: int) -> dict[str, bool]:
         "sent": sent.tolist() == [float(each) for each in range(size) for _ in range(rank)],
         "received": received.tolist() == [rank] * size,
         "places": places == [(0, 1), (rank, size)],
+        "pair": about == ([0, 1], 2, rank < 2, rank) and mine.tolist() == [1.0 if rank < 2 else rank] * 2,
+        "second's": first.tolist() == [6.0, 6.0],
         "whole numbers are cut": halved.tolist() == [1, 2],
         "what was waited for is gone": hvd.synchronize(0) is None,
     }

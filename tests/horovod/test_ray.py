@@ -22,17 +22,20 @@ SETTINGS = MiniSettings(timeout_s=100, placement_group_timeout_s=100)
     ("given", "said"),
     [
         ({}, "give one of num_workers, num_hosts and min_workers"),
-        ({"num_workers": 2, "min_workers": 1}, "give one of"),
+        ({"num_workers": 2, "num_hosts": 1}, "give one of"),
+        ({"num_workers": 2, "min_workers": 1}, "Both `min_workers` and `num_workers` provided"),
         ({"num_workers": 2, "max_workers": 3}, "max_workers=3 needs a min_workers"),
         ({"min_workers": 4, "max_workers": 3}, "that is not larger"),
         ({"num_workers": 2, "gpus_per_worker": 1}, "gpus_per_worker=1 needs use_gpu=True"),
-        ({"min_workers": 1, "reset_limit": 3}, "reset_limit has no effect"),
+        ({"num_workers": 1, "reset_limit": 3}, "reset_limit and cooldown_range need min_workers"),
+        ({"min_workers": 1, "cooldown_range": (9, 3)}, "a cooldown range is two numbers"),
+        ({"min_workers": 1, "override_discovery": False}, "set settings.discovery"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RayExecutor(SETTINGS, **given)
-    with pytest.raises(ValueError, match="nics has no effect"):
+    with pytest.warns(UserWarning, match="nics has no effect"):
         RayExecutor.create_settings(nics={"eth0"})
 
 

@@ -60,7 +60,7 @@ FUNCTIONS = {
     f"sparse_as_dense=False, {SET}",
 }  # fmt: skip
 VALUES = {"Average": 0, "Sum": 1, "Adasum": 2, "Min": 3, "Max": 4, "Product": 5}
-OTHERS = {"Compression", "HorovodInternalError", "SyncBatchNorm", "global_process_set"}
+OTHERS = {"Compression", "elastic", "HorovodInternalError", "SyncBatchNorm", "global_process_set"}
 
 _NAMED = {id(hvd.global_process_set): "global_process_set", id(hvd.Compression.none): "Compression.none"}
 

@@ -220,7 +220,7 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     servers = ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
     gossip = ["gossip", "d-psgd", "sgp", "relay", "noloco", "ad-psgd"]
-    local = ["local-sgd", "post-local", "slowmo", "des-loc", "diloco"]
+    local = ["local-sgd", "post-local", "slowmo", "des-loc", "diloco", "async-diloco"]
     averaging = ["fed-avg", "dp-fed-avg", "fed-prox", "fed-avgm", "fed-adam", "fed-yogi", "fed-adagrad"]
     federated = [*averaging, "scaffold", "fed-nova", "fed-bn", "fed-rep"]
     assert names == ["single", "all-reduce", "ring", *servers, *gossip, *local, *federated, "horovod"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -209,3 +211,53 @@ def run_scatter_from_all(collective: Collective) -> tuple[str, str, float]:
     if collective.rank == 0:
         return "", "", 0.0
     return caught(lambda: collective.scatter([torch.ones(1)] * 2, root=0))
+
+
+@pytest.mark.parametrize("has_sent_before", [False, True])
+def test_a_message_over_gloo_that_cannot_come_is_told_at_once(has_sent_before: bool) -> None:
+    """Rank 1 waits for a message of rank 0, which waits for all in another operation."""
+    with World("gloo", 3) as trio:
+        trio.run(run_nothing)
+        answers = trio.run(run_message_left_out, has_sent_before)
+    assert answers[1][0] == "TensorMismatch"
+    assert re.search(r"rank 1 waits for recv from rank 0 of .*, which waits for rank 1 to take part in", answers[1][1])
+    assert "leave out a batch or a step only where all do" in answers[1][1]
+    assert all(name in ("TensorMismatch", "PeerLost") for name, _, _ in answers), answers
+
+
+def run_nothing(collective: Collective) -> None:
+    for _ in range(2):
+        collective.all_gather_object(collective.rank)
+
+
+def run_message_left_out(collective: Collective, has_sent_before: bool) -> tuple[str, str, float]:
+    def exchange() -> None:
+        if has_sent_before and collective.rank == 0:
+            collective.send(torch.ones(5), destination=1).wait()
+        if has_sent_before and collective.rank == 1:
+            collective.recv(torch.ones(5), source=0).wait()
+        if collective.rank == 1:
+            collective.recv(torch.ones(5), source=0).wait()
+        else:
+            collective.all_gather_object(collective.rank)
+
+    return caught(exchange)
+
+
+def test_a_slow_message_over_gloo_is_waited_for() -> None:
+    """Its sender already waits for the others."""
+    with World("gloo", 2) as pair:
+        assert pair.run(run_slow_message) == [True, True]
+
+
+def run_slow_message(collective: Collective) -> bool:
+    if collective.rank == 0:
+        work = collective.send(torch.ones(5), destination=1)
+        collective.all_gather_object("sent")
+        work.wait()
+        return True
+    time.sleep(1.0)
+    tensor = torch.zeros(5)
+    collective.recv(tensor, source=0).wait()
+    collective.all_gather_object("received")
+    return bool(tensor.eq(1).all())

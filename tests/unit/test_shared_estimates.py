@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.codec import DCT, Codec, Int8, OneBit, TensorCodec, TopK
+from paceline.codec import DCT, FP16, Codec, Int8, OneBit, SharedEstimate, TensorCodec, TopK
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.pieces import named
@@ -153,3 +153,31 @@ def test_what_makes_no_sense_is_refused(name: str, options: dict[str, str], said
 def test_links_that_change_are_refused() -> None:
     with pytest.raises(UsageError, match="a worker has to hear every message"):
         Gossip(topology=OnePeerExponential(), codec=Int8()).check(num_workers=8)
+
+
+def test_difference_beyond_what_a_codec_holds_arrives_with_the_next_ones() -> None:
+    """fp16 ends at 65504, and would say infinity. Neighbours then believe of the sender what it believes itself."""
+    memory, codec = SharedEstimate(), FP16()
+    model = torch.tensor([150_000.0, -70_000.0, 1.0])
+    estimate = heard = memory.start(model)
+    assert heard is not None
+    for number in range(3):
+        encoded = memory.encode(codec, model, estimate, seed=number)
+        estimate, heard = encoded.memory, memory.heard(codec, encoded.payload, heard, seed=number)
+        assert estimate is not None
+        assert heard.isfinite().all()
+        assert torch.equal(estimate, heard)
+    torch.testing.assert_close(heard, model, rtol=1e-3, atol=0.0)
+
+
+def test_model_that_is_not_finite_is_not_told_to_be() -> None:
+    encoded = SharedEstimate().encode(FP16(), torch.tensor([torch.inf, torch.nan, 1.0]), None, seed=0)
+    assert encoded.payload[0].isfinite().tolist() == [False, False, True]
+
+
+def test_only_halves_have_a_largest_element() -> None:
+    """What a byte of a block holds is no bound of the elements, which its scale brings there."""
+    assert [kind().largest for kind in (FP16, Int8)] == [65504.0, torch.inf]
+    wide = torch.tensor([1e6, -3e5])
+    decoded = Int8().decode(Int8().encode(wide, seed=0), wide, seed=0)
+    torch.testing.assert_close(decoded, wide, rtol=2e-2, atol=0.0)

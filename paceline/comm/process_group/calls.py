@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from typing import Any, NoReturn, final
 from paceline.comm.arguments import timeout_of
 from paceline.comm.base import Timing, Work
 from paceline.comm.process_group.peer_watch import PeerWatch
-from paceline.comm.rank_errors import disagreement, late
+from paceline.comm.rank_errors import ALIKE, disagreement, late
 from paceline.comm.works import OwnedWork
-from paceline.errors import PacelineError, PeerLost, UsageError
+from paceline.errors import PacelineError, PeerLost, TensorMismatch, UsageError
 
 LOOK_INTERVAL_S = 0.2
 # NCCL's waits return when the work is enqueued, so its works are asked again and again.
@@ -60,9 +60,12 @@ class _Operation:
     number: int = 0
     """0 of a message."""
     peer: int | None = None
+    place: int = 0
+    """Of a message that is received: how many have been asked of its sender up to this one."""
     started: Any = None
     is_agreed: bool = True
     is_told: bool = False
+    is_stood_at: bool = False
     is_over: bool = False
 
 
@@ -73,7 +76,7 @@ class TorchCalls:
     Collective operations are numbered. A rank that has waited for a while tells the others the number and what the
     operation is: so a deadline names who is missing, and ranks that disagree find out. An operation of a new form
     starts only when all ranks have told the same, since gloo ends the processes of ranks that disagree. Once a form was
-    agreed on, nothing is told.
+    agreed on, nothing is told. A rank that waits for a message so finds out that its sender waits for it elsewhere.
     """
 
     def __init__(self, watch: PeerWatch, *, timing: Timing, deadline_s: float | None, is_nccl: bool) -> None:
@@ -87,6 +90,8 @@ class TorchCalls:
         self._to_start: deque[_Operation] = deque()
         self._under_way: dict[int, _Operation] = {}
         self._agreed: set[str] = set()
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
         self._last_look_s = 0.0
         self._gone_since_s: float | None = None
 
@@ -116,12 +121,14 @@ class TorchCalls:
         start: Callable[[], Any],
         *,
         peer: int,
+        is_sent: bool,
         num_bytes: int,
         finish: Callable[[], None] | None = None,
     ) -> Work:
         """Issue a message to or from one other rank; never blocks."""
         self.check()
-        work = _Operation(operation, start, finish, peer=peer)
+        (self._num_sent if is_sent else self._num_received)[peer] += 1
+        work = _Operation(operation, start, finish, peer=peer, place=0 if is_sent else self._num_received[peer])
         self._timing.moved_bytes += num_bytes
         self._start(work)
         return OwnedWork(self, work)
@@ -149,7 +156,9 @@ class TorchCalls:
                 if left_s <= 0:
                     self._exceed(work)
                 if waited_s >= LOOK_INTERVAL_S:
+                    self._stand(work)
                     self._look(work)
+                    self._require_moving(work)
                 self._sleep(work, min(left_s, LOOK_INTERVAL_S))
             self._complete(work)
         finally:
@@ -222,6 +231,25 @@ class TorchCalls:
         if work.number and not work.is_told:
             work.is_told = True
             self._watch.tell(work.number, work.name)
+
+    def _stand(self, work: _Operation) -> None:
+        """Tell the others that this rank does nothing else before this operation, in which all take part, is over."""
+        if work.number and not work.is_stood_at:
+            work.is_told = work.is_stood_at = True
+            self._watch.stand(work.number, work.name, self._num_sent)
+
+    def _require_moving(self, work: _Operation) -> None:
+        """Raise TensorMismatch if a message cannot come: its sender has not sent it, and waits for this rank in an
+        operation beyond all that this one has asked for."""
+        peer = self._watch.peers[work.peer] if work.place and work.peer is not None else None
+        if peer is not None and peer.stands_at > self._num_issued and peer.num_sent < work.place:
+            mine = self._watch.rank
+            theirs = peer.calls.get(peer.stands_at, "an operation")
+            self.fail(
+                TensorMismatch(
+                    f"rank {mine} waits for {work.name}, which waits for rank {mine} to take part in {theirs}; {ALIKE}"
+                )
+            )
 
     def _has_agreement(self, work: _Operation) -> bool:
         if not work.is_agreed:

@@ -194,6 +194,7 @@ class TorchCollective(ByteCollective):
             f"{way} rank {other} of {signature}",
             lambda: self._watched(start(tag), f"{way} {other}"),
             peer=self._names[other],
+            is_sent=way == "send to",
             num_bytes=raw.numel(),
             finish=finish,
         )

@@ -19,7 +19,7 @@ from paceline.errors import DeadlineExceeded
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")
 _HEADER = struct.Struct("<BQH")  # kind, number of the call, length of the text
-_CALL, _LEAVE = 0, 1
+_CALL, _LEAVE, _STAND = 0, 1, 2
 _ADDRESS = struct.Struct(f"<40sH{_TOKEN_BYTES}s")
 ADDRESS_BYTES = _ADDRESS.size
 _MAX_TEXT_BYTES = 2000
@@ -36,6 +36,10 @@ class Peer:
     """Number of the last operation that it said it takes part in; 0 before it said so."""
     calls: dict[int, str] = field(default_factory=dict)
     """What it said that those operations are, by number; whoever has read an entry may delete it."""
+    stands_at: int = 0
+    """Number of the operation that it said it does nothing else before; 0 before it said so."""
+    num_sent: int = 0
+    """Messages that it had sent to this rank when it said so."""
     departure: str | None = None
     """Why it takes part in nothing any more, once that is known."""
     num_completed: int = 0
@@ -103,6 +107,16 @@ class PeerWatch:
         """Say to all others that this rank takes part in operation number `call`, and what it is."""
         self._send(_CALL, call, text)
 
+    def stand(self, call: int, text: str, num_sent: Mapping[int, int]) -> None:
+        """As `tell`, and that this rank does nothing else before the operation is over.
+
+        Args:
+            num_sent: messages that it has sent to each rank so far.
+        """
+        self.tell(call, text)
+        for rank, peer in self.peers.items():
+            self._send_to(peer, _STAND, call, str(num_sent.get(rank, 0)))
+
     def leave(self, num_completed: int, reason: str) -> None:
         """Say to all others that this rank takes part in nothing after that many operations."""
         self._send(_LEAVE, num_completed, reason)
@@ -131,15 +145,18 @@ class PeerWatch:
         self.peers = {}
 
     def _send(self, kind: int, call: int, text: str) -> None:
-        raw = text.encode()[:_MAX_TEXT_BYTES]
         for peer in self.peers.values():
-            if peer.departure is None and not peer.is_deaf:
-                try:
-                    peer.connection.sendall(_HEADER.pack(kind, call, len(raw)) + raw)
-                except BlockingIOError:
-                    peer.is_deaf = True
-                except OSError:
-                    continue  # it is gone, which reading will tell
+            self._send_to(peer, kind, call, text)
+
+    def _send_to(self, peer: Peer, kind: int, call: int, text: str) -> None:
+        raw = text.encode()[:_MAX_TEXT_BYTES]
+        if peer.departure is None and not peer.is_deaf:
+            try:
+                peer.connection.sendall(_HEADER.pack(kind, call, len(raw)) + raw)
+            except BlockingIOError:
+                peer.is_deaf = True
+            except OSError:
+                pass  # it is gone, which reading will tell
 
 
 def _read(peer: Peer) -> None:
@@ -166,6 +183,8 @@ def _parse(peer: Peer) -> None:
         if kind == _CALL:
             peer.calls[call] = text
             peer.last_call = max(call, peer.last_call)
+        elif kind == _STAND:
+            peer.stands_at, peer.num_sent = call, int(text)
         else:
             peer.departure, peer.num_completed = f"it left ({text})", call
 

@@ -1,9 +1,10 @@
 """What a server holds for one optimizer of a run: its core, the memory of workers on this host, and a loan to them."""
 
 import functools
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.errors import PacelineError
 from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import Reporter, UpdateRecord
-from paceline.server.server_core import Send, ServerCore, Updated
+from paceline.server.server_core import Action, Send, ServerCore, Updated
 from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
 
@@ -85,16 +86,7 @@ class Holding:
         except PacelineError as error:
             self._send(identity, self.core.failure(error))
             return
-        records: list[UpdateRecord] = []
-        for action in self.core.receive(message, time.perf_counter()):
-            if isinstance(action, Send):
-                self._send(identity_of(action.to, self._number), action.message)
-            elif isinstance(action, Updated):
-                records += action.records
-            else:
-                os.sched_yield()  # to the thread that sends: a worker beside, which wakes next, may take its core
-        for record in records:
-            self._reporter.emit(record)
+        self._do(self.core.receive(message, time.perf_counter()))
         is_plain = message.kind is Kind.EXCHANGE and not message.flags and not message.body
         if self._lending is not None and is_plain and self.core.is_quiet:
             ranks = range(len(self.neighbours))
@@ -102,9 +94,17 @@ class Holding:
             self._lending.lend(self.core.parts, gradients)
 
     def look(self) -> None:
-        """Report what workers have done with what was lent to them."""
+        """Report what workers have done with what was lent to them, and do what is due by now."""
         if self._lending is not None:
             self._report(self._lending.look())
+        if self.wakes_in_s <= 0:
+            self._do(self.core.tick(time.perf_counter()))
+
+    @property
+    def wakes_in_s(self) -> float:
+        """How long nothing is due, if no message comes."""
+        wakes_at_s = self.core.wakes_at_s
+        return math.inf if wakes_at_s is None else wakes_at_s - time.perf_counter()
 
     def close(self) -> None:
         self.core.close()
@@ -114,6 +114,18 @@ class Holding:
             self._shared.close()
         if self._lending is not None:
             self._lending.close()
+
+    def _do(self, actions: Iterator[Action]) -> None:
+        records: list[UpdateRecord] = []
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(identity_of(action.to, self._number), action.message)
+            elif isinstance(action, Updated):
+                records += action.records
+            else:
+                os.sched_yield()  # to the thread that sends: a worker beside, which wakes next, may take its core
+        for record in records:
+            self._reporter.emit(record)
 
     def _report(self, applied: Sequence[Applied]) -> None:
         for one in applied:

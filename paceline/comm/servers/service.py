@@ -1,5 +1,6 @@
 """A server's loop: what it holds, behind a socket and lines. Tensors of workers on this host stay in shared memory."""
 
+import math
 from typing import final
 
 import zmq
@@ -68,7 +69,8 @@ class ParameterService:
         poller.register(self._bell.fd, zmq.POLLIN)
         try:
             while not self._is_stopping:
-                for source, _ in poller.poll(int(POLL_S * 1000)):
+                wakes_in_s = min(POLL_S, *(holding.wakes_in_s for holding in self._holdings))
+                for source, _ in poller.poll(math.ceil(max(0.0, wakes_in_s) * 1000)):
                     if source == self._bell.fd:
                         self._handle_lines()
                     else:

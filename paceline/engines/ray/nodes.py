@@ -9,18 +9,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from paceline.engines.ray.allocated_node import OBJECT_STORE_BYTES, WORKER_NICENESS
+from paceline.engines.ray.allocation import cluster_over
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
 from paceline.engines.ray.tokens import own_token, require_token_mode, users_token
 from paceline.errors import RunFailed, UsageError
+from paceline.scheduler import from_environment
 from paceline.threads import let_idle_threads_sleep
 
-# Tensors never go through Ray's object store, so a local cluster gets the smallest that Ray allows.
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 _CONNECT_S = 5.0
 _PLACE = Path("/tmp")  # the paths of sockets must be short
 _PREFIX = "paceline-ray-"
@@ -93,7 +95,13 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
     let_idle_threads_sleep()  # in a notebook, too: the processes that Ray starts inherit it
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     try:
-        if address is None:
+        allocation = from_environment(os.environ) if address is None else None
+        if allocation is not None and len(allocation.hosts) > 1:
+            until_disconnected.enter_context(own_token())
+            directory = until_disconnected.enter_context(_local_directory())
+            connect = partial(ray.init, **common)
+            until_disconnected.enter_context(cluster_over(allocation, Path(directory), connect))
+        elif address is None:
             until_disconnected.enter_context(own_token())
             directory = until_disconnected.enter_context(_local_directory())
             cores = len(os.sched_getaffinity(0))
@@ -101,7 +109,7 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
                 address="local",
                 num_cpus=cores,
                 include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
+                object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=os.path.join(directory, "ray"),  # Ray lets everybody into the one that it is given
                 _system_config=_system_config(min(cores, num_workers)),
                 **common,
@@ -118,8 +126,7 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
 
 
 def _system_config(num_ready: int) -> dict[str, Any]:
-    # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
-    config: dict[str, Any] = {"worker_niceness": 0}
+    config: dict[str, Any] = {**WORKER_NICENESS}
     if num_ready > 0:
         # Processes load what members need while Ray still starts: torch, and the part of it that the first optimizer
         # would load. Ray would start one a core, so their number is limited, by how many may start at a time.

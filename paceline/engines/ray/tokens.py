@@ -4,6 +4,8 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
 
 from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import (
@@ -21,6 +23,7 @@ _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _TOKEN_BYTES = 32
 _NO_CLUSTER = "0" * 56  # an id that no cluster has; a client that is given none logs what becomes of asking for it
 _ASK_S = 5.0
+_CLIENT = "ray://"
 
 
 @contextmanager
@@ -74,14 +77,33 @@ def _require_consent(address: str, *, insecure: bool) -> None:
 
 def _is_refused(address: str, *, mode: str) -> bool:
     """Whether the cluster refuses a question for its token. Once Ray is connected, its threads need theirs."""
-    if "://" in address:
-        return False  # Ray's client does not say
     with _environment({_MODE: mode}):
+        if address.startswith(_CLIENT):
+            return _is_client_refused(address.removeprefix(_CLIENT))
         client = GcsClient(address=canonicalize_bootstrap_address(address), cluster_id=_NO_CLUSTER)
         try:
             client.internal_kv_exists(b"", namespace=b"", timeout=_ASK_S)
         except RayError as error:
             return "InvalidAuthToken" in str(error)
+    return False
+
+
+def _is_client_refused(target: str) -> bool:
+    """The same of the server of Ray's client, which has a protocol of its own."""
+    grpc: Any = import_module("grpc")  # which Ray's client alone needs
+    asking: Any = import_module("ray._private.grpc_utils")
+    messages: Any = import_module("ray.core.generated.ray_client_pb2")
+    stubs: Any = import_module("ray.core.generated.ray_client_pb2_grpc")
+    channel = asking.init_grpc_channel(target, asynchronous=False)
+    try:
+        question = messages.ClusterInfoRequest(type=messages.ClusterInfoType.PING)
+        stubs.RayletDriverStub(channel).ClusterInfo(question, timeout=_ASK_S, metadata=[("client_id", _NO_CLUSTER)])
+    except grpc.RpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise ConnectionError(f"Ray's client gets no answer from {target}: {error.details()}") from error
+        return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    finally:
+        channel.close()
     return False
 
 

@@ -9,6 +9,7 @@ from typing import final
 
 from paceline.comm.rank_errors import ALIKE
 from paceline.engines.blame import Statement, judge
+from paceline.engines.directory_reporter import DirectoryReporter
 from paceline.engines.scripting import Outcome, outcome_of, run_program
 from paceline.engines.standing import Progress, Watcher
 from paceline.engines.virtual.computing.backward import BackwardEnds
@@ -18,7 +19,6 @@ from paceline.engines.virtual.isolation import interpreter
 from paceline.engines.virtual.isolation.surroundings import Surroundings
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.process import Scheduler
-from paceline.engines.virtual.reporter import DirectoryReporter
 from paceline.engines.virtual.worlds import Worlds
 from paceline.engines.world import World, enter_here
 from paceline.errors import Aborted, RunFailed, UsageError

@@ -1,6 +1,6 @@
 """A parameter server on a virtual host: the core that real servers have, asked over the simulated network."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, final
 
@@ -78,18 +78,26 @@ class VirtualServer:
             self._free_s = max(now_s, self._free_s) + num_shards * self._request_s
             if client.host != self.host and message.tensor_bytes:
                 self._free_s += core.decode_s(message) / self._speed
-        for action in self._actions(core, message, now_s):
+        self._do(number, partial(core.receive, message, now_s))
+
+    def _do(self, number: int, decide: Callable[[], Iterator[Action]]) -> None:
+        """What one of the cores decides, now; and again when it is to be woken."""
+        core, now_s = self._cores[number], self._timeline.now_s
+        for action in self._actions(decide):
             if isinstance(action, Send):
                 self._send(self._clients[number, action.to], action.message)
             elif isinstance(action, Updated):
                 self._free_s = max(now_s, self._free_s) + _touched_bytes(action) / self._memory_bytes_per_s
                 for record in action.records if core is self.core else ():
                     self._reporter.emit(record)
+        wakes_at_s = core.wakes_at_s
+        if wakes_at_s is not None and wakes_at_s > now_s:
+            self._timeline.at(wakes_at_s, self._do, number, partial(core.tick, wakes_at_s))
 
-    def _actions(self, core: ServerCore, message: Message, now_s: float) -> Iterator[Action]:
+    def _actions(self, decide: Callable[[], Iterator[Action]]) -> Iterator[Action]:
         """Raises RunFailed or UsageError, worded as a real server's failure, if the server cannot go on."""
         try:
-            yield from core.receive(message, now_s)
+            yield from decide()
         except Exception as error:
             num_steps = self.core.iteration
             failed = Statement(f"server-{self.core.index}", None, num_steps, outcome_of(error, num_steps=num_steps))

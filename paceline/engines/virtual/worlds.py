@@ -6,8 +6,6 @@ from functools import partial
 from itertools import count
 from typing import final
 
-import torch
-
 from paceline.checkpoint import Checkpoint
 from paceline.cluster.description import Cluster
 from paceline.cluster.placement import place
@@ -15,7 +13,6 @@ from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, Store
 from paceline.comm.mailbox import Mailbox
 from paceline.comm.servers.group import ServerGroup
-from paceline.config import RunConfig
 from paceline.engines.virtual.carrier import VirtualCarrier
 from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
 from paceline.engines.virtual.computing.pace import Pace
@@ -28,7 +25,7 @@ from paceline.engines.virtual.network.meeting import Meeting
 from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process
 from paceline.engines.virtual.server import EPOCH, VirtualServer
-from paceline.engines.world import World
+from paceline.engines.world import World, device_of
 from paceline.errors import UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
@@ -177,11 +174,3 @@ def require_arrivals(traits: Traits, cluster: Cluster) -> None:
     """Raises UsageError where the cluster loses messages, and a run would not stay true to its method without them."""
     if cluster.communication.loss and traits.missing_messages:
         raise UsageError(f"the cluster loses messages (loss in [communication]): {traits.missing_messages}")
-
-
-def device_of(config: RunConfig) -> torch.device:
-    """The device that all workers compute on. Raises UsageError if this machine has none."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this machine has no GPU; use --device cpu")
-    uses_cuda = config.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", 0) if uses_cuda else torch.device("cpu")

@@ -1,22 +1,23 @@
 """`RayExecutor`: starts workers, calls functions on them, and ends them."""
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.queue import Queue
 
-from paceline.horovod.ray.elastic import RayHostDiscovery
+from paceline.horovod.elastic_jobs.driver import Policy
+from paceline.horovod.elastic_jobs.known_hosts import Cooldown
+from paceline.horovod.ray.discovery import HostDiscovery
+from paceline.horovod.ray.elastic_v2 import RayHostDiscovery
+from paceline.horovod.ray.elastic_workers import ElasticWorkers
+from paceline.horovod.ray.hearing import Callback, hearing
+from paceline.horovod.ray.settings import has_no_effect
 from paceline.horovod.ray.strategy import Placement
 
 _LEAVE_WITHIN_S = 10.0
-_LOOK_S = 0.5
-_HEAR_S = 0.1
-Callback = Callable[[Any], Any]
 
 
 @dataclass
@@ -27,6 +28,8 @@ class MiniSettings:
     """For workers to meet in `hvd.init()`."""
     placement_group_timeout_s: float = 100
     """For room on the cluster."""
+    discovery: HostDiscovery | None = None
+    """Of an elastic job's hosts."""
 
 
 class Coordinator:
@@ -100,31 +103,23 @@ class Workers:
         )
         ray.get([actor.start_executable.remote(*executable) for actor in self.actors])
 
-    def call(self, function: Callable[[Any], Any]) -> list[Any]:
+    def call(self, function: Callable[[Any], Any], *, only_first: bool = False) -> list[Any]:
         """References to what it returns on each worker, by rank."""
         if not self.actors:
             raise ValueError("the executor has no workers: call start() first")
-        return [actor.execute.remote(function) for actor in self.actors]
+        return [actor.execute.remote(function) for actor in (self.actors[:1] if only_first else self.actors)]
 
     def results(self, function: Callable[[Any], Any], callbacks: "Sequence[Callback] | None") -> list[Any]:
         """What it returns on each worker, by rank; meanwhile each callback is called with all that workers log."""
-        if not callbacks:
-            return list(ray.get(self.call(function)))
-        queue = Queue(actor_options={"num_cpus": 0})
-        try:
+        with hearing(callbacks) as queue:
+            if queue is None:
+                return list(ray.get(self.call(function)))
             ray.get([actor.set_queue.remote(queue) for actor in self.actors])
-            left = results = self.call(function)
-            while left:
-                _, left = ray.wait(left, num_returns=len(left), timeout=_HEAR_S)
-                while not queue.empty():  # workers that have returned have put everything
-                    said = queue.get()
-                    for callback in callbacks:
-                        callback(said)
-            return list(ray.get(results))
-        finally:
-            with contextlib.suppress(Exception):  # a worker may be dead, which has been raised
-                ray.get([actor.set_queue.remote(None) for actor in self.actors])
-            queue.shutdown(force=True)
+            try:
+                return list(ray.get(self.call(function)))
+            finally:
+                with contextlib.suppress(Exception):  # a worker may be dead, which has been raised
+                    ray.get([actor.set_queue.remote(None) for actor in self.actors])
 
     def shutdown(self) -> None:
         actors, self.actors = self.actors, []
@@ -154,9 +149,11 @@ class RayExecutor:
         cpus_per_worker, gpus_per_worker: what Ray is to set aside for each.
         use_gpu: each has a GPU, or `gpus_per_worker`.
         use_current_placement_group: where the caller runs in a placement group, workers get its room.
-        min_workers, max_workers: instead of `num_workers`: as many as the cluster has room for when the job starts.
-            The job keeps them: who dies ends it.
+        min_workers, max_workers: instead of `num_workers`: an elastic job, which grows and shrinks with the cluster.
+        reset_limit: how often an elastic job may change its workers.
+        cooldown_range: seconds, least and most, after which a host whose worker has failed gets another; none: never.
         elastic_timeout: seconds that room for `min_workers` is waited for.
+        override_discovery: hosts are those of the cluster; otherwise `settings.discovery` finds them.
 
     Raises:
         ValueError: arguments contradict one another, or have no effect here.
@@ -171,9 +168,9 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: set[str] | None = None,
     ) -> MiniSettings:
-        """How long workers may take to meet, and how long room may be waited for. Raises ValueError for ssh and network
-        interfaces: Ray starts the workers, and has the addresses."""
-        _refuse(ssh_identity_file=ssh_identity_file, ssh_str=ssh_str, nics=nics)
+        """How long workers may take to meet, and how long room may be waited for. Keys of ssh and network interfaces
+        have no effect, as a warning says: Ray starts the workers, and has the addresses."""
+        has_no_effect(ssh_identity_file=ssh_identity_file, ssh_str=ssh_str, nics=nics)
         return MiniSettings(timeout_s=timeout_s, placement_group_timeout_s=placement_group_timeout_s)
 
     def __init__(
@@ -193,7 +190,11 @@ class RayExecutor:
         elastic_timeout: float = 600,
         override_discovery: bool = True,
     ) -> None:
-        _refuse(reset_limit=reset_limit, cooldown_range=cooldown_range)
+        if num_workers is not None and min_workers is not None:
+            # The words that programs look for in the error of Horovod's.
+            raise ValueError("Both `min_workers` and `num_workers` provided. A job is elastic, or has a fixed number")
+        if min_workers is None and (reset_limit is not None or cooldown_range is not None):
+            raise ValueError("reset_limit and cooldown_range need min_workers: they are for elastic jobs")
         if [num_workers, num_hosts, min_workers].count(None) != 2:
             raise ValueError("give one of num_workers, num_hosts and min_workers")
         if max_workers is not None and (min_workers is None or max_workers < min_workers):
@@ -202,7 +203,20 @@ class RayExecutor:
             raise ValueError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True, and to be at least 1")
         self.settings = settings
         self._num_workers, self._num_hosts, self._per_host = num_workers, num_hosts, num_workers_per_host
-        self._between, self._elastic_timeout_s = (min_workers, max_workers), elastic_timeout
+        self._policy = self._cooldown = None
+        if min_workers is not None:
+            self._policy = Policy(
+                num_proc=min_workers,
+                min_num_proc=min_workers,
+                max_num_proc=max_workers,
+                elastic_timeout_s=elastic_timeout,
+                reset_limit=reset_limit,
+            )
+            self._cooldown = None if cooldown_range is None else Cooldown(*cooldown_range)
+            if override_discovery:
+                settings.discovery = RayHostDiscovery(use_gpu, cpus_per_worker, gpus_per_worker or 1)
+            if settings.discovery is None:
+                raise ValueError("set settings.discovery, or leave override_discovery as it is")
         self._num_cpus, self._num_gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
         self._uses_current_group = use_current_placement_group
 
@@ -218,15 +232,7 @@ class RayExecutor:
         Raises:
             TimeoutError: the cluster has no room for them.
         """
-        strategy = Placement(
-            num_workers=self._count(),
-            per_host=self._per_host if self._num_hosts is not None else 0,
-            num_cpus=self._num_cpus,
-            num_gpus=self._num_gpus,
-            timeout_s=self.settings.placement_group_timeout_s,
-            uses_current_group=self._uses_current_group,
-        )
-        self.adapter = Workers(self.settings, strategy)
+        self.adapter = self._adapter()
         try:
             self.adapter.start(
                 executable=(executable_cls, executable_args, executable_kwargs), extra_env_vars=extra_env_vars or {}
@@ -245,7 +251,7 @@ class RayExecutor:
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call a function with the object of rank 0's worker alone."""
-        return ray.get(self.adapter.actors[0].execute.remote(fn))
+        return ray.get(self.adapter.call(fn, only_first=True)[0])
 
     def run(
         self,
@@ -268,21 +274,27 @@ class RayExecutor:
         if hasattr(self, "adapter"):
             self.adapter.shutdown()
 
-    def _count(self) -> int:
-        """How many workers there are to be. Raises TimeoutError if there are never as many slots as the least."""
-        least, most = self._between
-        if self._num_workers is not None:
-            return self._num_workers
-        if least is None:
-            assert self._num_hosts is not None
-            return self._num_hosts * self._per_host
-        discovery = RayHostDiscovery(bool(self._num_gpus), self._num_cpus, self._num_gpus or 1)
-        until_s = time.monotonic() + self._elastic_timeout_s
-        while (slots := sum(discovery.find_available_hosts_and_slots().values())) < least:
-            if time.monotonic() > until_s:
-                raise TimeoutError(f"the cluster has {slots} slots after {self._elastic_timeout_s:g} s, not {least}")
-            time.sleep(_LOOK_S)
-        return slots if most is None else min(slots, most)
+    def _adapter(self) -> Workers | ElasticWorkers:
+        if self._policy is not None:
+            assert self.settings.discovery is not None
+            return ElasticWorkers(
+                self.settings.discovery,
+                policy=self._policy,
+                cooldown=self._cooldown,
+                num_cpus=self._num_cpus,
+                num_gpus=self._num_gpus,
+                meet_within_s=self.settings.timeout_s,
+            )
+        assert self._num_workers is not None or self._num_hosts is not None
+        strategy = Placement(
+            num_workers=self._num_workers or (self._num_hosts or 0) * self._per_host,
+            per_host=self._per_host if self._num_hosts is not None else 0,
+            num_cpus=self._num_cpus,
+            num_gpus=self._num_gpus,
+            timeout_s=self.settings.placement_group_timeout_s,
+            uses_current_group=self._uses_current_group,
+        )
+        return Workers(self.settings, strategy)
 
 
 def _called_with(
@@ -301,10 +313,3 @@ def _as_torchrun(rank: int, size: int, place: Mapping[str, int]) -> dict[str, An
         "LOCAL_RANK": place["HOROVOD_LOCAL_RANK"],
         "LOCAL_WORLD_SIZE": place["HOROVOD_LOCAL_SIZE"],
     }
-
-
-def _refuse(**given: object) -> None:
-    """Raise ValueError for what has no effect here."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name} has no effect in Paceline's RayExecutor; leave it out (docs/horovod.md)")

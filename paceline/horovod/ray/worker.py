@@ -1,16 +1,38 @@
 """One worker's process."""
 
 import os
+import queue
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import ray
 
 from paceline.engines import aliases
 from paceline.engines.ray.nodes import own_address, own_node_id
+from paceline.horovod import line as lines
 from paceline.horovod import runtime
 from paceline.horovod.ray import ray_logger
+
+
+@final
+class ActorLine(lines.Line):
+    """A worker's line to the caller, who comes for its questions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._places: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def hear(self, message: dict[str, Any]) -> None:
+        if message.pop("kind") == "enter":
+            self._places.put(message)
+        else:
+            self.heard(**message)
+
+    def _ask(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        self.questions.put(dict(mine))
+        return self._places.get()
 
 
 class BaseHorovodWorker:
@@ -20,6 +42,7 @@ class BaseHorovodWorker:
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         aliases.install([*aliases.ALIASES])
+        self._line = ActorLine()
         place = {"HOROVOD_HOSTNAME": own_node_id(), "HOROVOD_RANK": world_rank, "HOROVOD_SIZE": world_size}
         self.update_env_vars(place)
 
@@ -62,6 +85,21 @@ class BaseHorovodWorker:
     def execute(self, func: Callable[[Any], Any]) -> Any:
         """Call a function with the object."""
         return func(self.executable)
+
+    def work(self, func: Callable[[Any], Any]) -> Any:
+        """Call a function with the object, as a worker of an elastic job."""
+        lines.connect(self._line)
+        result = func(self.executable)
+        runtime.end()
+        return result
+
+    def question(self) -> dict[str, Any]:
+        """Returns once an elastic job's worker waits for a place: what it says of itself."""
+        return self._line.questions.get()
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """What the caller tells an elastic job's worker."""
+        self._line.hear(message)
 
     def leave(self) -> None:
         """The process ends next: let go of what it shares with the others."""

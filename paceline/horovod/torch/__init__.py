@@ -12,6 +12,7 @@ from paceline.horovod.process_sets import (
 )
 from paceline.horovod.process_sets import enter as _enter_process_sets
 from paceline.horovod.runtime import is_initialized, shutdown
+from paceline.horovod.torch import elastic
 from paceline.horovod.torch.collectives import (
     allgather,
     allgather_async,
@@ -208,6 +209,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

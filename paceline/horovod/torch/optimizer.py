@@ -87,6 +87,14 @@ class Reducer:
         waits, self._waits = self._waits, []
         for wait in waits:
             wait()
+        self._begin()
+
+    def forget(self) -> None:
+        """What is under way does not count: ranks have gone, or the script goes back."""
+        self._waits, self._lot, self._lot_bytes = [], [], 0
+        self._begin()
+
+    def _begin(self) -> None:
         for place in self._places:
             place.is_ready, place.passes_left = False, self.passes_per_step
 
@@ -234,6 +242,11 @@ class _Distributed(torch.optim.Optimizer):
 
     # A scheduler is not to put its own `step` in the place of this one.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._reducer.forget()
+        self._is_synchronized = False
+        super().load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._reducer.is_under_way:

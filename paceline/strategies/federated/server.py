@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import final
 
 import torch
@@ -14,10 +15,11 @@ from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.outer import Outer
 from paceline.server.state import export_state, import_state
-from paceline.strategies.base import Context
+from paceline.strategies.base import Context, ServerElsewhere, Update
 from paceline.strategies.federated.guard import Guard
-from paceline.strategies.federated.joining import Joining
+from paceline.strategies.federated.joining import Joined, Joining
 from paceline.strategies.federated.secured import Masks
+from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
 
@@ -35,6 +37,8 @@ class ServerModel:
         has_controls: whether clients have controls, as `paceline.correction` says.
         guard: hides what clients changed under noise, if anything does.
         masks: hide it from the server, if anything does.
+        upload: what changes are encoded by, if by anything; it matters where clients and server are apart.
+        allows_nonfinite: changes of such clients may be infinite, or no numbers.
 
     Raises:
         UsageError: the optimizer trains private layers alone.
@@ -51,6 +55,8 @@ class ServerModel:
         has_controls: bool,
         guard: Guard | None = None,
         masks: Masks | None = None,
+        upload: Upload | None = None,
+        allows_nonfinite: bool = False,
     ) -> None:
         specs = [spec for spec in replica.specs if spec.name not in private]
         if not specs:
@@ -82,6 +88,16 @@ class ServerModel:
         if guard is not None:
             of_client.append(TensorSpec("within", (1,), torch.float64))
         self._guard, self._hides = guard, guard is not None or masks is not None
+        self._clients, self._elsewhere, self._upload = context.clients, context.server, upload
+        self._allows_nonfinite = allows_nonfinite
+        of_changes = upload.specs(self.parameters) if upload is not None else specs
+        self._num_of_changes = len(of_changes)
+        self._described = (
+            [*specs, *of_buffers, *of_controls],
+            [replace(spec, group=0) for spec in (*of_changes, *of_buffers, *of_controls)],
+        )
+        if self._clients is not None:
+            self._clients.describe(*self._described, current=lambda: self._state)
         self._joining = Joining(context, of_client, aggregator, num_changes=len(specs), masks=masks)
         self._is_scaled = aggregator.streams  # others weigh contributions anew, and their scales are all 1
 
@@ -95,6 +111,29 @@ class ServerModel:
                     f"the model had a buffer {name!r} when it was prepared and has none now; keep it there"
                 )
         return [named[name] for name in self._buffer_names]
+
+    @property
+    def _state(self) -> list[Tensor]:
+        """What clients that are elsewhere are given."""
+        return [*(parameter.detach() for parameter in self.parameters), *self._real_buffers(), *self.controls]
+
+    def _real_buffers(self) -> list[Tensor]:
+        return [buffer.to(_real_dtype(buffer)) for buffer in self._shared_buffers]
+
+    def begin(self, *, num_samples: int) -> bool:
+        """Before the first round: a client whose server is elsewhere waits for its turn there, and says how many
+        samples it has. Returns whether there is none."""
+        if self._elsewhere is None:
+            return False
+        self._elsewhere.attach(*self._described, samples=num_samples)
+        return self._fetch(self._elsewhere)
+
+    @torch.no_grad()
+    def _fetch(self, server: ServerElsewhere) -> bool:
+        state = [torch.empty_like(tensor) for tensor in self._state]
+        is_over = server.next_turn(state)
+        _copy([*self.parameters, *self._shared_buffers, *self.controls], state)
+        return is_over
 
     def load(self) -> None:
         """This worker's model gets the server's values."""
@@ -119,41 +158,92 @@ class ServerModel:
         weight: float,
         scale: float,
         round_number: int,
+        coded: Sequence[Tensor] = (),
     ) -> None:
         """One client's part in the round.
 
         Args:
+            coded: what the changes travel as, where they are encoded.
             controls: what the client's own ones grew by.
             scale: changes are joined divided by it, and what comes of them counts times the joint of all scales.
 
         Raises:
             UsageError: a buffer has another shape than when it was prepared.
         """
-        scaled = changes if scale == 1.0 else [change / scale for change in changes]
         of_buffers = [
             _change_of_buffer(name, server, local)
             for name, server, local in zip(self._buffer_names, self._shared_buffers, self._buffers, strict=True)
         ]
-        sent = [*of_buffers, *controls, torch.tensor([scale], dtype=torch.float64, device=changes[0].device)]
         if self._hides:
             self._require_unchanged(of_buffers)
+        if self._elsewhere is None:
+            rest = [*of_buffers, *controls]
+            self._add(client, changes, rest, weight=weight, scale=scale, round_number=round_number)
+            return
+        if self._guard is not None:
+            *changes, _ = self._guard.outward(changes, client=client, round_number=round_number)
+        self._elsewhere.send([*(coded or changes), *of_buffers, *controls], scale=scale)
+
+    def _add(
+        self,
+        client: int,
+        changes: Sequence[Tensor],
+        rest: Sequence[Tensor],
+        *,
+        weight: float,
+        scale: float,
+        round_number: int,
+    ) -> None:
+        """`rest` is what was changed of buffers and controls."""
+        scaled = changes if scale == 1.0 else [change / scale for change in changes]
+        sent = [*rest, torch.tensor([scale], dtype=torch.float64, device=changes[0].device)]
         if self._guard is not None:
             *scaled, within = self._guard.outward(scaled, client=client, round_number=round_number)
             sent.append(within)
         self._joining.add(Contribution(client, weight, "gradient", [*scaled, *sent]))
 
     @torch.no_grad()
-    def join(self, *, round_number: int, num_clients: int, leaves: bool) -> tuple[bool, bool]:
+    def _take(self, update: Update, *, weighs: bool, round_number: int) -> None:
+        """What came from a client that is elsewhere. Raises ValueError, which says why, for what does not count."""
+        device = self.parameters[0].device
+        tensors = [tensor.to(device) for tensor in update.tensors]
+        changes, rest = tensors[: self._num_of_changes], tensors[self._num_of_changes :]
+        if self._upload is not None:
+            client = update.client
+            changes = self._upload.decoded(changes, self.parameters, client=client, round_number=round_number)
+        if not self._allows_nonfinite:
+            if (name := self.first_nonfinite(changes)) is not None:
+                raise ValueError(f"what it changed of {name!r} is not finite")
+            if not all(map(is_finite, rest)):
+                raise ValueError("what it changed of buffers or controls is not finite")
+        if self._hides:
+            self._require_unchanged(rest)
+        weight = update.weight if weighs else 1.0
+        self._add(update.client, changes, rest, weight=weight, scale=update.scale, round_number=round_number)
+
+    @torch.no_grad()
+    def join(self, *, round_number: int, num_clients: int, leaves: bool, weighs: bool) -> tuple[bool, bool]:
         """Step with what the round's clients contributed. Collective call.
 
         Args:
             num_clients: that there are, of which those of a round are a part.
             leaves: this worker takes part in no further round.
+            weighs: clients count by their samples.
 
         Returns:
             Whether anybody contributed, and whether a worker leaves, so that there is no further round.
         """
-        joined = self._joining.join(round_number=round_number, leaves=leaves)
+        if self._elsewhere is not None:
+            if leaves:
+                self._elsewhere.leave()
+            return True, leaves or self._fetch(self._elsewhere)
+        if self._clients is not None and not leaves:
+            take = partial(self._take, weighs=weighs, round_number=round_number)
+            leaves = self._clients.collect(round_number, take)
+            if leaves:
+                self._joining.clear()
+                return False, True
+        joined = self._joined(round_number=round_number, leaves=leaves)
         count, gradients, guard = joined.num_contributions, joined.gradients, self._guard
         # A round in which nobody took part looks like another; after the last one there is none.
         steps = count > 0 or (guard is not None and guard.steps_alone and not joined.is_last)
@@ -164,6 +254,16 @@ class ServerModel:
             self._step(gradients, share=count / num_clients)
         self._joining.clear()
         return count > 0, joined.is_last
+
+    def _joined(self, *, round_number: int, leaves: bool) -> Joined:
+        try:
+            return self._joining.join(round_number=round_number, leaves=leaves)
+        except UsageError as error:
+            if self._clients is None:
+                raise
+            self._clients.tell(f"the round changes nothing: {error}")
+            self._joining.clear()
+            return Joined([], 0, leaves)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.correction import Control, correct
 from paceline.errors import UsageError
-from paceline.roster import Turn
+from paceline.roster import Roster, Turn
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.federated.clients import Clients
@@ -50,8 +50,13 @@ class FederatedSynchronizer(Synchronizer):
         private = private_names(replica.model, strategy.private)
         if strategy.privacy is not None and not replica.is_first:
             raise UsageError("privacy is accounted for one optimizer, and several were prepared; prepare one")
-        privacy = strategy.privacy
-        self._guard = Guard(privacy, context.roster, seed=context.seed) if privacy is not None else None
+        if (context.server or context.clients) and not replica.is_first:
+            raise UsageError("clients elsewhere exchange one optimizer's model, and several were prepared; prepare one")
+        self._guard = self._guarded(context, context.roster)
+        codec = strategy.codec_of_clients()
+        apart = context.server or context.clients
+        seed = apart.coding_seed if apart is not None else context.seed
+        self._upload = Upload(codec, seed=seed) if codec is not None else None
         self._server = ServerModel(
             context,
             replica,
@@ -61,6 +66,8 @@ class FederatedSynchronizer(Synchronizer):
             has_controls=strategy.has_controls,
             guard=self._guard,
             masks=strategy.secure,
+            upload=self._upload,
+            allows_nonfinite=strategy.nonfinite == "allow",
         )
         self._clients = Clients(
             replica,
@@ -68,8 +75,6 @@ class FederatedSynchronizer(Synchronizer):
             shared_controls=self._server.controls,
             keeps_optimizer=strategy.optimizer == "kept",
         )
-        codec = strategy.codec_of_clients()
-        self._upload = Upload(codec, seed=context.seed) if codec is not None else None
         if self._upload is not None:
             changes = self._server.parameters
             plain = sum(change.nbytes for change in changes)
@@ -79,7 +84,22 @@ class FederatedSynchronizer(Synchronizer):
         self._num_steps = 0
         self._is_over = False
 
+    def _guarded(self, context: Context, roster: Roster) -> Guard | None:
+        """Where clients and server are apart, noise on sums is the server's alone, and a client's own is its own."""
+        privacy = self._strategy.privacy
+        if privacy is None:
+            return None
+        is_on_sum = privacy.on_sum(num_expected=self._strategy.clients) is not None
+        if (context.server is not None and is_on_sum) or (context.clients is not None and not is_on_sum):
+            return None
+        return Guard(privacy, roster, seed=context.seed)
+
     # --- turns ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self.context.server is not None:
+            self._is_over = self._server.begin(num_samples=self._roster.turn(0).num_samples)
+            self._server.load()
 
     def end_turn(self) -> StepOutcome:
         if self._playing is not None:
@@ -131,13 +151,18 @@ class FederatedSynchronizer(Synchronizer):
         controls = self._kept_controls(playing, changes)
         growth = [after - before.own for after, before in zip(controls, playing.controls, strict=True)]
         left: list[Tensor] = []
+        coded: list[Tensor] = []
         if self._upload is not None:
-            known = self._clients.left_of(turn.client)
-            changes, left = self._upload.passed(changes, known, client=turn.client, round_number=turn.round)
+            known, server = self._clients.left_of(turn.client), self.context.server
+            client, number = (turn.client, turn.round) if server is None else (server.client, server.round)
+            changes, left, coded = self._upload.passed(changes, known, client=client, round_number=number)
         self._clients.keep(turn.client, controls, left)
         weight = float(turn.num_samples if strategy.weights == "samples" else 1) * turn.times
         scale = self._path_length(playing) if strategy.normalise else 1.0
-        self._server.contribute(turn.client, changes, growth, weight=weight, scale=scale, round_number=turn.round)
+        number = turn.round
+        self._server.contribute(
+            turn.client, changes, growth, weight=weight, scale=scale, round_number=number, coded=coded
+        )
 
     def _kept_controls(self, playing: _Playing, changes: list[Tensor]) -> list[Tensor]:
         correction = self._strategy.correction
@@ -160,7 +185,10 @@ class FederatedSynchronizer(Synchronizer):
         """End the round."""
         num_clients = self._roster.participation.num_clients
         has_contributed, self._is_over = self._server.join(
-            round_number=self.iteration, num_clients=num_clients, leaves=leaves
+            round_number=self.iteration,
+            num_clients=num_clients,
+            leaves=leaves,
+            weighs=self._strategy.weights == "samples",
         )
         self.iteration += has_contributed or not self._is_over
         self._look_at_budget()
@@ -182,6 +210,8 @@ class FederatedSynchronizer(Synchronizer):
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
+        if self.context.server is not None:
+            self.context.server.pulse()
         strategy, playing = self._strategy, self._playing
         if playing is None:
             raise UsageError(

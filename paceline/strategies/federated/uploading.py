@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.codec import Codec, TensorCodec
 from paceline.errors import UsageError
+from paceline.layout import TensorSpec
 from paceline.seeding import derive
 
 
@@ -21,23 +22,54 @@ class Upload:
     def __init__(self, codec: TensorCodec, *, seed: int) -> None:
         self._codec, self._seed = codec, seed
 
+    def specs(self, like: Sequence[Tensor]) -> list[TensorSpec]:
+        """What such changes travel as."""
+        payloads = [self._codec.encode(torch.zeros_like(each), seed=0) for each in like]
+        return [
+            TensorSpec(f"payload.{number}.{index}", tuple(part.shape), part.dtype)
+            for number, payload in enumerate(payloads)
+            for index, part in enumerate(payload)
+        ]
+
     @torch.no_grad()
     def passed(
         self, changes: Sequence[Tensor], left: Sequence[Tensor], *, client: int, round_number: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What the server decodes, and what the client keeps of what was left out (Seide et al., Interspeech 2014).
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """What the server decodes, what the client keeps of what was left out (Seide et al., Interspeech 2014), and
+        what travels.
 
         Args:
             left: what it has kept, one a change; none: it keeps nothing, or has nothing yet.
         """
         codec, decoded, kept = self._codec, [], []
+        parts: list[Tensor] = []
         for index, change in enumerate(changes):
             whole = change + codec.decay * left[index] if left else change
-            of = () if codec.linear else (client,)
-            seed = derive(self._seed, "upload", round_number, index, *of)
-            decoded.append(codec.decode(codec.encode(whole, seed=seed), whole, seed=seed))
+            seed = self._seed_of(client, round_number, index)
+            payload = codec.encode(whole, seed=seed)
+            parts += payload
+            decoded.append(codec.decode(payload, whole, seed=seed))
             kept.append(whole - decoded[-1])
-        return decoded, kept if codec.feedback else []
+        return decoded, kept if codec.feedback else [], parts
+
+    @torch.no_grad()
+    def decoded(
+        self, parts: Sequence[Tensor], like: Sequence[Tensor], *, client: int, round_number: int
+    ) -> list[Tensor]:
+        """The changes that travelled as these parts. Raises ValueError for parts that no change travels as."""
+        num_parts, found = len(parts) // len(like), []
+        for index, each in enumerate(like):
+            payload = tuple(parts[index * num_parts : (index + 1) * num_parts])
+            seed = self._seed_of(client, round_number, index)
+            try:
+                found.append(self._codec.decode(payload, each, seed=seed))
+            except (IndexError, RuntimeError) as error:
+                raise ValueError(f"its change number {index} cannot be decoded: {error}") from None
+        return found
+
+    def _seed_of(self, client: int, round_number: int, index: int) -> int:
+        of = () if self._codec.linear else (client,)
+        return derive(self._seed, "upload", round_number, index, *of)
 
     def num_bytes(self, changes: Sequence[Tensor]) -> int:
         """Of all that a client sends of its change."""

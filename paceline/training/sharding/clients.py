@@ -98,6 +98,26 @@ class ClientBatches:
         return num_samples // self._batch_size if self._drop_last else -(-num_samples // self._batch_size)
 
 
+@final
+class NoBatches:
+    """On a server whose clients are elsewhere: whatever data its script has, there is no batch to train on."""
+
+    is_even = True
+
+    def __init__(self, loader: DataLoader[Any], participation: Participation) -> None:
+        self._loader = loader
+        self.roster = Roster(participation, sizes=(), num_batches=(), rank=0, size=1, seed=0)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def parts(self, place: Place) -> Iterator[Part]:
+        return iter(())
+
+
 def column_of(dataset: Any, name: str) -> Sequence[Any] | Tensor:
     """The value of a column for every sample: an attribute of the data set as long as it is, or, of labels, the second
     of each sample's parts. Raises UsageError if there is none."""

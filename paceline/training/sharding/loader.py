@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.errors import BudgetReached, UsageError
 from paceline.roster import Participation, Roster
-from paceline.training.sharding.clients import ClientBatches
+from paceline.training.sharding.clients import ClientBatches, NoBatches
 from paceline.training.sharding.division import RankBatch
 from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import Part, Place, Source
@@ -76,6 +76,9 @@ class ShardedLoader:
             if isinstance(loader.dataset, IterableDataset):
                 raise UsageError("--elastic deals samples anew, which streams do not allow; use a map-style data set")
             self._source = dealing(Orders(loader, rank=rank, size=size, seed=seed))
+        elif participation is not None and not participation.is_played:
+            self._source = nobody = NoBatches(loader, participation)
+            self.roster = nobody.roster
         elif participation is not None:
             self._source = clients = ClientBatches(loader, participation, rank=rank, size=size, seed=seed)
             self.roster = clients.roster

@@ -1,4 +1,4 @@
-"""Writes a virtual run's records and files to the result directory."""
+"""Writes the records and files of a run to its result directory, from the process that makes them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +44,8 @@ class DirectoryReporter(Reporter):
         self.emit(EventRecord(name, "run", self.progress.iteration, self.progress.time_s, details))
 
     def save(self, name: str, content: bytes | memoryview) -> None:
+        self._flush()
+        self._writer.flush()  # what was recorded before a checkpoint is there when the checkpoint is
         try:
             with durable.whole(self._directory / name) as partial:
                 partial.write_bytes(content)

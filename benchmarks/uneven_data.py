@@ -1,0 +1,74 @@
+"""Accuracy where each worker's data differ, under gossip of several kinds: the order of RelaySGD's table.
+
+    python benchmarks/uneven_data.py
+    python benchmarks/uneven_data.py --epochs 20 --seeds 3
+
+16 workers with data sets of their own (recipes/low_bandwidth/uneven.py) train LeNet on MNIST on the virtual engine,
+each method with the best of three learning rates, found on a seed that is not judged. They are studies in `studies`,
+which go on where they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from report import tell
+from rich.table import Table
+
+from paceline.lab.study import Study
+from paceline.lab.variant import Variant
+
+SCRIPT = Path(__file__).parents[1] / "recipes" / "low_bandwidth" / "uneven.py"
+METHODS = {
+    "everybody": "all-reduce",
+    "D-PSGD, ring": "gossip:topology=ring:own_scores=false",
+    "SGP, one-peer exponential": "sgp:topology=one-peer:own_scores=false",
+    "RelaySGD, chain": "relay:topology=chain:own_scores=false",
+    "RelaySGD, tree": "relay:topology=tree:own_scores=false",
+}
+ALPHAS = (1.0, 0.1, 0.01)
+
+
+def conduct(alpha: float, args: argparse.Namespace) -> Study:
+    return Study.run(
+        SCRIPT,
+        strategies=list(METHODS.values()),
+        workers=[args.workers],
+        seeds=args.seeds,
+        tune=[f"lr={args.rates}"],
+        engine="virtual",
+        cluster="lab-1gbe",
+        arguments=["--alpha", str(alpha), "--epochs", str(args.epochs), "--momentum", str(args.momentum)],
+        out=args.out / f"uneven-data-{alpha}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--momentum", type=float, default=0.0)
+    parser.add_argument("--rates", default="0.05,0.2,0.5", help="learning rates to choose from")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("studies"))
+    args = parser.parse_args()
+    table = Table()
+    table.add_column("method")
+    studies = [conduct(alpha, args) for alpha in ALPHAS]
+    for alpha in ALPHAS:
+        table.add_column(f"alpha {alpha:g}", justify="right")
+    for name, text in METHODS.items():
+        cells = []
+        for study in studies:
+            rows = study.frames.trials
+            own = rows[rows["strategy"] == Variant.parse(text).text]
+            found, rate = own["last_metric"], str(own["setting"].iloc[0]).removeprefix("lr=")
+            spread = f", {found.min():.1%} to {found.max():.1%}" if len(found) > 1 else ""
+            cells.append(f"{found.mean():.1%} (rate {rate}{spread})")
+        table.add_row(name, *cells)
+    tell([table], {"workers": args.workers, "epochs": args.epochs, "seeds": args.seeds})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""One host's part in the Ray cluster of a batch job, as a program that takes ADDRESS and DIRECTORY."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HEAD_LOG = "head.log"
+# Tensors never go through Ray's object store, so a cluster that is started here gets the smallest that Ray allows.
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+# Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
+WORKER_NICENESS = {"worker_niceness": 0}
+# Ports of its own for everything: jobs may share a host.
+_ANY_PORT = (
+    "--min-worker-port=0",
+    "--max-worker-port=0",
+    "--dashboard-agent-listen-port=0",
+    "--disable-usage-stats",
+    "--block",
+)
+
+
+def head(host: str, port: int, directory: Path) -> list[str]:
+    """The command that starts the cluster on the first host."""
+    return [
+        *_start(),
+        "--head",
+        f"--node-ip-address={host}",
+        f"--port={port}",
+        f"--temp-dir={directory}",
+        "--include-dashboard=false",
+        f"--system-config={json.dumps(WORKER_NICENESS)}",
+        *_ANY_PORT,
+    ]
+
+
+def _start() -> Sequence[str]:
+    cores = os.environ.get("SLURM_CPUS_ON_NODE") or str(len(os.sched_getaffinity(0)))
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+    return [*ray, f"--num-cpus={cores}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+
+
+def main() -> None:
+    """Ray on a host that joins the cluster at ADDRESS, until the step is ended; its files in DIRECTORY go with it."""
+    address, directory = sys.argv[1], Path(sys.argv[2])
+    process = subprocess.Popen([*_start(), f"--address={address}", *_ANY_PORT])
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    status = process.wait()
+    if not (directory / HEAD_LOG).exists():  # where SLURM has several hosts on one machine, the first one's are there
+        shutil.rmtree(directory, ignore_errors=True)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A Ray cluster over the hosts of a batch job, which ends with the run."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import final
+
+import ray
+
+from paceline.engines.ray import allocated_node
+from paceline.errors import RunFailed
+from paceline.scheduler import Allocation
+
+START_S = 30.0
+"""Until all hosts have come."""
+_STOP_S = 10.0
+_WORDS = 1500
+"""The end of what a process wrote, in an error."""
+
+
+@contextmanager
+def cluster_over(allocation: Allocation, directory: Path, connect: Callable[[str], object]) -> Iterator[None]:
+    """A cluster of the job's hosts, with ports of its own, so that jobs share hosts. Nothing else that runs on them is
+    touched. The caller has set Ray's token.
+
+    Args:
+        directory: for Ray's sockets and logs, on every host.
+        connect: connects this process to the cluster at an address.
+
+    Raises:
+        RunFailed: a host does not come within 30 s; the message has what Ray or srun says.
+    """
+    with ExitStack() as stack:
+        first, *others = allocation.hosts
+        host = _own_address(allocation)
+        port = _free_port(host)
+        address = f"{host}:{port}"
+        head = _start(stack, directory / allocated_node.HEAD_LOG, allocated_node.head(host, port, directory))
+        joining = _start(stack, directory / "others.log", _on_others(allocation, address, directory))
+        _wait_for(head, first, lambda: _listens(host, port))
+        connect(address)
+        _wait_for(joining, ", ".join(others), lambda: _num_hosts() == len(allocation.hosts))
+        yield
+
+
+@final
+class _Process:
+    """One that was started here, with a file that has its words."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            # A session of its own: Ctrl-C is for the launcher, which ends it in order.
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def words(self) -> str:
+        return self._log.read_text(errors="replace")[-_WORDS:].strip() or "it said nothing"
+
+    def stop(self) -> None:
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        self._process.kill()
+        self._process.wait()
+
+
+def _start(stack: ExitStack, log: Path, command: Sequence[str]) -> _Process:
+    process = _Process(command, log)
+    stack.callback(process.stop)
+    return process
+
+
+def _on_others(allocation: Allocation, address: str, directory: Path) -> list[str]:
+    """What starts Ray on all hosts but the first."""
+    number = len(allocation.hosts) - 1
+    return [
+        "srun",
+        f"--nodes={number}",
+        f"--ntasks={number}",
+        "--ntasks-per-node=1",
+        f"--exclude={allocation.hosts[0]}",
+        f"--cpus-per-task={min(allocation.cores[1:])}",
+        "--kill-on-bad-exit=0",
+        "--overlap",
+        sys.executable,
+        "-m",
+        allocated_node.__name__,
+        address,
+        str(directory),
+    ]
+
+
+def _own_address(allocation: Allocation) -> str:
+    """This host's address on the way to the second. Its name may not tell: many a host has 127.0.1.1 for its own."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((_address_of(allocation.hosts[1]), 9))  # sends nothing
+        return str(way.getsockname()[0])
+
+
+def _address_of(host: str) -> str:
+    """As SLURM reaches the host; raises RunFailed if nobody knows it."""
+    shown = subprocess.run(["scontrol", "show", "node", "-o", host], capture_output=True, text=True, check=False)
+    fields = dict(field.partition("=")[::2] for field in shown.stdout.split())
+    try:
+        return socket.gethostbyname(fields.get("NodeAddr", host))
+    except OSError as error:
+        raise RunFailed(f"no address is known of host {host!r} of this job: {error}; {shown.stderr.strip()}") from error
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _wait_for(process: _Process, hosts: str, has_come: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + START_S
+    while not has_come():
+        if process.has_ended or time.monotonic() > give_up_s:
+            late = "" if process.has_ended else f" within {START_S:.0f} s"
+            raise RunFailed(f"Ray does not start on {hosts}{late}: {process.words}")
+        time.sleep(0.1)
+
+
+def _num_hosts() -> int:
+    """That have come to the cluster, and are there."""
+    return sum(node["Alive"] for node in ray.nodes())
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True

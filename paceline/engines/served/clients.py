@@ -1,0 +1,138 @@
+"""What the server's rounds are carried by: its core, on the port that clients connect to."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from torch import Tensor
+
+from paceline.comm.client_sockets import ClientsSocket
+from paceline.layout import TensorSpec
+from paceline.records import EventRecord, Reporter, UpdateRecord
+from paceline.seeding import derive
+from paceline.served.form import Form
+from paceline.served.server_core import Rules, ServerCore
+from paceline.strategies.base import Update
+
+_LOOK_S, _PATIENCE_S = 0.1, 10.0
+_FAREWELL_S = 15.0
+"""So long clients have to fetch the model when the run is over."""
+
+
+@final
+class ServedClients:
+    """
+    Args:
+        socket: the server's.
+        client_of: which client has a public key.
+        welcome: what a client is told of the strategy.
+        say: prints a line of the server's log.
+    """
+
+    def __init__(
+        self,
+        socket: ClientsSocket,
+        *,
+        client_of: Callable[[bytes], int | None],
+        welcome: Mapping[str, Any],
+        rules: Rules,
+        reporter: Reporter,
+        say: Callable[[str], None],
+    ) -> None:
+        self.coding_seed = derive(rules.seed, "coding")
+        self._socket, self._client_of, self._reporter, self._print = socket, client_of, reporter, say
+        # What decides about rounds is drawn apart from noise, whose seed nobody is to learn.
+        self._rules = replace(rules, seed=derive(rules.seed, "clients"))
+        self._welcome = {**welcome, "coding_seed": self.coding_seed}
+        self._core: ServerCore | None = None
+        self._current: Callable[[], Sequence[Tensor]] = lambda: []
+        self._state: Form | None = None
+        self._update = Form(())
+        self._round, self._began_s = 0, time.monotonic()
+
+    def describe(
+        self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, current: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        self._current = current
+        self._state, self._update = Form(tuple(state)), Form(tuple(update))
+        self._core = ServerCore(
+            client_of=self._client_of,
+            welcome=self._welcome,
+            state=self._state,
+            update=self._update,
+            rules=self._rules,
+        )
+
+    def collect(self, number: int, take: Callable[[Update], None]) -> bool:
+        assert self._core is not None
+        assert self._state is not None
+        core, self._round = self._core, number
+        content = self._state.write(self._current())
+        told_s = -_PATIENCE_S
+        while not core.open(number, content, time.monotonic()):
+            if self._reporter.stop_requested():
+                return True
+            if (now_s := time.monotonic()) - told_s >= _PATIENCE_S:
+                told_s = now_s
+                there, wanted = len(core.present(now_s)), max(1, self._rules.min_clients)
+                self.tell(f"round {number} waits for clients: {there} of at least {wanted} are there")
+            self._pump(core)
+        while not core.is_closed(time.monotonic()):
+            if self._reporter.stop_requested():
+                return True
+            self._pump(core)
+            while core.arrivals:
+                arrival = core.arrivals.popleft()
+                client = arrival.client
+                tensors = self._update.read(arrival.content)
+                try:
+                    take(Update(client, tensors, arrival.weight, arrival.scale))
+                except ValueError as error:
+                    core.refuse(client, str(error))
+                else:
+                    core.accept(client)
+                    self._reporter.emit(UpdateRecord(0, number + 1, client, number + 1, 0))
+        core.close(time.monotonic())
+        self._carry(core)
+        return False
+
+    def tell(self, text: str) -> None:
+        self._say(None, text)
+
+    def farewell(self) -> None:
+        """The run is over: clients that are there fetch what it came to."""
+        if self._core is None or self._state is None:
+            return
+        core, ends_s = self._core, time.monotonic() + _FAREWELL_S
+        core.end(self._round + 1, self._state.write(self._current()))
+        while core.present(now_s := time.monotonic()) and now_s < ends_s and not self._reporter.stop_requested():
+            self._pump(core)
+        self._carry(core)
+
+    def _pump(self, core: ServerCore) -> None:
+        """What has come, and what is to go."""
+        self._carry(core)
+        timeout_s = _LOOK_S
+        while (came := self._socket.receive(timeout_s)) is not None:
+            core.receive(*came, time.monotonic())
+            timeout_s = 0.0
+            if core.arrivals or len(core.outbox) > 64:
+                break
+        if count := self._socket.num_strangers():
+            self._say(None, f"{count} connection(s) without a ticket of this server were refused")
+        self._carry(core)
+
+    def _carry(self, core: ServerCore) -> None:
+        for route, message in core.outbox:
+            self._socket.send(route, message)
+        core.outbox.clear()
+        for said in core.log:
+            self._say(said.client, said.text)
+        core.log.clear()
+
+    def _say(self, client: int | None, text: str) -> None:
+        who = "server" if client is None else f"client {client}"
+        self._print(f"[{who}] {text}")
+        now_s = time.monotonic() - self._began_s
+        self._reporter.emit(EventRecord("said", who, self._round, now_s, {"text": text}))

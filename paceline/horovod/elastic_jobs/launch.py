@@ -1,0 +1,71 @@
+"""An elastic job in processes of this host and of ssh's."""
+
+import sys
+import threading
+from typing import Any, final
+
+from paceline.horovod.elastic_jobs.discovery import Discover
+from paceline.horovod.elastic_jobs.driver import Policy
+from paceline.horovod.elastic_jobs.known_hosts import Cooldown
+from paceline.horovod.elastic_jobs.loop import LOOK_EVERY_S, Loop
+from paceline.horovod.processes import Job, Ssh, WorkerProcess, value_of
+
+
+@final
+class ElasticLaunch:
+    """Args: as of `Loop`."""
+
+    def __init__(
+        self,
+        job: Job,
+        discover: Discover,
+        *,
+        policy: Policy,
+        cooldown: Cooldown | None,
+        ssh: Ssh,
+        look_every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        self._job, self._ssh = job, ssh
+        self._loop = Loop(self, discover, policy=policy, cooldown=cooldown, look_every_s=look_every_s)
+        self._processes: dict[int, WorkerProcess] = {}
+        self._results: dict[int, str] = {}
+
+    def run(self) -> list[Any]:
+        """What a function has returned, by rank of the last membership; None for those who have not. Raises as
+        `Loop.run`."""
+        try:
+            self._loop.run()
+        finally:
+            for process in self._processes.values():
+                process.leave()
+            for process in self._processes.values():
+                process.end()
+        return [self._result(worker) for worker in self._loop.ranks] if callable(self._job.program) else []
+
+    def start(self, worker: int, host: str) -> None:
+        process = self._processes[worker] = WorkerProcess(host, self._ssh)
+        process.give(self._job, {})
+
+        def follow() -> None:
+            if process.hello() is not None:
+                process.listen(lambda: str(self._loop.ranks.get(worker, host)), lambda said: self._hear(worker, said))
+            else:
+                print(process.why_not(self._job.start_within_s), file=sys.stderr)
+            self._loop.ended(worker, process.wait() or 0)
+
+        threading.Thread(target=follow, name=f"paceline worker {worker}", daemon=True).start()
+
+    def stop(self, worker: int) -> None:
+        self._processes[worker].leave()
+
+    def tell(self, worker: int, message: dict[str, Any]) -> None:
+        self._processes[worker].tell(message)
+
+    def _hear(self, worker: int, said: dict[str, Any]) -> None:
+        if said["kind"] == "result":
+            self._results[worker] = said["value"]
+        else:
+            self._loop.asked(worker, said["mine"])
+
+    def _result(self, worker: int) -> Any:
+        return value_of(self._results[worker]) if worker in self._results else None

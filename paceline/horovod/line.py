@@ -1,0 +1,168 @@
+"""The line between the launcher and one of its workers: plain messages, past the script's own input and output.
+
+The launcher writes lines of JSON into the worker's input; its end tells that the launcher is gone, or wants the worker
+to go. The worker writes into its output, in lines that begin with a mark that no script knows.
+"""
+
+import json
+import os
+import queue
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TextIO, final
+
+LEAVE_WITHIN_S = 5.0
+_PIECE = 3000  # of a message, so that the kernel writes it whole, whoever else writes into the pipe
+_START = "\x02"
+
+
+class Listener(Protocol):
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None: ...
+
+
+class Line(ABC):
+    """A worker's end, as elastic jobs need it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """Of the membership that the worker is in."""
+        self.has_newcomers = False
+        """Whether some of that membership were not in the one before."""
+        self._update: tuple[int, float, int] | None = None  # epoch, time, what: the last that was heard
+        self._listeners: list[Listener] = []
+
+    def ask(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """Wait for a place in the next membership. Raises SystemExit if there is none any more.
+
+        Args:
+            mine: what the others are to know of this worker.
+        """
+        place = self._ask(mine)
+        self.epoch, self.has_newcomers = place["epoch"], place["has_newcomers"]
+        return place
+
+    def listen(self, listener: Listener) -> None:
+        """Tell it of changes of hosts from here on, and of one of this membership that has come already."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
+        self.remind(listener)
+
+    def forget(self, listener: Listener) -> None:
+        self._listeners.remove(listener)
+
+    def remind(self, listener: Listener) -> None:
+        """Tell it anew of what it may have forgotten."""
+        if self._update is not None and self._update[0] == self.epoch:
+            listener.on_hosts_updated(*self._update[1:])
+
+    def heard(self, *, epoch: int, timestamp: float, update: int) -> None:
+        """Hosts have changed since the membership began."""
+        self._update = (epoch, timestamp, update)
+        if epoch == self.epoch:
+            for listener in [*self._listeners]:
+                listener.on_hosts_updated(timestamp, update)
+
+    @abstractmethod
+    def _ask(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """As `ask`."""
+
+
+@final
+class PipeLine(Line):
+    """Over the worker's input and output.
+
+    Args:
+        told: the worker's input, which the script does not have.
+        mark: what lines for the launcher begin with.
+    """
+
+    def __init__(self, told: TextIO, mark: str) -> None:
+        super().__init__()
+        self._told, self._mark = told, mark
+        self._output = os.dup(1)
+        self._places: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._is_waiting = False
+        threading.Thread(target=self._serve, name="paceline launcher's line", daemon=True).start()
+
+    def say(self, kind: str, **values: Any) -> None:
+        """Send the launcher a message."""
+        for line in framed(self._mark, {"kind": kind, **values}):
+            os.write(self._output, line.encode())
+
+    def _ask(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        self._is_waiting = True
+        self.say("ask", mine=dict(mine))
+        place = self._places.get()
+        self._is_waiting = False
+        if place is None:
+            raise SystemExit(0)
+        return place
+
+    def _serve(self) -> None:
+        for line in self._told:
+            message = json.loads(line)
+            if message.pop("kind") == "enter":
+                self._places.put(message)
+            else:
+                self.heard(**message)
+        if self._is_waiting:  # the script ends as by `sys.exit()`
+            self._places.put(None)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(LEAVE_WITHIN_S)  # a script may catch the signal, but not stay
+        os._exit(1)
+
+
+def framed(mark: str, message: Mapping[str, Any]) -> list[str]:
+    """A message as lines, each short enough to be written whole."""
+    text = json.dumps(message)
+    pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+    return [f"{_START}{mark}{'.' if number == len(pieces) else '+'}{piece}\n" for number, piece in enumerate(pieces, 1)]
+
+
+@final
+class Unframer:
+    """Tells messages from the script's own output.
+
+    Args:
+        hear: is called with each message.
+    """
+
+    def __init__(self, mark: str, hear: Callable[[dict[str, Any]], None]) -> None:
+        self._start, self._hear = _START + mark, hear
+        self._pieces: list[str] = []
+        self._begun = ""
+
+    def output_of(self, line: str) -> str:
+        """What of a line is the script's. What it had begun before a message is given with its rest."""
+        own, start, piece = line.partition(self._start)
+        if not start:
+            own, self._begun = self._begun + own, ""
+            return own
+        self._begun += own
+        self._pieces.append(piece[1:].removesuffix("\n"))
+        if piece[0] == ".":
+            text, self._pieces = "".join(self._pieces), []
+            self._hear(json.loads(text))
+        return ""
+
+    def rest(self) -> str:
+        """What the script had begun and not ended."""
+        own, self._begun = self._begun, ""
+        return own
+
+
+_line: Line | None = None
+
+
+def current() -> Line | None:
+    """This process's line to a launcher of elastic jobs, if there is one."""
+    return _line
+
+
+def connect(line: Line | None) -> None:
+    """Have elastic jobs of this process use the line."""
+    global _line
+    _line = line

@@ -1,0 +1,199 @@
+"""Serving a federated run to clients elsewhere, and joining one."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.comm.tickets import Ticket, Tickets
+from paceline.config import RunConfig
+from paceline.engines.ray.interrupts import Interrupted
+from paceline.engines.scripting import Script, read_script
+from paceline.engines.served.running import JoinedRun, ServedRun
+from paceline.errors import UsageError
+from paceline.records import truncate
+from paceline.running import manifest
+from paceline.running.launch import check_metric
+from paceline.running.result import Result
+from paceline.served.server_core import Rules
+from paceline.strategies import build, name_of
+from paceline.strategies.base import Strategy
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """What a server's rounds go by besides the strategy. Raises UsageError for what is out of range."""
+
+    min_clients: int = 2
+    """So many have to be there before a round begins."""
+    deadline_s: float = 600.0
+    """A round lasts so long at most; updates that come later are dropped."""
+    outweigh: float = 10.0
+    """A client counts at most so many times as much as the median one of its round, whatever it says of itself."""
+    over: float = 1.0
+    """So many times as many clients are drawn as are needed; a round ends with the first ones."""
+
+    def __post_init__(self) -> None:
+        if self.min_clients < 1:
+            raise UsageError(f"min-clients must be at least 1, not {self.min_clients}")
+        if not self.deadline_s > 0:
+            raise UsageError(f"round-deadline must be positive, not {self.deadline_s}")
+        if not self.outweigh >= 1 or not self.over >= 1:
+            raise UsageError("outweigh and over must be at least 1")
+
+
+def serve(
+    script: str | Path | Script,
+    *,
+    strategy: str | Strategy,
+    tickets: Path,
+    listen: tuple[str, int],
+    address: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] = (),
+    rounds: Rounds | None = None,
+    config: RunConfig | None = None,
+    seed: int | None = None,
+    out: Path | None = None,
+    say: Say = print,
+) -> Result:
+    """Be the server of a federated run: its clients join with tickets, from wherever they are.
+
+    Where `out` has a checkpoint the run goes on from there, which is its last round: a server that was ended, however,
+    is started again by the same call.
+
+    Args:
+        tickets: a directory, which has as many tickets as the strategy has clients from here on.
+        listen: host and port.
+        address: of the server as clients reach it; none: this machine's name.
+        seed: of what the server draws; none: drawn itself, so that nobody can tell its noise.
+        out: the result directory; none: `run` in the tickets' directory.
+        say: prints a line of the server's log.
+
+    Raises:
+        UsageError: something asked for cannot be had; nothing was started, unless only the script could tell.
+        RunFailed: the script failed.
+        Interrupted: by Ctrl-C; the message says how to go on.
+    """
+    plan = build(strategy, options) if isinstance(strategy, str) else strategy
+    _require_servable(plan)
+    rules, config = rounds or Rounds(), config or RunConfig()
+    program = script if isinstance(script, Script) else read_script(script, arguments)
+    check_metric(program, config.target)
+    known = Tickets.made(tickets, num_clients=plan.traits.num_clients, address=address)
+    directory = out or tickets / "run"
+    checkpoint = _checkpoint_in(directory)
+    chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
+    config = replace(config, seed=chosen, checkpoint_every=1)
+    _begin(directory, program, plan, config, checkpoint, engine="served")
+    participation = plan.participation()
+    assert participation is not None
+    run = ServedRun(
+        program,
+        plan,
+        config,
+        tickets=known,
+        listen=listen,
+        rules=Rules(
+            sampler=participation.sampler,
+            fraction=participation.fraction,
+            seed=chosen,
+            min_clients=rules.min_clients,
+            deadline_s=rules.deadline_s,
+            outweigh=rules.outweigh,
+            over=rules.over,
+        ),
+        directory=directory,
+        checkpoint=checkpoint,
+        say=say,
+    )
+    try:
+        run.run()
+    except KeyboardInterrupt:
+        raise Interrupted(directory) from None
+    return Result(directory)
+
+
+def join(
+    script: str | Path | Script,
+    *,
+    ticket: Path,
+    arguments: Sequence[str] = (),
+    address: str | None = None,
+    config: RunConfig | None = None,
+    seed: int | None = None,
+    out: Path | None = None,
+    say: Say = print,
+) -> Result:
+    """Be a client of a federated run, with this machine's data. The server says how turns are played and which model
+    they begin with; it never says what to run.
+
+    Args:
+        ticket: the file that the server's owner has given to this client, and to nobody else.
+        address: of the server, if not the ticket's.
+        seed: of what this client draws; none: drawn itself, so that not even the server can tell its noise.
+        out: where this client keeps its records, and what it keeps from turn to turn; none: a directory of the
+            ticket's under `runs`. It goes on with what is there.
+
+    Raises:
+        UsageError: the server refuses the ticket or the script's model, or something asked for cannot be had.
+        DeadlineExceeded: the server says nothing.
+        RunFailed: the script failed.
+    """
+    program = script if isinstance(script, Script) else read_script(script, arguments)
+    own, config = Ticket.read(ticket), config or RunConfig()
+    directory = out or Path("runs") / f"client-{own.client}-of-{own.run}"
+    run = JoinedRun(own, address=address, deadline_s=config.deadline_s, say=say)
+    try:
+        name, options = run.welcome()
+        plan = build(name, options)
+        _require_servable(plan)
+        said = " ".join(f"{key}={value}" for key, value in options.items())
+        say(f"joined as client {own.client}: {name} {said}".rstrip())
+        checkpoint = _checkpoint_in(directory)
+        chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
+        config = replace(config, seed=chosen, checkpoint_every=1)
+        _begin(directory, program, plan, config, checkpoint, engine="joined")
+        run.run(program, plan, config, directory, checkpoint)
+    finally:
+        run.close()
+    return Result(directory)
+
+
+def _require_servable(strategy: Strategy) -> None:
+    """Raises UsageError for a strategy whose clients cannot be elsewhere."""
+    if strategy.participation() is None:
+        raise UsageError(f"{name_of(strategy)} has no clients to serve; use fed-avg, or another fed-* strategy")
+    if getattr(strategy, "secure", None) is not None:
+        raise UsageError("secure=masks needs stages that clients elsewhere do not play so far; leave it out")
+
+
+def _checkpoint_in(directory: Path) -> Checkpoint | None:
+    path = directory / FILE_NAME
+    return Checkpoint.decode(path.read_bytes(), where=str(path)) if path.exists() else None
+
+
+def _begin(
+    directory: Path,
+    program: Script,
+    strategy: Strategy,
+    config: RunConfig,
+    checkpoint: Checkpoint | None,
+    *,
+    engine: str,
+) -> None:
+    """Make the result directory, or cut off what was recorded there after its checkpoint."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if checkpoint is not None:
+            truncate(directory, iteration=checkpoint.iteration)
+        described = manifest.describe_run(
+            program=program.path, arguments=program.arguments, strategy=strategy, num_workers=1, config=config
+        )
+        manifest.write(directory, {**described, "engine": engine})
+    except OSError as error:
+        raise UsageError(f"cannot write to {directory}: {error.strerror}; give another --out") from None

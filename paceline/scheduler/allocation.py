@@ -1,0 +1,51 @@
+"""The hosts that a scheduler has given this job, as its environment tells."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from paceline.errors import UsageError
+from paceline.scheduler.hostlist import expand
+
+
+@final
+@dataclass(frozen=True)
+class Allocation:
+    """A job's hosts. The job's script runs on the first."""
+
+    job: str
+    hosts: tuple[str, ...]
+    cores: tuple[int, ...]
+    """The job's share of each host."""
+
+
+def from_environment(environment: Mapping[str, str]) -> Allocation | None:
+    """The allocation of SLURM that this process is the job script of. None outside one, and in a step of it (`srun`),
+    where each process would start a cluster of its own.
+
+    Raises:
+        UsageError: SLURM's variables contradict each other, or this is not the first host.
+    """
+    job, hostlist = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
+    if not job or not hostlist or environment.get("SLURM_STEP_ID"):
+        return None
+    hosts = tuple(expand(hostlist))
+    here = environment.get("SLURMD_NODENAME", hosts[0])
+    if here != hosts[0]:
+        raise UsageError(f"the cluster is started on {hosts[0]!r}, the first host of job {job}, and this is {here!r}")
+    cores = _cores(environment.get("SLURM_JOB_CPUS_PER_NODE", f"1(x{len(hosts)})"))
+    if len(cores) != len(hosts):
+        raise UsageError(f"job {job} has {len(hosts)} hosts, and SLURM_JOB_CPUS_PER_NODE tells of {len(cores)}")
+    return Allocation(job, hosts, cores)
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    """Of each host, of a list such as `8(x2),4`."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UsageError(f"SLURM_JOB_CPUS_PER_NODE is {text!r}, and not as in 8(x2),4")
+        found += [int(match[1])] * int(match[2] or 1)
+    return tuple(found)

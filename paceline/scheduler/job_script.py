@@ -1,0 +1,76 @@
+"""The job script that `paceline slurm` writes: it can be read, changed and kept."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+_NOTICE_S = 90
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """What a job asks SLURM for, and runs.
+
+    Args:
+        name: of the job.
+        nodes: hosts.
+        cores: of each host.
+        gpus: of each host.
+        options: further options of sbatch, without the dashes, such as `{"time": "01:00:00"}`.
+        command: `paceline run` with all that it is to be given, but the directory of its results.
+        directory: where results go; the job's number is put behind.
+    """
+
+    name: str
+    nodes: int
+    cores: int
+    gpus: int
+    options: Mapping[str, str]
+    command: Sequence[str]
+    directory: str
+    checkpoint: str
+    """The file in there that a run goes on from."""
+
+
+def job_script(job: Job) -> str:
+    """A script for bash. SLURM tells it 90 s before the job's time is over: the run then saves where it is and ends,
+    and the job goes back into the queue. Started again, it goes on from there."""
+    asks = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(job.cores),
+        **({"gpus-per-node": str(job.gpus)} if job.gpus else {}),
+        "signal": f"B:USR1@{_NOTICE_S}",
+        "requeue": "",
+        "open-mode": "append",
+        **job.options,
+    }
+    head = "\n".join(f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in asks.items())
+    program, first, *rest = job.command
+    return f"""#!/bin/bash
+{head}
+
+results={shlex.quote(job.directory)}-$SLURM_JOB_ID
+goes_on=(--out "$results")
+if [ -e "$results/{job.checkpoint}" ]; then
+    goes_on=(--resume "$results")
+elif [ -e "$results" ]; then
+    goes_on=(--out "$results-${{SLURM_RESTART_COUNT:-0}}")  # it ended before it had saved anything
+fi
+
+{shlex.quote(program)} {shlex.quote(first)} "${{goes_on[@]}}" {shlex.join(rest)} &
+run=$!
+
+# The job's time is nearly over: Paceline saves a checkpoint on SIGTERM, and the job is queued again.
+again=no
+trap 'again=yes; kill -TERM "$run"' USR1
+trap 'kill -TERM "$run"' TERM
+
+wait "$run"; status=$?
+while kill -0 "$run" 2>/dev/null; do wait "$run"; status=$?; done  # a trap ends `wait` before the run has ended
+if [ "$again" = yes ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"
+"""

@@ -1,0 +1,200 @@
+"""The client's end of a served run: it comes, waits for its turn, gets the state, and sends what it made of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, final
+
+from paceline.messages import FRAME_BYTES, Kind, Message, raw_bytes
+from paceline.served.form import EPOCH, TRAINS, VERSION, Form, piece, pieces_of
+
+_WINDOW = 4
+"""Pieces that are asked for before the first of them has come."""
+_PULSE_S, _RETRY_S = 1.0, 5.0
+
+
+class Phase(Enum):
+    """What the client waits for."""
+
+    JOINING = "the server's welcome"
+    WELCOMED = "its own script"
+    ATTACHING = "the server's word that the models are the same"
+    WAITING = "its turn"
+    FETCHING = "the server's state"
+    TRAINING = "its own training"
+    SENDING = "the server's word that the update has come"
+    OVER = "nothing"
+
+
+@dataclass(frozen=True)
+class _Attached:
+    state: Form
+    update: Form
+    samples: int
+
+
+@final
+class ClientCore:
+    """Messages in, messages out. What the server may ask for is a state, and an update for it: nothing else of the
+    client ever leaves."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.JOINING
+        self.outbox: list[Message] = []
+        self.welcome: Mapping[str, Any] = {}
+        self.failure: str | None = None
+        """Why the server wants nothing of this client any more."""
+        self.log: list[str] = []
+        self.round = -1
+        """Of the turn that is under way, or was last."""
+        self.state = bytearray()
+        """The server's, as far as it has come."""
+        self.heard_s: float | None = None
+        self._is_last = False  # what is fetched is the end's
+        self._attached: _Attached | None = None
+        self._num_asked = 0
+        self._update: tuple[memoryview, dict[str, Any]] | None = None
+        self._spoke_s = self._moved_s = -_RETRY_S
+
+    # --- what the script does ---------------------------------------------------------------------------------
+
+    def attach(self, state: Form, update: Form, *, samples: int) -> None:
+        """The script is ready: this is what it exchanges, and how many samples it has."""
+        self._attached = _Attached(state, update, samples)
+        self._say_attach()
+
+    def send(self, content: memoryview, *, scale: float) -> None:
+        """What the turn came to."""
+        self._update = (content, {"scale": scale})
+        self._send_update()
+
+    def send_nothing(self) -> None:
+        """The turn came to nothing."""
+        self._update = (memoryview(b""), {"nothing": True})
+        self._send_update()
+
+    def leave(self) -> None:
+        self._out(Message(Kind.LEAVE, EPOCH))
+        self.phase = Phase.OVER
+
+    # --- time and messages ------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """Say again what was not answered, so that nothing hangs on one message."""
+        if self.heard_s is None:
+            self.heard_s = now_s
+        if self.outbox:
+            self._spoke_s = now_s
+            return
+        if now_s - self._spoke_s < _PULSE_S:
+            return
+        self._spoke_s = now_s
+        if self.phase is Phase.JOINING:
+            self._out(Message(Kind.JOIN, EPOCH, body={"version": VERSION}))
+        elif self.phase is Phase.ATTACHING:
+            self._say_attach()
+        elif self.phase in (Phase.WAITING, Phase.TRAINING, Phase.SENDING):
+            flags = TRAINS if self.phase is Phase.TRAINING else 0
+            self._out(Message(Kind.PULSE, EPOCH, flags=flags, iteration=self.round))
+        elif self.phase is Phase.FETCHING:
+            if now_s - self._moved_s > _RETRY_S:
+                self._moved_s = now_s
+                self._num_asked = len(self.state) // FRAME_BYTES
+                self._ask()
+            self._out(Message(Kind.PULSE, EPOCH, flags=TRAINS, iteration=self.round))
+
+    def receive(self, message: Message, now_s: float) -> None:
+        """A message of the server's. What does not fit the phase is of an earlier one, and nothing comes of it."""
+        self.heard_s = now_s
+        kind, phase = message.kind, self.phase
+        if kind is Kind.ERROR:
+            self._take_error(message)
+        elif kind is Kind.JOIN and phase is not Phase.JOINING:
+            self._out(Message(Kind.JOIN, EPOCH, body={"version": VERSION}))
+        elif kind is Kind.OK and phase is Phase.JOINING:
+            self.welcome, self.phase = message.body, Phase.WELCOMED
+        elif kind is Kind.OK and self._attached is not None:  # the server is another process than before
+            self._say_attach()
+        elif kind is Kind.ANSWER and phase is Phase.ATTACHING:
+            self.phase = Phase.WAITING
+        elif kind in (Kind.TURN, Kind.STOP):
+            self._take_turn(message, now_s)
+        elif kind is Kind.CONTENT and phase is Phase.FETCHING and message.iteration == self.round:
+            self._take_piece(message, now_s)
+        elif kind is Kind.RECEIVED and phase is Phase.SENDING and message.iteration == self.round:
+            self._update, self.phase = None, Phase.WAITING
+
+    def _take_error(self, message: Message) -> None:
+        reason = str(message.body.get("reason", ""))[:500]
+        if message.body.get("fatal"):
+            self.failure = reason
+        elif self.phase is Phase.SENDING and message.iteration == self.round:
+            self.log.append(f"the server refuses the update of round {self.round}: {reason}")
+            self._update, self.phase = None, Phase.WAITING
+
+    def _take_turn(self, message: Message, now_s: float) -> None:
+        """The turn of a round, or the end's state."""
+        is_last, is_new = message.kind is Kind.STOP, message.iteration != self.round
+        if self.phase is Phase.SENDING and not is_new and not is_last:
+            self._send_update()
+        elif self.phase is Phase.FETCHING and not is_new and is_last == self._is_last:
+            pass
+        elif self.phase in (Phase.WAITING, Phase.FETCHING, Phase.SENDING):
+            if self.phase is Phase.SENDING:
+                self.log.append(f"the server went on without the update of round {self.round}")
+            self._update, self.phase, self._is_last = None, Phase.FETCHING, is_last
+            self.round, self.state, self._num_asked, self._moved_s = message.iteration, bytearray(), 0, now_s
+            self._ask()
+
+    def _take_piece(self, message: Message, now_s: float) -> None:
+        assert self._attached is not None
+        total = self._attached.state.num_bytes
+        raw = raw_bytes(message.payload[0]) if message.payload else memoryview(b"")
+        if message.shard * FRAME_BYTES != len(self.state) or len(raw) != min(FRAME_BYTES, total - len(self.state)):
+            return
+        self.state += raw
+        self._moved_s = now_s
+        if len(self.state) == total:
+            self.phase = Phase.OVER if self._is_last else Phase.TRAINING
+            if self._is_last:
+                self._out(Message(Kind.LEAVE, EPOCH))
+        else:
+            self._ask()
+
+    # --- what goes out ----------------------------------------------------------------------------------------
+
+    def _say_attach(self) -> None:
+        assert self._attached is not None
+        known = self._attached
+        body = {"samples": known.samples, "state": known.state.described(), "update": known.update.described()}
+        self._out(Message(Kind.ATTACH, EPOCH, body=body))
+        if self.phase is Phase.WELCOMED:
+            self.phase = Phase.ATTACHING
+
+    def _ask(self) -> None:
+        """For the next pieces, a few at a time."""
+        assert self._attached is not None
+        wanted = min(self._attached.state.num_pieces, len(self.state) // FRAME_BYTES + _WINDOW)
+        for index in range(self._num_asked, wanted):
+            self._out(Message(Kind.PULL, EPOCH, shard=index, iteration=self.round))
+        self._num_asked = max(self._num_asked, wanted)
+
+    def _send_update(self) -> None:
+        assert self._update is not None
+        content, body = self._update
+        self.phase = Phase.SENDING
+        for index in range(pieces_of(len(content))):
+            self._out(
+                Message(
+                    Kind.UPDATE,
+                    EPOCH,
+                    shard=index,
+                    iteration=self.round,
+                    tensor_bytes=len(content),
+                    body=body if index == 0 else {},
+                    payload=[piece(content, index)] if len(content) else (),
+                )
+            )
+
+    def _out(self, message: Message) -> None:
+        self.outbox.append(message)

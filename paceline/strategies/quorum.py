@@ -1,0 +1,194 @@
+"""Asynchronous rounds of local steps: servers step with what the first workers have changed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.arrays import is_finite
+from paceline.comm.base import Store, Timing
+from paceline.errors import UsageError
+from paceline.layout import by_group
+from paceline.membership import Membership
+from paceline.outer import Nesterov, Outer, mix, require_in_range, take_changes
+from paceline.server.admission import AdmissionRule, Quorum
+from paceline.server.spec import Push
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option
+from paceline.strategies.finite import checked, may_step
+from paceline.strategies.mirror import Mirror
+from paceline.strategies.own_state import OwnState, of_replica
+from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters, spec_of
+from paceline.strategies.traits import Traits
+
+_OUTER, _OPTIMIZER = "outer.", "optimizer."
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class QuorumUpdates(Strategy):
+    """Rounds of local steps with the script's own optimizer, over servers that hold the outer one.
+
+    DiLoCo (Douillard et al., 2023) without its barrier, as in Liu et al., "Asynchronous local-SGD training for language
+    modeling", 2024, section 2, whose servers step with each worker's change by itself (`quorum=1`). A round ends with
+    `quorum` changes, and those that come in the grace after these. A later one counts in the round that is then open,
+    as it is: it began from older parameters, and its staleness in the records is of so many rounds.
+
+    Changes count by the samples that they were made from. The inner optimizer's state stays with its worker.
+
+    >>> QuorumUpdates(quorum=3).traits.unit
+    'round'
+    """
+
+    every: int = option(50, "local steps from a worker's exchange to its next")
+    quorum: int = option(1, "workers whose changes make a round; others' count in a later one")
+    grace_s: float = option(0.0, "seconds for which a round waits for further changes once it has a quorum")
+    outer: Outer = option(Nesterov(), "what the servers step with: average, momentum, nesterov, adam or torch")
+    servers: int = option(1, "number of servers, each owning one key range")
+
+    def validate(self) -> None:
+        for name in ("every", "quorum", "servers"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.grace_s < float("inf"):
+            raise UsageError(f"grace_s must be a number from 0, not {self.grace_s}")
+        if not self.outer.by_torch:
+            raise UsageError(f"outer={self.outer} is none of torch's optimizers, which servers build anew; use adam")
+        require_in_range(self.outer)
+
+    def check(self, *, num_workers: int) -> None:
+        if self.quorum > num_workers:
+            raise UsageError(f"quorum={self.quorum} is more than {num_workers} worker(s) ever make")
+        if self.quorum == num_workers and self.grace_s:
+            raise UsageError(f"grace_s has no effect where a quorum is all {num_workers} worker(s)")
+
+    @property
+    def traits(self) -> Traits:
+        # What a step takes depends on how workers' rounds fall together, which no closed form says: plans refuse it.
+        return Traits(lock_step=False, unit="round", tells_stop=True, num_servers=self.servers, passes_attacks=True)
+
+    def admission_rule(self, members: Membership) -> AdmissionRule:
+        return Quorum(members, quorum=self.quorum, grace_s=self.grace_s)
+
+    def bind(self, context: Context, replica: Replica) -> Synchronizer:
+        if context.store is None:
+            raise UsageError("this world has no servers; start the script with `paceline run --strategy async-diloco`")
+        return _QuorumSynchronizer(self, context, context.store, replica)
+
+
+@final
+class _QuorumSynchronizer(Synchronizer):
+    def __init__(self, strategy: QuorumUpdates, context: Context, store: Store, replica: Replica) -> None:
+        super().__init__(context, replica)
+        self._strategy, self._store = strategy, store
+        layout = by_group([replace(spec, group=0) for spec in replica.specs])
+        self._outer = Mirror(store.allocate(layout.num_bytes), context.device)
+        self._changed = Mirror(store.allocate(layout.num_bytes), context.device)
+        self._shared, self._changes = layout.views(self._outer.local), layout.views(self._changed.local)
+        self._local = [parameter.detach() for parameter in replica.parameters]
+        mix(self._shared, self._local, alpha=0.0)
+        self._outer.to_host()
+        outer = spec_of(strategy.outer.optimizer([nn.Parameter(torch.zeros(1))]))
+        store.attach(layout, outer, self._outer.host, self._changed.host)
+        self._outer_state: dict[str, Tensor] = {}
+        self._pause_at = 0
+        self._steps = 0
+        self._weight, self._weights = 1.0, (0.0, 0)
+
+    def start(self) -> None:
+        """Rank 0's parameters are the shared ones, also where the script has loaded them since."""
+        mix(self._shared, self._local, alpha=0.0)
+        self._outer.to_host()
+        self._store.load_state(self._outer_state, iteration=self.iteration)
+        self._outer_state = {}
+        self.context.collective.barrier()
+        self._pull()
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        return (self._store.timing, self.context.collective.timing)
+
+    def set_weight(self, weight: float) -> None:
+        self._weight = weight
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        nonfinite = self._strategy.nonfinite
+        return checked(closure, self.replica, nonfinite, rank=self.context.rank, step=self._steps + 1)
+
+    def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        require_same_parameters(self.replica)
+        applies = self.gradients_are_spent or may_step(
+            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
+        )
+        if applies:
+            update()
+        applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        total, count = self._weights
+        self._weights = (total + self._weight, count + 1)
+        self._steps += 1
+        self._pause_at = pause_at
+        is_over = self._weights[1] == self._strategy.every
+        outcome = self._exchange() if is_over else StepOutcome(self.iteration)
+        return outcome if applies else outcome._replace(staleness=-1)
+
+    def leave(self) -> None:
+        """A round that the data ended in counts, too."""
+        if self._weights[1]:
+            self._exchange()
+        self._store.leave()
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        """What the servers have, which a worker that is through with its data need not, and the mean of all buffers."""
+        if self.context.rank == 0:
+            self._pull()
+        own = [tensor.clone() for tensor in self._local]
+        mix(self._local, self._shared, alpha=0.0)
+        try:
+            with super().global_model() as model:
+                yield model
+        finally:
+            mix(self._local, own, alpha=0.0)
+
+    def own_state(self) -> dict[str, OwnState]:
+        own = {name: state for name, state in of_replica(self.replica).items() if name.startswith(_OPTIMIZER)}
+        outer = self._store.optimizer_state()
+        return {**own, **{f"{_OUTER}{name}": OwnState(tensor, "same") for name, tensor in outer.items()}}
+
+    def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
+        mine = {name.removeprefix(_OPTIMIZER): own[name] for name in own if name.startswith(_OPTIMIZER)}
+        super().restore(mine or state, own, iteration=iteration)
+        self._outer_state = {name.removeprefix(_OUTER): own[name] for name in own if name.startswith(_OUTER)}
+
+    def _exchange(self) -> StepOutcome:
+        """Give what was changed since the last exchange, and go on from what the servers have then."""
+        total, count = self._weights
+        self._weights = (0.0, 0)
+        take_changes(self._shared, self._local, self._changes, weight=1.0)
+        if self.context.corrupt is not None:
+            self.context.corrupt(self._changes, self._steps)
+        self._require_finite()
+        self._changed.to_host()
+        push = Push(pause_at=self._pause_at, stop=self.stop_vote(), weight=total / count)
+        reply = self._store.exchange(push)
+        self._outer.to_device()
+        mix(self._local, self._shared, alpha=0.0)
+        self.iteration = reply.iteration
+        return StepOutcome(reply.iteration, reply.stop, max(reply.staleness), reply.admitted)
+
+    def _require_finite(self) -> None:
+        """A change that is not finite is nothing under `skip`. Raises NonFiniteGradient under `raise`."""
+        names = zip(self.replica.specs, self._changes, strict=True)
+        culprit = next((spec.name for spec, change in names if not is_finite(change)), None)
+        if culprit is None or self._strategy.nonfinite == "allow":
+            return
+        if self._strategy.nonfinite == "raise":
+            raise non_finite(rank=self.context.rank, step=self._steps, parameter=culprit)
+        for change in self._changes:
+            change.zero_()
+
+    def _pull(self) -> None:
+        self._store.pull()
+        self._outer.to_device()

@@ -1,0 +1,120 @@
+"""Notices a script's hooks on gradients that do to each worker's own gradient what one process does to the mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.buckets import is_own_hook
+from paceline.errors import UsageError
+
+_TOLERANCE = 1e-2
+_NUM_LOOKS = 16
+"""Calls after which a hook that has changed no gradient is taken for one that only looks."""
+
+
+@final
+class GradientHooks:
+    """Tries, once, each hook of a parameter that gives another gradient than it was given.
+
+    Workers average gradients after a script's hooks. That is what one process does where a hook is linear, as scaling
+    and masking are; clipping is not. A hook that only looks is called as often as the script expects.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, rank: int) -> None:
+        self._named, self._rank = list(named_parameters), rank
+        self._known: set[int] = set()  # what torch calls the hooks that have been seen
+
+    def watch(self) -> None:
+        """Have the hooks that are new be tried when they are called next."""
+        for name, parameter in self._named:
+            self._watch(parameter._backward_hooks, partial(_try_on_gradient, name=name, rank=self._rank))
+            self._watch(parameter._post_accumulate_grad_hooks, partial(_try_on_parameter, name=name, rank=self._rank))
+
+    def _watch(self, hooks: dict[int, Any] | None, trial: Callable[..., Any]) -> None:
+        for key, hook in (hooks or {}).items():
+            if key not in self._known and not is_own_hook(hook) and hooks is not None:
+                self._known.add(key)
+                hooks[key] = _Until(partial(trial, hook), hook, hooks, key)
+
+
+@final
+class _Until:
+    """Stands in a hook's place until a trial has been made of it: torch looks up hooks whenever it calls them."""
+
+    def __init__(self, trial: Callable[[Any], tuple[Any, bool]], hook: Any, hooks: dict[int, Any], key: int) -> None:
+        self._trial, self._hook, self._hooks, self._key = trial, hook, hooks, key
+        self._num_calls = 0
+
+    def __call__(self, given: Tensor) -> Any:
+        self._num_calls += 1
+        result, is_tried = self._trial(given)
+        is_tried = is_tried or self._num_calls == _NUM_LOOKS
+        if is_tried and self._key in self._hooks:  # the script may have removed it meanwhile
+            self._hooks[self._key] = self._hook
+        return result
+
+
+def _try_on_gradient(
+    hook: Callable[[Tensor], Tensor | None], gradient: Tensor, *, name: str, rank: int
+) -> tuple[Tensor | None, bool]:
+    """A hook that `register_hook` was given. Returns what it returns, and whether it has shown what it does."""
+    given, version = gradient.detach().clone(), gradient._version
+    result = hook(gradient)
+    if result is None and gradient._version == version:
+        return None, False
+
+    def of_other(other: Tensor) -> Tensor:
+        changed = hook(other)
+        return other if changed is None else changed.detach()
+
+    return result, _is_linear(of_other, given, (gradient if result is None else result).detach(), name=name, rank=rank)
+
+
+def _try_on_parameter(
+    hook: Callable[[Tensor], object], parameter: Tensor, *, name: str, rank: int
+) -> tuple[None, bool]:
+    """A hook that `register_post_accumulate_grad_hook` was given."""
+    given = None if parameter.grad is None else parameter.grad.detach().clone()
+    hook(parameter)
+    result = parameter.grad
+    if given is None or result is None or torch.equal(given, result):
+        return None, False
+
+    def of_other(other: Tensor) -> Tensor:
+        parameter.grad = other
+        hook(parameter)
+        return other if parameter.grad is None else parameter.grad.detach()
+
+    try:
+        return None, _is_linear(of_other, given, result.detach().clone(), name=name, rank=rank)
+    finally:
+        parameter.grad = result
+
+
+def _is_linear(of_other: Callable[[Tensor], Tensor], given: Tensor, result: Tensor, *, name: str, rank: int) -> bool:
+    """Whether the hook adds to a gradient far from this one what it adds to none; false where nothing can be told.
+
+    Raises:
+        UsageError: it does something else.
+    """
+    largest = float(given.abs().max()) if given.is_floating_point() and given.numel() else 0.0
+    if not 0.0 < largest < math.inf:
+        return False
+    far = torch.full_like(given, largest / math.sqrt(torch.finfo(given.dtype).eps))
+    far.view(-1)[::2].neg_()
+    together, alone, of_nothing = of_other(given + far), of_other(far.clone()), of_other(torch.zeros_like(given))
+    distance = float(((together - alone) - (result - of_nothing)).abs().max())
+    rounding = 8 * torch.finfo(given.dtype).eps * float(together.abs().max() + result.abs().max())
+    if distance <= _TOLERANCE * largest + rounding:
+        return True
+    raise UsageError(
+        f"rank {rank}: a hook of the script on the gradient of {name!r} clips it, or does something else to it that is "
+        "not linear, and would do so to each worker's own gradient before workers average them; do it to the mean, "
+        "between loss.backward() and optimizer.step()"
+    )

@@ -1,0 +1,237 @@
+"""Jobs of a real SLURM: a controller and two of its daemons on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from paceline.scheduler import expand
+from tests.unit.test_scheduler import hostlists
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
+MISSING = [name for name in DAEMONS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+WITHIN_S = 180.0
+PACELINE = str(Path(sys.executable).with_name("paceline"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)}: not installed (Debian's slurm-wlm and munge)"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="SLURM's daemons are to run as root"),
+]
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={home}/munge.socket
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+ReturnToService=2
+SlurmctldPidFile={home}/controller.pid
+SlurmdPidFile={home}/%n.pid
+SlurmdSpoolDir={home}/spool-%n
+StateSaveLocation={home}
+NodeName=n1 NodeHostname=localhost Port={first} CPUs=2
+NodeName=n2 NodeHostname=localhost Port={second} CPUs=2
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Slurm:
+    """What the tests ask of it."""
+
+    def __init__(self, home: Path, environment: dict[str, str]) -> None:
+        self.home, self.environment = home, environment
+
+    def ask(self, *command: str, **settings: Any) -> str:
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, **settings)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self, *options: str, cwd: Path) -> str:
+        """The job's number."""
+        said = self.ask(PACELINE, "slurm", *options, cwd=cwd)
+        return said.split("Submitted batch job ")[1].split(";")[0]
+
+    def state(self, job: str) -> str:
+        shown = self.ask("scontrol", "show", "job", "-o", job)
+        return dict(field.partition("=")[::2] for field in shown.split())["JobState"]
+
+    def wait(self, job: str, *states: str) -> str:
+        give_up_s = time.monotonic() + WITHIN_S
+        while (state := self.state(job)) not in states:
+            assert time.monotonic() < give_up_s, state
+            time.sleep(0.5)
+        return state
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    home = tmp_path_factory.mktemp("slurm")
+    home.chmod(0o755)
+    (home / "key").write_bytes(os.urandom(1024))
+    (home / "key").chmod(0o600)
+    ports = {name: free_port() for name in ("controller", "first", "second")}
+    (home / "slurm.conf").write_text(CONFIGURATION.format(home=home, **ports))
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    environment = {**os.environ, "SLURM_CONF": str(home / "slurm.conf"), "PATH": path, "PYTHONPATH": os.getcwd()}
+    for name in ("spool-n1", "spool-n2"):
+        (home / name).mkdir()
+    files = [f"--{name}-file={home}/{name}" for name in ("key", "pid", "log", "seed")]
+    commands = [
+        ["munged", "--foreground", "--force", *files, f"--socket={home}/munge.socket"],
+        ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N", "n1"],
+        ["slurmd", "-D", "-N", "n2"],
+    ]
+    started = []
+    for command in commands:
+        log = (home / f"{command[0]}{command[-1] if command[0] == 'slurmd' else ''}.out").open("wb")
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=home)
+        )
+        if command[0] == "munged":
+            wait_for(home / "munge.socket")
+    made = Slurm(home, environment)
+    try:
+        give_up_s = time.monotonic() + 60.0
+        while (
+            "idle" not in subprocess.run(["sinfo"], env=environment, capture_output=True, text=True, check=False).stdout
+        ):
+            assert time.monotonic() < give_up_s
+            time.sleep(0.2)
+        yield made
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(path: Path) -> None:
+    give_up_s = time.monotonic() + 30.0
+    while not path.exists():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
+
+
+def left_of(job: str, slurm: Slurm) -> list[str]:
+    """Processes of the job that are still there."""
+    left = []
+    for process in psutil.process_iter():
+        try:
+            its = process.environ()
+            if its.get("SLURM_JOB_ID") == job and its.get("SLURM_CONF") == slurm.environment["SLURM_CONF"]:
+                left.append(" ".join(process.cmdline())[:200])
+        except psutil.Error:
+            continue
+    return left
+
+
+SCRIPT = """
+import torch, paceline
+from torch.utils.data import DataLoader, TensorDataset
+worker = paceline.init()
+model = torch.nn.Linear(4, 1)
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = worker.prepare(model, optimizer, DataLoader(data, batch_size=8))
+import time
+for epoch in range({epochs}):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        time.sleep({pause_s})
+"""
+
+
+def write_script(directory: Path, *, epochs: int, pause_s: float = 0.0) -> str:
+    (directory / "train.py").write_text(SCRIPT.format(epochs=epochs, pause_s=pause_s))
+    return "train.py"
+
+
+def test_a_job_on_two_hosts_trains_under_servers_and_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
+    script = write_script(tmp_path, epochs=5)
+    job = slurm.submit(script, "--nodes", "2", "--cores", "2", "--strategy", "ps-bsp:servers=2", cwd=tmp_path)
+    state = slurm.wait(job, "COMPLETED", "FAILED")
+    said = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
+    assert state == "COMPLETED", said
+    results = tmp_path / "runs" / f"slurm-{job}"
+    assert (results / "model.safetensors").exists()
+    assert len((results / "steps.csv").read_text().splitlines()) == 1 + 2 * 5 * 4
+    assert left_of(job, slurm) == []
+
+
+def test_a_job_whose_time_is_over_saves_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    script = write_script(tmp_path, epochs=40, pause_s=0.1)
+    job = slurm.submit(script, "--nodes", "1", "--cores", "2", "--workers", "2", cwd=tmp_path)
+    wait_for_steps(tmp_path / "runs" / f"slurm-{job}" / "steps.csv")
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait(job, "PENDING")
+    slurm.ask("scontrol", "update", f"jobid={job}", "StartTime=now")
+    assert slurm.wait(job, "COMPLETED", "FAILED") == "COMPLETED"
+    said = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
+    assert "interrupted; saved at iteration" in said
+    steps = (tmp_path / "runs" / f"slurm-{job}" / "steps.csv").read_text().splitlines()[1:]
+    assert len(steps) == 2 * 40 * 4  # no step twice, none left out
+
+
+def wait_for_steps(path: Path) -> None:
+    give_up_s = time.monotonic() + WITHIN_S
+    while not path.exists() or len(path.read_text().splitlines()) < 10:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.2)
+
+
+def test_a_host_that_does_not_come_ends_the_job_with_the_reason(slurm: Slurm, tmp_path: Path) -> None:
+    script = write_script(tmp_path, epochs=1)
+    (tmp_path / "srun").write_text("#!/bin/bash\necho no host for you >&2\nexit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{slurm.environment['PATH']}"
+    broken = Slurm(slurm.home, {**slurm.environment, "PATH": path})
+    began_s = time.monotonic()
+    job = broken.submit(script, "--nodes", "2", "--cores", "2", cwd=tmp_path)
+    assert slurm.wait(job, "COMPLETED", "FAILED") == "FAILED"
+    said = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
+    assert "Ray does not start on n2: no host for you" in said
+    assert time.monotonic() - began_s < WITHIN_S
+    assert left_of(job, slurm) == []
+
+
+def test_lists_of_hosts_are_as_slurm_reads_them(slurm: Slurm) -> None:
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(hostlists())
+    def compare(case: tuple[str, list[str]]) -> None:
+        text, _ = case
+        assert expand(text) == slurm.ask("scontrol", "show", "hostnames", text).split()
+
+    compare()

@@ -1,0 +1,153 @@
+"""What a batch scheduler gives a job, and the script that asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.scheduler import Allocation, Job, expand, from_environment, job_script
+
+NAMES = st.text("abcxyz-", min_size=1, max_size=4).filter(lambda name: name[0] != "-")
+NUMBERS = st.integers(0, 120)
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A span of numbers as SLURM writes it, and what it stands for."""
+    width = draw(st.integers(1, 4))
+    first = draw(NUMBERS)
+    last = draw(st.integers(first, first + 12))
+    numbers = [f"{number:0{width}d}" for number in range(first, last + 1)]
+    if first == last or draw(st.booleans()):
+        return numbers[0], numbers[:1]
+    return f"{numbers[0]}-{numbers[-1]}", numbers
+
+
+@st.composite
+def hostlists(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A list of hosts in the short form and in the long one."""
+    texts, hosts = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        name = draw(NAMES)
+        inside = draw(st.lists(spans(), max_size=3))
+        if not inside:
+            texts.append(name)
+            hosts.append(name)
+            continue
+        texts.append(f"{name}[{','.join(text for text, _ in inside)}]")
+        hosts += [name + number for _, numbers in inside for number in numbers]
+    return ",".join(texts), hosts
+
+
+@given(hostlists())
+def test_short_lists_stand_for_long_ones(case: tuple[str, list[str]]) -> None:
+    text, hosts = case
+    assert expand(text) == hosts
+
+
+def test_several_brackets_multiply() -> None:
+    assert expand("r[1-2]n[08-09]") == ["r1n08", "r1n09", "r2n08", "r2n09"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "a[1-2", "a1-2]", "a[2-1]", "a[x]", "a[1-]", "a[]", "a[[1]]", "a[1-999999]"]
+)
+def test_what_is_no_list_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="list of hosts"):
+        expand(text)
+
+
+ENVIRONMENT = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "8(x2),4"}
+
+
+def test_slurms_variables_give_the_allocation() -> None:
+    assert from_environment(ENVIRONMENT) == Allocation("7", ("n1", "n2", "n3"), (8, 8, 4))
+    assert from_environment({**ENVIRONMENT, "SLURMD_NODENAME": "n1"}) is not None
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "7"}, {**ENVIRONMENT, "SLURM_STEP_ID": "0"}])
+def test_elsewhere_there_is_none(environment: dict[str, str]) -> None:
+    assert from_environment(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"SLURMD_NODENAME": "n2"}, "started on 'n1', the first host of job 7, and this is 'n2'"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "8(x2)"}, "3 hosts, and SLURM_JOB_CPUS_PER_NODE tells of 2"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "many"}, "not as in"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(changed: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said.replace("(", r"\(")):
+        from_environment({**ENVIRONMENT, **changed})
+
+
+def job(**changed: object) -> Job:
+    settings: dict[str, object] = {
+        "name": "train",
+        "nodes": 4,
+        "cores": 8,
+        "gpus": 0,
+        "options": {"time": "01:00:00", "exclusive": ""},
+        "command": ["paceline", "run", "my script.py", "--workers", "4", "--", "--name", "a b"],
+        "directory": "runs/slurm",
+        "checkpoint": "checkpoint.pt",
+    }
+    return Job(**{**settings, **changed})  # type: ignore[arg-type]
+
+
+def test_a_job_script_asks_for_what_it_was_given_and_is_bash() -> None:
+    text = job_script(job())
+    asked = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --nodes=4", "#SBATCH --cpus-per-task=8", "#SBATCH --time=01:00:00"} <= set(asked)
+    assert "#SBATCH --exclusive" in asked
+    assert not any("gpus" in line for line in asked)
+    assert "#SBATCH --gpus-per-node=2" in job_script(job(gpus=2))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(("signal", "status", "again"), [(None, 0, False), ("USR1", 3, True), ("TERM", 3, False)])
+def test_a_job_script_ends_as_its_run_and_is_queued_again_when_its_time_is_over(
+    tmp_path: Path, signal: str | None, status: int, again: bool
+) -> None:
+    """A stand-in for Paceline saves and ends with 3 on SIGTERM, and one for scontrol writes down what it is asked."""
+    program = tmp_path / "paceline"
+    wait = (
+        "sleep 0.1" if signal is None else f"sleep 0.5; kill -{signal} $PPID; for _ in $(seq 100); do sleep 0.1; done"
+    )
+    program.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/given\ntrap "exit 3" TERM\n{wait}\n')
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/asked\n')
+    for each in (program, scontrol):
+        each.chmod(0o755)
+    command = [str(program), "run", "train.py"]
+    text = job_script(job(command=command, directory=str(tmp_path / "r")))
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-s"], input=text, text=True, env=environment, check=False, timeout=60)
+    assert done.returncode == status
+    assert (tmp_path / "given").read_text() == f"run --out {tmp_path}/r-7 train.py\n"
+    assert (tmp_path / "asked").exists() == again
+    if again:
+        assert (tmp_path / "asked").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("has_saved", "option"), [(True, "--resume {0}/r-7"), (False, "--out {0}/r-7-2")], ids=["saved", "not saved"]
+)
+def test_a_job_that_is_started_again_goes_on(tmp_path: Path, has_saved: bool, option: str) -> None:
+    program = tmp_path / "paceline"
+    program.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/given\n')
+    program.chmod(0o755)
+    (tmp_path / "r-7").mkdir()
+    if has_saved:
+        (tmp_path / "r-7" / "checkpoint.pt").touch()
+    text = job_script(job(command=[str(program), "run", "train.py"], directory=str(tmp_path / "r")))
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+    subprocess.run(["bash", "-s"], input=text, text=True, env=environment, check=True, timeout=60)
+    assert (tmp_path / "given").read_text() == f"run {option.format(tmp_path)} train.py\n"

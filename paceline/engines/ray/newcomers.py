@@ -74,6 +74,12 @@ class Newcomers:
                 self._fail(name, "its process ended")
             elif outcome is not None:
                 self._fail(name, outcome.error or "its script came to its end before it had a batch")
+        for name in self._survival.left & members.outcomes.keys() & members.actors.keys():
+            why = members.outcomes[name].error
+            if why is not None:
+                self._say(f"worker {rank_of(name)} failed when it had left: {why}; the others go on")
+            if why is not None or name in self._controller.gone:  # nothing is to be heard of it any more
+                ray.kill(members.forget(name))
 
     def replace_lost(self) -> None:
         """Somebody has died: start another worker, if that was asked for and is not done yet."""

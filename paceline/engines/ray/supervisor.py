@@ -242,7 +242,7 @@ class Supervisor:
                 return
         try:
             for name in sorted(members.dead):
-                if name in self._controller.gone:
+                if name in self._controller.gone | survival.left:
                     survival.end(name)
                 else:
                     survival.lose(name)

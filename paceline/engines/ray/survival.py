@@ -45,6 +45,8 @@ class Survival:
         self._states: dict[int, Any] = {}  # for joiners, of the present epoch
         self._leaving: set[int] = set()  # have been asked to
         self._waiting: set[int] = set()  # have taken a state, and wait to be let in
+        self.left: set[str] = set()
+        """Those who have been asked to leave, and have."""
         self._why: dict[str, str] = {}
         self._deadline_s, self._awaited_s = deadline_s, 0.0
         self._looked_s = time.monotonic()
@@ -112,6 +114,7 @@ class Survival:
                 self._controller.event("left", f"worker-{body['rank']}", left=len(self._coordinator.living) - 1)
                 self._say(f"worker {body['rank']} leaves; workers left: {len(self._coordinator.living) - 1}")
                 self._since_s = time.monotonic()
+                self.left.add(f"worker-{body['rank']}")
                 self.end(f"worker-{body['rank']}")
 
     def _hear_report(self, body: Mapping[str, Any]) -> None:

@@ -90,12 +90,8 @@ class Newcomers:
     def scale(self, wanted: int) -> str:
         """Have so many workers, as soon as they have come or left; says what happens. Raises UsageError where that
         cannot be."""
-        elastic, staying = self._elastic, self._survival.staying
-        if not elastic.at_least <= wanted <= elastic.at_most:
-            raise UsageError(
-                f"--workers {wanted}: the run was started with --elastic {elastic.at_least}:{elastic.at_most}, and so "
-                f"has {elastic.at_least} to {elastic.at_most} workers"
-            )
+        staying = self._survival.staying
+        require_allowed(self._elastic, wanted)
         if not staying:
             raise UsageError("the run is about to end")
         self._wanted, self._is_asked = wanted, True
@@ -159,6 +155,15 @@ class Newcomers:
         with contextlib.suppress(Exception):
             ray.kill(self._members.forget(name))
         self._survival.end(name)
+
+
+def require_allowed(elastic: Elastic, wanted: int) -> None:
+    """Raises UsageError for a number of workers that the run cannot have."""
+    if not elastic.at_least <= wanted <= elastic.at_most:
+        raise UsageError(
+            f"--workers {wanted}: the run was started with --elastic {elastic.at_least}:{elastic.at_most}, and so "
+            f"has {elastic.at_least} to {elastic.at_most} workers"
+        )
 
 
 def _done(futures: list[Any]) -> list[Any]:

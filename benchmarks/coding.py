@@ -48,13 +48,15 @@ FIGURE = Path(__file__).parents[1] / "docs/figures/codecs.svg"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "hooks", "figure"])
-    what = parser.parse_args().what
+    parser.add_argument("--workers", type=int, default=2, help="processes that hooks are compared in")
+    args = parser.parse_args()
+    what = args.what
     if what == "speed":
         speed()
     elif what == "figure":
         FIGURE.write_text(figure())
     else:
-        mp.spawn(compare, args=(2, _free_port()), nprocs=2)
+        mp.spawn(compare, args=(args.workers, _free_port()), nprocs=args.workers)
 
 
 def low(taken_s: list[float]) -> float:

@@ -3,9 +3,9 @@
     python benchmarks/uneven_data.py
     python benchmarks/uneven_data.py --epochs 20 --seeds 3
 
-16 workers with data sets of their own (recipes/low_bandwidth/uneven.py) train LeNet on MNIST on the virtual engine,
-each method with the best of three learning rates, found on a seed that is not judged. They are studies in `studies`,
-which go on where they were.
+16 workers with data sets of their own (recipes/low_bandwidth/uneven.py) train the conv net on MNIST on the virtual
+engine, each method with the best of three learning rates, found on a seed that is not judged. They are studies in
+`studies`, which go on where they were.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ METHODS = {
     "RelaySGD, chain": "relay:topology=chain:own_scores=false",
     "RelaySGD, tree": "relay:topology=tree:own_scores=false",
 }
-ALPHAS = (1.0, 0.1, 0.01)
 
 
 def conduct(alpha: float, args: argparse.Namespace) -> Study:
@@ -47,6 +46,7 @@ def conduct(alpha: float, args: argparse.Namespace) -> Study:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--alphas", type=float, nargs="+", default=[1.0, 0.1, 0.01])
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--rates", default="0.05,0.2,0.5", help="learning rates to choose from")
@@ -55,13 +55,13 @@ def main() -> None:
     args = parser.parse_args()
     table = Table()
     table.add_column("method")
-    studies = [conduct(alpha, args) for alpha in ALPHAS]
-    for alpha in ALPHAS:
+    studies = {alpha: conduct(alpha, args) for alpha in sorted(args.alphas)}
+    for alpha in args.alphas:
         table.add_column(f"alpha {alpha:g}", justify="right")
     for name, text in METHODS.items():
         cells = []
-        for study in studies:
-            rows = study.frames.trials
+        for alpha in args.alphas:
+            rows = studies[alpha].frames.trials
             own = rows[rows["strategy"] == Variant.parse(text).text]
             found, rate = own["last_metric"], str(own["setting"].iloc[0]).removeprefix("lr=")
             spread = f", {found.min():.1%} to {found.max():.1%}" if len(found) > 1 else ""

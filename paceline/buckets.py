@@ -229,9 +229,9 @@ class GradientBuckets:
     def _refusal(self, index: int, gradient: Tensor) -> str:
         prepared, now = self.layout.specs[index].dtype, gradient.dtype
         if now is not prepared or gradient is self.parameters[index]:
-            became = f"{now} instead of {prepared}" if now is not prepared else "moved, or of another dtype meanwhile"
+            became = f"is {now} instead of {prepared}" if now is not prepared else "was moved or converted meanwhile"
             return (
-                f"parameter {self._name(index)!r} is {became}: the script has converted the model after prepare "
+                f"parameter {self._name(index)!r} {became}: the script has converted the model after prepare "
                 "(model.half(), .double(), .to(...)), and its gradients are not where workers exchange them; convert "
                 "it before prepare, or compute in another dtype with torch.autocast"
             )

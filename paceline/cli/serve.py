@@ -6,7 +6,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from paceline.cli import common_options
+from paceline.cli import common_options, exit_codes
 from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target
 from paceline.interval import Interval
 
@@ -83,7 +83,6 @@ def serve(
         device=cast(DeviceChoice, device),
     )
     from paceline.cli import tables
-    from paceline.comm.tickets import Tickets, split_address
     from paceline.pieces import parse_options
     from paceline.running import serving
     from paceline.strategies import build
@@ -93,24 +92,25 @@ def serve(
         options = {"clients": str(clients), **options}
     plan = build(strategy, options)
     console = Console(stderr=True, soft_wrap=True)
-    known = Tickets.made(tickets, num_clients=plan.traits.num_clients, address=address)
-    port = split_address(known.address)[1]
-    where = split_address(listen, default_port=port) if listen is not None else ("0.0.0.0", port)
-    console.print(
-        f"listening at {where[0]}:{where[1]}; tickets for {known.address} are in {tickets}",
-        markup=False,
-        highlight=False,
-    )
-    result = serving.serve(
-        script,
-        strategy=plan,
-        tickets=tickets,
-        listen=where,
-        arguments=arguments or (),
-        rounds=serving.Rounds(min_clients=min_clients, deadline_s=round_deadline, outweigh=outweigh, over=over),
-        config=config,
-        seed=seed,
-        out=out,
-        say=lambda line: console.print(line, markup=False, highlight=False),
-    )
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
+    try:
+        result = serving.serve(
+            script,
+            strategy=plan,
+            tickets=tickets,
+            listen=listen,
+            address=address,
+            arguments=arguments or (),
+            rounds=serving.Rounds(min_clients=min_clients, deadline_s=round_deadline, outweigh=outweigh, over=over),
+            config=config,
+            seed=seed,
+            out=out,
+            say=say,
+        )
+    except KeyboardInterrupt:
+        say(f"interrupted; the same command goes on from the last round, which is in {out or tickets / 'run'}")
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
     Console().print(tables.summary(result, [], hold=hold))

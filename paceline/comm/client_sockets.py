@@ -78,7 +78,7 @@ class ClientsSocket:
     def num_strangers(self) -> int:
         """Connections that were refused since the last call."""
         count = 0
-        while self._monitor.poll(0):
+        while count < _QUEUE and self._monitor.poll(0):
             count += bool(recv_monitor_message(self._monitor)["event"] & _FAILED)
         return count
 

@@ -113,6 +113,7 @@ class WorkerProcess:
             **job.variables,
             "HOROVOD_HOSTNAME": self.host,
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(job.start_within_s),
+            **({"HOROVOD_ELASTIC": "1"} if job.is_elastic else {}),
             **variables,
         }
         self.tell({"variables": own, "mark": self._mark, "is_elastic": job.is_elastic, **job.as_plain()})

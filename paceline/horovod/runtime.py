@@ -8,7 +8,6 @@ from typing import Any, final
 
 from paceline.comm.base import Collective
 from paceline.comm.connecting import connect_some
-from paceline.comm.hosts import host_identity
 from paceline.engines import torchrun
 from paceline.engines.world import World, alone, current, enter
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
@@ -47,13 +46,14 @@ class Runtime:
         collective = context.collective
         collective.require_equal("HOROVOD_FUSION_THRESHOLD", settings.fusion_bytes)
         collective.require_equal("HOROVOD_CACHE_CAPACITY", settings.num_remembered)
-        said = collective.all_gather_object((self.local_rank, self.local_size, host_identity()))
-        firsts = [local_rank for local_rank, _, _ in said]
+        said = collective.all_gather_object((self.local_rank, self.local_size))
+        firsts = [local_rank for local_rank, _ in said]
         self.cross_size = sum(each == self.local_rank for each in firsts)
         """Hosts that have a worker of this worker's number on its host."""
         self.cross_rank = sum(each == self.local_rank for each in firsts[: self.rank])
-        self.is_homogeneous = len({local_size for _, local_size, _ in said}) == 1
-        self.is_one_host = len({identity for _, _, identity in said}) == 1
+        self.is_homogeneous = len({local_size for _, local_size in said}) == 1
+        # The launcher has said so: what ranks of other hosts say of themselves could be anybody's word.
+        self.is_one_host = world.store is None or self.size == self.local_size
         self._enter_set(tuple(range(self.size)), via=collective)
 
     def channel(self, process_set_id: int | None) -> Channel:

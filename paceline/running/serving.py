@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
-from paceline.comm.tickets import Ticket, Tickets
+from paceline.comm.tickets import Ticket, Tickets, split_address
 from paceline.config import RunConfig
-from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.scripting import Script, read_script
 from paceline.engines.served.running import JoinedRun, ServedRun
 from paceline.errors import UsageError
@@ -51,7 +50,7 @@ def serve(
     *,
     strategy: str | Strategy,
     tickets: Path,
-    listen: tuple[str, int],
+    listen: str | None = None,
     address: str | None = None,
     options: Mapping[str, Any] | None = None,
     arguments: Sequence[str] = (),
@@ -68,7 +67,7 @@ def serve(
 
     Args:
         tickets: a directory, which has as many tickets as the strategy has clients from here on.
-        listen: host and port.
+        listen: `HOST` or `HOST:PORT`; none: every address, and the port of the tickets.
         address: of the server as clients reach it; none: this machine's name.
         seed: of what the server draws; none: drawn itself, so that nobody can tell its noise.
         out: the result directory; none: `run` in the tickets' directory.
@@ -77,14 +76,22 @@ def serve(
     Raises:
         UsageError: something asked for cannot be had; nothing was started, unless only the script could tell.
         RunFailed: the script failed.
-        Interrupted: by Ctrl-C; the message says how to go on.
+        KeyboardInterrupt: by Ctrl-C. The last round is saved, and clients wait for a server that goes on from there.
     """
     plan = build(strategy, options) if isinstance(strategy, str) else strategy
     _require_servable(plan)
     rules, config = rounds or Rounds(), config or RunConfig()
+    if rules.over > 1 and getattr(plan, "privacy", None) is not None:
+        raise UsageError("over draws more clients than epsilon is told for; leave over or privacy out")
+    if rules.min_clients > plan.traits.num_clients:
+        raise UsageError(
+            f"min-clients={rules.min_clients} are never there, since there are {plan.traits.num_clients}; lower it, or "
+            "give --clients"
+        )
     program = script if isinstance(script, Script) else read_script(script, arguments)
     check_metric(program, config.target)
     known = Tickets.made(tickets, num_clients=plan.traits.num_clients, address=address)
+    where = split_address(listen or "0.0.0.0", default_port=split_address(known.address)[1])
     directory = out or tickets / "run"
     checkpoint = _checkpoint_in(directory)
     chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
@@ -97,7 +104,7 @@ def serve(
         plan,
         config,
         tickets=known,
-        listen=listen,
+        listen=where,
         rules=Rules(
             sampler=participation.sampler,
             fraction=participation.fraction,
@@ -111,10 +118,8 @@ def serve(
         checkpoint=checkpoint,
         say=say,
     )
-    try:
-        run.run()
-    except KeyboardInterrupt:
-        raise Interrupted(directory) from None
+    say(f"listening at {where[0]}:{where[1]}; tickets for {known.address} are in {tickets}")
+    run.run()
     return Result(directory)
 
 

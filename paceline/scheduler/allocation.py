@@ -8,6 +8,9 @@ from typing import final
 from paceline.errors import UsageError
 from paceline.scheduler.hostlist import expand
 
+_WHOLE_JOB = (None, "", "4294967291", "4294967290")
+"""SLURM_STEP_ID in a job script, by older and newer releases, and in an interactive shell that salloc gives."""
+
 
 @final
 @dataclass(frozen=True)
@@ -21,19 +24,25 @@ class Allocation:
 
 
 def from_environment(environment: Mapping[str, str]) -> Allocation | None:
-    """The allocation of SLURM that this process is the job script of. None outside one, and in a step of it (`srun`),
-    where each process would start a cluster of its own.
+    """The allocation of SLURM that this process is the job script of, or an interactive shell in. None outside one, and
+    in another step of it (`srun`), where each process would start a cluster of its own.
 
     Raises:
-        UsageError: SLURM's variables contradict each other, or this is not the first host.
+        UsageError: SLURM's variables contradict each other, or this is not the job's first host.
     """
     job, hostlist = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
-    if not job or not hostlist or environment.get("SLURM_STEP_ID"):
+    if not job or not hostlist or environment.get("SLURM_STEP_ID") not in _WHOLE_JOB:
         return None
     hosts = tuple(expand(hostlist))
-    here = environment.get("SLURMD_NODENAME", hosts[0])
+    here = environment.get("SLURMD_NODENAME")
     if here != hosts[0]:
-        raise UsageError(f"the cluster is started on {hosts[0]!r}, the first host of job {job}, and this is {here!r}")
+        where = (
+            f"this is {here!r}" if here else "this is none of its hosts, as a shell of salloc's on a login node is not"
+        )
+        raise UsageError(
+            f"the cluster is started on {hosts[0]!r}, the first host of job {job}, and {where}; use sbatch or "
+            "paceline slurm, or name a cluster with --address"
+        )
     cores = _cores(environment.get("SLURM_JOB_CPUS_PER_NODE", f"1(x{len(hosts)})"))
     if len(cores) != len(hosts):
         raise UsageError(f"job {job} has {len(hosts)} hosts, and SLURM_JOB_CPUS_PER_NODE tells of {len(cores)}")

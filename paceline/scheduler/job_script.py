@@ -58,7 +58,7 @@ goes_on=(--out "$results")
 if [ -e "$results/{job.checkpoint}" ]; then
     goes_on=(--resume "$results")
 elif [ -e "$results" ]; then
-    goes_on=(--out "$results-${{SLURM_RESTART_COUNT:-0}}")  # it ended before it had saved anything
+    mv "$results" "$results-before-${{SLURM_RESTART_COUNT:-0}}"  # it ended before it had saved anything
 fi
 
 {shlex.quote(program)} {shlex.quote(first)} "${{goes_on[@]}}" {shlex.join(rest)} &

@@ -270,6 +270,8 @@ class ServerCore:
         clock, contributors = message.body.get("goes_on_at"), message.body.get("contributors")
         if type(clock) is not int or not isinstance(contributors, list | tuple):
             raise WireError(f"refused {contributors!r} as those whose gradients formed the clock before {clock!r}")
+        if not any(part.shard.follows for part in self.parts):
+            raise ProtocolError(f"worker {message.sender} brings a decision to a server that decides for itself")
         return self._tell_followers(message.sender, clock, contributors, now_s)
 
     def _tell_followers(self, worker: int, clock: int, contributors: Sequence[int], now_s: float) -> Iterator[Action]:

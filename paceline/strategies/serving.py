@@ -110,7 +110,7 @@ class ServerSynchronizer(Synchronizer):
         self._steps = 0
         self._compares = False  # what this step pushes with the other workers', if all are to push the same
         self._is_joint = context.size == 1 or (is_weighted and not is_partial)
-        self._is_left_by_script = False  # the global model is as the script has left it
+        self._is_left_to_script = False  # the servers' parameters are no longer written here
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
         self._attributes = own_attributes(replica.optimizer)
@@ -201,12 +201,12 @@ class ServerSynchronizer(Synchronizer):
             self._refresh()
 
     def leave(self) -> None:
-        """What the script has made of the parameters after its loop is the run's model where all workers have the same
-        ones. Elsewhere others may still train, and it is told that this is not in it."""
+        """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of
+        them is in the run's model. Elsewhere others may still train, and it is told that this is not in it."""
         self._require_as_prepared()
-        changed = self._owned.changed()
-        self._is_left_by_script = changed is not None and self._is_joint
-        if changed is not None and not self._is_joint and self.context.is_first:
+        self._is_left_to_script = self._is_joint
+        changed = None if self._is_joint or not self.context.is_first else self._owned.changed()
+        if changed is not None:
             warnings.warn(
                 f"after its last step the script changed parameter {changed!r} on rank {self.context.rank}; the run's "
                 "model is the servers', without that: save what you have changed yourself, or use ps-bsp or all-reduce",
@@ -245,7 +245,7 @@ class ServerSynchronizer(Synchronizer):
 
     def _refresh(self) -> None:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
-        if self.context.rank == 0 and not self._is_left_by_script:
+        if self.context.rank == 0 and not self._is_left_to_script:
             self._store.pull()
             self._parameters.to_device()
             self._owned.accept()

@@ -66,7 +66,7 @@ class Own(IterableDataset[Batch]):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--alpha", type=float, default=1.0, help="the smaller, the fewer labels a worker has")
-    parser.add_argument("--model", choices=NAMES, default="lenet")
+    parser.add_argument("--model", choices=NAMES, default="convnet")
     parser.add_argument("--epochs", type=float, default=5, help="passes over all workers' samples together")
     parser.add_argument("--batch-size", type=int, default=32, help="images per worker and step")
     parser.add_argument("--lr", type=float, default=0.05)

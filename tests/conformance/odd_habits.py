@@ -45,6 +45,10 @@ def averaging(worker: Any, *, end: Callable[[nn.Module, AveragedModel], object])
     return model
 
 
+def keep_apart(model: nn.Module, mean: AveragedModel) -> None:
+    pass
+
+
 def take_average(model: nn.Module, mean: AveragedModel) -> None:
     model.load_state_dict(mean.module.state_dict())
 
@@ -313,7 +317,7 @@ def one_at_a_time(worker: Any) -> nn.Module:
 
 before_clip: Change = partial(add_hooks, hook=clip)
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
-    "averaged weights, kept apart": partial(averaging, end=lambda model, mean: None),
+    "averaged weights, kept apart": partial(averaging, end=keep_apart),
     "averaged weights, in the end": partial(averaging, end=take_average),
     "averaged weights, swapped in": partial(train, stepped=swap_average),
     "best weights, in the end": restore_best,

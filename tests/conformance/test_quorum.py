@@ -17,7 +17,7 @@ from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.errors import RunFailed, UsageError
 from paceline.running.result import Result
 from paceline.strategies import build
-from tests.conformance import local_engine, virtual_engine
+from tests.conformance import virtual_engine
 from tests.conformance.rows import SELDOM
 
 EVERY, RATE = 4, 0.5
@@ -118,19 +118,14 @@ def test_all_meet_where_a_pause_is_due(tmp_path: Path) -> None:
 def test_quorum_of_all_is_diloco(tmp_path: Path) -> None:
     """The outer optimizer is on servers: the same steps, to rounding."""
     models = []
-    for strategy in ("async-diloco:quorum=3:servers=2", "diloco"):
-        out = tmp_path / strategy.partition(":")[0]
-        run_of = local_engine if strategy == "diloco" else virtual_engine
-        more = {} if strategy == "diloco" else {"cluster": cluster(3)}
-        name, *settings = strategy.split(":")
-        options = dict(each.split("=") for each in settings)
-        result = run_of.run(
+    for strategy, options in (("async-diloco", {"quorum": 3, "servers": 2}), ("diloco", {})):
+        result = virtual_engine.run(
             partial(descend, batches=22, num_parameters=20),
-            strategy=name,
+            strategy=strategy,
             workers=3,
             options={"every": EVERY, **options},
-            out=out,
-            **more,
+            out=tmp_path / strategy,
+            cluster=cluster(3),
         )
         models.append(result.model_state())
     for name, tensor in models[1].items():

@@ -73,7 +73,8 @@ def change_dtype(worker: Worker, out: Path) -> None:
         (SERVERS, add_hook, "SGD has step hooks, which servers cannot call"),
         (SERVERS, change_in_place, "step 2: the script changed parameters in place on rank"),
         (ASYNCHRONOUS, change_in_place, "step 2: the script changed parameters in place on rank"),
-        (SERVERS, change_dtype, "step 2: parameter '0.weight' was moved or replaced after prepare"),
+        (SERVERS, change_dtype, "parameter '0.weight' was moved or converted meanwhile: .* convert it before prepare"),
+        (PEERS, change_dtype, r"parameter '\d.\w+' was moved or converted meanwhile: .* convert it before prepare"),
     ],
     ids=lambda value: getattr(value, "__name__", getattr(value, "name", "")),
 )

@@ -97,7 +97,7 @@ def serves(directory: Path, port: int, strategy: str, options: dict[str, Any], m
         options=options,
         tickets=directory / "tickets",
         address=f"127.0.0.1:{port}",
-        listen=("127.0.0.1", port),
+        listen=f"127.0.0.1:{port}",
         rounds=serving.Rounds(min_clients=2),
         config=RunConfig(max_steps=max_steps, device="cpu"),
         seed=0,
@@ -150,7 +150,7 @@ ALIKE: dict[str, dict[str, str]] = {
     "fed-nova": {},
     "fed-prox": {"correction.mu": "0.5", "weights": "equal"},
     "fed-avgm": {"codec": "top-k", "codec.ratio": "0.3", "optimizer": "kept"},
-    "fed-avg": {"codec": "fp16", "aggregate": "median"},
+    "fed-avg": {"codec": "fp16", "codec.feedback": "false", "aggregate": "median"},
     "dp-fed-avg": {"privacy.clip": "0.3"},
 }
 """What clients draw does not show; the server's noise is drawn from its seed."""
@@ -228,7 +228,6 @@ def serves_slowly(directory: Path, address: str, max_steps: int) -> None:
             options={"clients": 8, "fraction": 1.0, "outer.lr": "0.5"},
             tickets=directory / "tickets",
             address=address,
-            listen=("0.0.0.0", 9610),
             rounds=serving.Rounds(min_clients=4, deadline_s=6.0),
             config=RunConfig(max_steps=max_steps, device="cpu"),
             say=lambda line: print(line, file=log, flush=True),

@@ -218,12 +218,10 @@ def test_a_host_that_does_not_come_ends_the_job_with_the_reason(slurm: Slurm, tm
     (tmp_path / "srun").chmod(0o755)
     path = f"{tmp_path}:{slurm.environment['PATH']}"
     broken = Slurm(slurm.home, {**slurm.environment, "PATH": path})
-    began_s = time.monotonic()
     job = broken.submit(script, "--nodes", "2", "--cores", "2", cwd=tmp_path)
     assert slurm.wait(job, "COMPLETED", "FAILED") == "FAILED"
     said = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
     assert "Ray does not start on n2: no host for you" in said
-    assert time.monotonic() - began_s < WITHIN_S
     assert left_of(job, slurm) == []
 
 

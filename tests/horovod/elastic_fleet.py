@@ -122,7 +122,7 @@ def _work(train: Callable[..., Any], host: str, connection: Connection) -> None:
     from paceline.horovod.elastic_jobs import joining
 
     if host:
-        connecting.host_identity = joining.host_identity = runtime.host_identity = lambda: host  # type: ignore[attr-defined]
+        connecting.host_identity = joining.host_identity = lambda: host  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     line = PipedLine(connection)
     lines.connect(line)

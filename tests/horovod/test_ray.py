@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from paceline.horovod.ray import RayExecutor, RayHostDiscovery
+from paceline.horovod.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery
 from paceline.horovod.ray.runner import Coordinator, MiniSettings
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "horovod_on_ray"
@@ -113,6 +113,59 @@ def test_callbacks_hear_what_workers_log(ray_here: None) -> None:
         assert len(heard) == 6
     finally:
         executor.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("is_older", [False, True])
+def test_an_elastic_job_grows_with_its_hosts(is_older: bool, ray_here: None) -> None:
+    class Growing:
+        slots = 1
+
+        def find_available_hosts_and_slots(self) -> dict[str, int]:
+            return {ray.nodes()[0]["NodeManagerAddress"]: self.slots}
+
+    def hear(said: dict[str, int]) -> None:
+        heard.append(said)
+        hosts.slots = 2
+
+    heard: list[dict[str, int]] = []
+    hosts = Growing()
+    executor: Any
+    if is_older:
+        executor = ElasticRayExecutor(
+            settings := ElasticRayExecutor.create_settings(timeout_s=100), override_discovery=False
+        )
+        settings.discovery = hosts
+    else:
+        settings = MiniSettings(timeout_s=100, discovery=hosts)
+        executor = RayExecutor(settings, min_workers=1, override_discovery=False)
+    executor.start()
+    assert executor.run(_grow, callbacks=[hear]) == [[1, 2], [1, 2]]
+    steps = [said["step"] for said in heard if said["rank"] == 0]
+    assert steps == [*range(len(steps))]  # nobody went back
+    assert {said["size"] for said in heard} == {1, 2}
+
+
+def _grow() -> list[int]:
+    import horovod.torch as hvd
+    from horovod.ray import ray_logger
+
+    hvd.init()
+    state = hvd.elastic.TorchState(step=0, left=5, sizes=[])
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        state.sizes = [*state.sizes, hvd.size()]
+        while state.left:
+            ray_logger.log({"rank": hvd.rank(), "size": hvd.size(), "step": state.step})
+            state.step += 1
+            state.left -= hvd.size() - 1
+            time.sleep(0.05)
+            state.commit()
+
+    train(state)
+    return list(state.sizes)
 
 
 def _log(steps: int) -> int:

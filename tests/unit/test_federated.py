@@ -57,6 +57,7 @@ class Player:
         *,
         sizes: Sequence[int] | None = None,
         attacks: Sequence[str] = (),
+        momentum: float = 0.0,
     ) -> None:
         participation = strategy.participation()
         assert participation is not None
@@ -66,7 +67,7 @@ class Player:
             participation, sizes=sizes or num_steps, num_batches=num_steps, rank=rank, size=size, seed=0
         )
         self.model = Quadratic()
-        self._optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1)
+        self._optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1, momentum=momentum)
         device = torch.device("cpu")
         context = Context(rank, Membership.first(size), rank, size, device, collective, roster=self._roster)
         context = under_attack(parse(attacks), context, strategy.traits)
@@ -688,6 +689,47 @@ def test_a_checkpoint_holds_the_controls_of_clients_that_have_trained() -> None:
     (found,) = VirtualWorld(1).run(work)
     assert sum(name.startswith("client.") for name in found) == 3
     assert found["shared_control.0"] == (1,)
+
+
+def test_the_shared_control_is_the_mean_of_all_clients_own_and_is_taken_up_again() -> None:
+    """Of all that there are, so that those who have not trained yet count with their 0."""
+
+    def work(collective: Collective) -> tuple[list[float], float, float]:
+        strategy = build("scaffold", {**EVERYBODY, "clients": 6, "fraction": 0.5})
+        player = Player(collective, strategy, CURVED * 2)
+        player.go_to(3)
+        state = player.synchronizer.own_state()
+        own = [float(each.tensor) for name, each in state.items() if name.endswith(".control.0")]
+        again = Player(collective, strategy, CURVED * 2).synchronizer
+        again.restore({}, {name: each.tensor for name, each in state.items()}, iteration=3)
+        restored = again.own_state()
+        return own, float(state["shared_control.0"].tensor), float(restored["shared_control.0"].tensor)
+
+    ((own, shared, restored),) = VirtualWorld(1).run(work)
+    assert len(own) >= 3
+    assert shared == pytest.approx(sum(own) / 6, abs=1e-6)
+    assert abs(shared) > 0.01
+    assert restored == shared
+
+
+def test_a_client_begins_with_a_fresh_optimizer_whoever_was_played_before() -> None:
+    """One worker plays all three clients, whose momentum is their own; a plain loop says what comes of it."""
+
+    def work(collective: Collective) -> float:
+        strategy = build("fed-avg", {**EVERYBODY, "clients": 3})
+        return Player(collective, strategy, CURVED, momentum=0.9).go_to(2)
+
+    server = 0.0
+    for _ in range(2):
+        ends = []
+        for a, b, num_steps in CURVED:
+            x, velocity = server, 0.0
+            for _ in range(num_steps):
+                velocity = 0.9 * velocity + a * (x - b)
+                x -= 0.1 * velocity
+            ends.append(x)
+        server = sum(ends) / 3
+    assert VirtualWorld(1).run(work) == [pytest.approx(server, abs=1e-5)]
 
 
 @pytest.mark.parametrize(("codec", "is_alike"), [(QSGD(), False), (RandomK(ratio=0.5), True)])

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engines.ray import nodes
+from paceline.engines.ray import local_directory
 
 NOBODY = 65534
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(nodes, "_PLACE", tmp_path)
+    monkeypatch.setattr(local_directory, "_PLACE", tmp_path)
     return tmp_path
 
 
 def test_a_directory_is_the_users_alone_and_goes_at_the_end(place: Path) -> None:
-    with nodes._local_directory() as directory:
+    with local_directory.local_directory() as directory:
         found = os.stat(directory)
         assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), 0o700)
         assert [entry.name for entry in place.iterdir()] == [Path(directory).name]
@@ -37,7 +37,7 @@ def test_what_a_killed_launcher_left_is_removed_and_what_is_in_use_is_not(place:
         (path / "session").mkdir(parents=True)
     descriptor = os.open(used, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with nodes._local_directory():
+    with local_directory.local_directory():
         assert not left.exists()
         assert (used / "session").exists()
     os.close(descriptor)
@@ -71,7 +71,7 @@ def test_what_looks_like_a_directory_and_is_none(place: Path, make: Callable[[Pa
     """To open a FIFO as it comes would wait for ever; to follow a link would clear up elsewhere."""
     planted = place / "paceline-ray-planted"
     make(planted)
-    with nodes._local_directory() as directory:
+    with local_directory.local_directory() as directory:
         assert Path(directory).is_dir()
     assert os.path.lexists(planted) == (make is not make_link_inside)
     assert make not in (make_link, make_link_inside) or (place / "elsewhere" / "precious").is_dir()
@@ -82,7 +82,7 @@ def test_another_users_directory_is_left_alone(place: Path) -> None:
     theirs = place / "paceline-ray-theirs"
     (theirs / "session").mkdir(parents=True)
     os.chown(theirs, NOBODY, NOBODY)
-    with nodes._local_directory():
+    with local_directory.local_directory():
         pass
     assert (theirs / "session").is_dir()
 
@@ -92,7 +92,7 @@ def test_launchers_that_start_at_once_do_not_remove_each_others(place: Path) -> 
 
     def start_and_end() -> None:
         for _ in range(50):
-            with nodes._local_directory() as directory:
+            with local_directory.local_directory() as directory:
                 num_lost.append(not Path(directory).is_dir())
 
     threads = [threading.Thread(target=start_and_end) for _ in range(4)]
@@ -102,3 +102,16 @@ def test_launchers_that_start_at_once_do_not_remove_each_others(place: Path) -> 
         thread.join()
     assert (len(num_lost), sum(num_lost)) == (200, 0)
     assert list(place.iterdir()) == []
+
+
+def test_another_hosts_directory_is_made_locked_and_removed_unless_it_is_there(place: Path) -> None:
+    with local_directory.local_directory() as first:
+        with local_directory.same_directory(Path(first)):
+            assert Path(first).exists()
+        assert Path(first).exists()
+    elsewhere = Path(first)
+    with local_directory.same_directory(elsewhere):
+        assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o700
+        with local_directory.local_directory():
+            assert elsewhere.exists()
+    assert not elsewhere.exists()

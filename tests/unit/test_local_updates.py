@@ -314,6 +314,20 @@ def test_a_change_that_is_not_finite() -> None:
     assert all(map(math.isinf, run_alone(LocalUpdates(every=4, nonfinite="allow"), 2, overflow, build=steep)))
 
 
+def overflow_once(rank: int, synchronizer: Synchronizer, model: Any, optimizer: Optimizer) -> float:
+    """A round in which the last rank's change is not finite, and one in which it is."""
+    for step in range(8):
+        model.x.grad = torch.full_like(model.x, (1e308 if step < 4 else 3.0) if rank else 1.0)
+        synchronizer.step(optimizer.step, pause_at=0)
+    return float(model.x.detach())
+
+
+def test_whoever_was_left_out_mixes_again_in_the_next_round() -> None:
+    """By hand: shared -2 and then -10.5, of which and of its own -7 and -14 each worker takes a half."""
+    strategy = LocalUpdates(every=4, alpha=0.5, nonfinite="skip")
+    assert run_alone(strategy, 2, overflow_once, build=steep) == [-8.75, -12.25]
+
+
 # --- state ------------------------------------------------------------------------------------------------------------
 
 

@@ -62,12 +62,17 @@ def test_what_is_no_list_is_refused(text: str) -> None:
         expand(text)
 
 
-ENVIRONMENT = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "8(x2),4"}
+ENVIRONMENT = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_JOB_CPUS_PER_NODE": "8(x2),4",
+    "SLURMD_NODENAME": "n1",
+}
 
 
 def test_slurms_variables_give_the_allocation() -> None:
     assert from_environment(ENVIRONMENT) == Allocation("7", ("n1", "n2", "n3"), (8, 8, 4))
-    assert from_environment({**ENVIRONMENT, "SLURMD_NODENAME": "n1"}) is not None
+    assert from_environment({**ENVIRONMENT, "SLURM_STEP_ID": "4294967290"}) is not None  # a shell that salloc gives
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "7"}, {**ENVIRONMENT, "SLURM_STEP_ID": "0"}])
@@ -79,6 +84,7 @@ def test_elsewhere_there_is_none(environment: dict[str, str]) -> None:
     ("changed", "said"),
     [
         ({"SLURMD_NODENAME": "n2"}, "started on 'n1', the first host of job 7, and this is 'n2'"),
+        ({"SLURMD_NODENAME": ""}, "this is none of its hosts"),
         ({"SLURM_JOB_CPUS_PER_NODE": "8(x2)"}, "3 hosts, and SLURM_JOB_CPUS_PER_NODE tells of 2"),
         ({"SLURM_JOB_CPUS_PER_NODE": "many"}, "not as in"),
     ],
@@ -138,7 +144,7 @@ def test_a_job_script_ends_as_its_run_and_is_queued_again_when_its_time_is_over(
 
 
 @pytest.mark.parametrize(
-    ("has_saved", "option"), [(True, "--resume {0}/r-7"), (False, "--out {0}/r-7-2")], ids=["saved", "not saved"]
+    ("has_saved", "option"), [(True, "--resume {0}/r-7"), (False, "--out {0}/r-7")], ids=["saved", "not saved"]
 )
 def test_a_job_that_is_started_again_goes_on(tmp_path: Path, has_saved: bool, option: str) -> None:
     program = tmp_path / "paceline"
@@ -151,3 +157,5 @@ def test_a_job_that_is_started_again_goes_on(tmp_path: Path, has_saved: bool, op
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
     subprocess.run(["bash", "-s"], input=text, text=True, env=environment, check=True, timeout=60)
     assert (tmp_path / "given").read_text() == f"run {option.format(tmp_path)} train.py\n"
+    assert (tmp_path / "r-7").exists() == has_saved
+    assert (tmp_path / "r-7-before-2").exists() != has_saved

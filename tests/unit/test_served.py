@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm.tickets import Ticket, Tickets
+from paceline.comm.tickets import Ticket, Tickets, split_address
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.messages import Kind, Message
 from paceline.roster import Uniform
+from paceline.running import serving
 from paceline.served import client_core, form, server_core
 from paceline.served.client_core import ClientCore, Phase
 from paceline.served.form import EPOCH, VERSION, Form, Refused
@@ -181,7 +182,7 @@ def test_clients_that_stay_all_count_in_every_round() -> None:
 ACTIONS = st.one_of(
     st.tuples(st.just("start"), st.integers(0, NUM_CLIENTS - 1)),
     st.tuples(
-        st.sampled_from(["act", "train", "hear", "hear", "take", "take", "kill", "leave", "cut", "rubbish"]),
+        st.sampled_from(["go", "go", "go", "act", "train", "hear", "take", "kill", "leave", "cut", "rubbish"]),
         st.integers(0, 5),
     ),
     st.tuples(st.just("wait"), st.sampled_from([1, 10, 50])),
@@ -194,7 +195,7 @@ ACTIONS = st.one_of(
 def test_whatever_happens_rounds_go_on_and_nobody_counts_twice(
     actions: list[tuple[str, int]], over: float, rubbish: bytes
 ) -> None:
-    run = Run(over=over, fraction=0.7)
+    run = Run(over=over, fraction=1.0 / over)
     for client in range(NUM_CLIENTS):
         run.start(client)
     for name, number in actions:
@@ -208,6 +209,13 @@ def test_whatever_happens_rounds_go_on_and_nobody_counts_twice(
             run.restart()
         elif process is None:
             continue
+        elif name == "go":
+            process.act(run.now_s)
+            process.train()
+            while process.sent:
+                run.hear(process)
+            while process.coming:
+                process.take(run.now_s)
         elif name == "act":
             process.act(run.now_s)
         elif name == "train":
@@ -229,7 +237,11 @@ def test_whatever_happens_rounds_go_on_and_nobody_counts_twice(
             run.serve()
     run.processes = [each for each in run.processes if each.core.phase is not Phase.OVER]
     run.start(0)
-    run.calm()
+    run.calm(rounds=4)
+    here = {each.client for each in run.processes if each.core.failure is None}
+    believed = {client for client in here if run.core._clients[client].num_refused == 0}
+    if over == 1.0:
+        assert believed <= set(run.accepted[run.number - 1])
 
 
 def test_of_two_processes_with_one_ticket_the_later_one_has_it() -> None:
@@ -362,6 +374,84 @@ def test_a_client_with_a_ticket_cannot_fill_the_log() -> None:
     assert run.core.log[-1].text.endswith("what else it does in this round is not told")
 
 
+def cut(process: Process) -> None:
+    """Its connection is lost, with what was on the way."""
+    process.sent.clear()
+    process.coming.clear()
+
+
+def test_pieces_of_the_state_that_were_lost_are_asked_for_again() -> None:
+    run = Run()
+    process = attached(run)
+    process.train()
+    while process.core.phase is not Phase.FETCHING:
+        run.now_s += 1.0
+        process.act(run.now_s)
+        while process.sent:
+            run.hear(process)
+        process.take(run.now_s)
+    cut(process)
+    run.calm(rounds=1)
+    assert run.accepted[1] == [0]
+
+
+@pytest.mark.parametrize("num_heard", range(4))
+def test_pieces_of_an_update_that_were_lost_are_sent_again(num_heard: int) -> None:
+    run = Run()
+    process = attached(run)
+    process.train()
+    for _ in range(num_heard):
+        run.hear(process)
+    cut(process)
+    run.calm(rounds=1)
+    assert run.accepted[0] == [0]
+
+
+def test_a_server_that_was_killed_learns_again_who_is_there_and_takes_the_update_of_its_round() -> None:
+    run = Run(min_clients=2)
+    waiting, training = attached(run, 0), attached(run, 1)
+    waiting.train()
+    while waiting.sent:
+        run.hear(waiting)
+    run.restart()
+    assert training.core.phase is Phase.TRAINING
+    run.calm(rounds=1)
+    assert sorted(run.accepted[0]) == [0, 1]
+    assert (waiting.core.failure, training.core.failure) == (None, None)
+
+
+def test_a_client_that_died_is_waited_for_until_it_has_been_silent_and_no_longer() -> None:
+    run = Run(min_clients=2)
+    lost, other = attached(run, 0), attached(run, 1)
+    run.processes.remove(lost)
+    run.calm(rounds=1)
+    assert PRESENCE_S < run.now_s < DEADLINE_S
+    assert run.accepted[0] == [1]
+    assert other.core.failure is None
+
+
+def test_an_update_that_comes_twice_counts_once() -> None:
+    run = Run(min_clients=2)
+    process, _ = attached(run, 0), attached(run, 1)
+    process.train()
+    process.sent += process.sent
+    while process.sent:
+        run.hear(process)
+    assert run.accepted[0] == [0]
+
+
+def test_a_piece_of_another_rounds_state_is_not_taken() -> None:
+    core = ClientCore()
+    core.receive(Message(Kind.OK, EPOCH), 0.0)
+    core.attach(VECTOR, VECTOR, samples=1)
+    core.receive(Message(Kind.ANSWER, EPOCH), 0.0)
+    core.receive(Message(Kind.TURN, EPOCH, iteration=5), 0.0)
+    for number in (4, 5):
+        content = state_of(number)
+        core.receive(Message(Kind.CONTENT, EPOCH, shard=0, iteration=number, payload=[content[:PIECE_BYTES]]), 0.0)
+    assert bytes(core.state) == bytes(state_of(5)[:PIECE_BYTES])
+
+
 def test_over_selection_ends_a_round_with_those_who_are_first() -> None:
     run = Run(over=3.0, fraction=0.34, min_clients=3)
     for client in range(3):
@@ -405,3 +495,42 @@ def test_what_is_no_ticket_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UsageError, match=r"it\.ticket"):
         Ticket.read(path)
+
+
+# --- what is refused before anything starts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "reason"),
+    [
+        ("all-reduce", {}, "has no clients to serve"),
+        ("fed-avg:secure=masks", {}, "secure=masks needs stages"),
+        ("fed-avg:clients=1", {}, "are never there"),
+        ("dp-fed-avg", {"over": 1.5}, "more clients than epsilon is told for"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(strategy: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    rounds = serving.Rounds(**settings)
+    with pytest.raises(UsageError, match=reason):
+        serving.serve("none.py", strategy=strategy, tickets=tmp_path / "it", listen="127.0.0.1:1", rounds=rounds)
+    assert not (tmp_path / "it").exists()
+
+
+@pytest.mark.parametrize("settings", [{"min_clients": 0}, {"deadline_s": 0.0}, {"outweigh": 0.5}, {"over": 0.9}])
+def test_rounds_of_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="must be"):
+        serving.Rounds(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("here", ("here", 9610)), ("here:1", ("here", 1)), ("[::1]", ("[::1]", 9610)), ("[::1]:5", ("[::1]", 5))],
+)
+def test_an_address_may_leave_the_port_out(text: str, found: tuple[str, int]) -> None:
+    assert split_address(text) == found
+
+
+@pytest.mark.parametrize("text", ["", ":5", "here:", "here:x", "here:0", "here:70000"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="no address"):
+        split_address(text)

@@ -21,7 +21,7 @@ from paceline.membership import Membership
 from paceline.messages import ALL_SHARDS, HEAD_BYTES, IN_TURN, STOP, VOID, Kind, Message, WireError
 from paceline.records import UpdateRecord
 from paceline.server import client_core, server_core
-from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.server.admission import AdmissionRule, BulkSynchronous, Quorum, StaleSynchronous
 from paceline.server.client_core import ClientCore
 from paceline.server.ranges import cut
 from paceline.server.server_core import Action, BesideNext, Send, ServerCore, Updated
@@ -122,6 +122,7 @@ def gradient(worker: int, clock: int) -> float:
 RULES = {
     "bsp": partial(BulkSynchronous),
     "backup": partial(BulkSynchronous, backup_workers=1),
+    "quorum": partial(Quorum, quorum=1),
     "ssp": partial(StaleSynchronous, staleness=1),
     "asp": partial(StaleSynchronous),
 }
@@ -180,11 +181,11 @@ def test_any_order_of_messages_gives_the_naive_servers_model(
     if name == "bsp":
         means = [sum(gradient(w, c) for w in range(num_workers)) / num_workers for c in range(num_steps)]
         assert model == pytest.approx(-LR * sum(means), rel=1e-5)
-    elif name == "backup":
+    elif name in ("backup", "quorum"):
         told = [[(r.iteration, r.worker, r.clock) for r in net.records if r.server == s] for s in range(num_servers)]
         shortest = min(map(len, told))
         assert all(one[:shortest] == told[0][:shortest] for one in told), "servers count the same gradients"
-    else:
+    if name not in ("bsp", "backup"):
         total = sum(gradient(w, c) for w in range(num_workers) for c in range(num_steps))
         assert model == pytest.approx(-LR * total, rel=1e-5)
 

@@ -2,14 +2,14 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-HEAD_LOG = "head.log"
+from paceline.engines.ray.local_directory import RAYS_OWN, same_directory
+
 # Tensors never go through Ray's object store, so a cluster that is started here gets the smallest that Ray allows.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
@@ -31,7 +31,7 @@ def head(host: str, port: int, directory: Path) -> list[str]:
         "--head",
         f"--node-ip-address={host}",
         f"--port={port}",
-        f"--temp-dir={directory}",
+        f"--temp-dir={directory / RAYS_OWN}",
         "--include-dashboard=false",
         f"--system-config={json.dumps(WORKER_NICENESS)}",
         *_ANY_PORT,
@@ -47,11 +47,10 @@ def _start() -> Sequence[str]:
 def main() -> None:
     """Ray on a host that joins the cluster at ADDRESS, until the step is ended; its files in DIRECTORY go with it."""
     address, directory = sys.argv[1], Path(sys.argv[2])
-    process = subprocess.Popen([*_start(), f"--address={address}", *_ANY_PORT])
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    status = process.wait()
-    if not (directory / HEAD_LOG).exists():  # where SLURM has several hosts on one machine, the first one's are there
-        shutil.rmtree(directory, ignore_errors=True)
+    with same_directory(directory):
+        process = subprocess.Popen([*_start(), f"--address={address}", *_ANY_PORT])
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        status = process.wait()
     sys.exit(status)
 
 

@@ -39,7 +39,7 @@ def cluster_over(allocation: Allocation, directory: Path, connect: Callable[[str
         host = _own_address(allocation)
         port = _free_port(host)
         address = f"{host}:{port}"
-        head = _start(stack, directory / allocated_node.HEAD_LOG, allocated_node.head(host, port, directory))
+        head = _start(stack, directory / "head.log", allocated_node.head(host, port, directory))
         joining = _start(stack, directory / "others.log", _on_others(allocation, address, directory))
         _wait_for(head, first, lambda: _listens(host, port))
         connect(address)

@@ -1,13 +1,10 @@
 """The Ray cluster a run uses: connected to or started for it, and which node gets which process."""
 
-import fcntl
 import math
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,14 +15,13 @@ import ray
 from paceline.engines.ray.allocated_node import OBJECT_STORE_BYTES, WORKER_NICENESS
 from paceline.engines.ray.allocation import cluster_over
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
+from paceline.engines.ray.local_directory import RAYS_OWN, local_directory
 from paceline.engines.ray.tokens import own_token, require_token_mode, users_token
 from paceline.errors import RunFailed, UsageError
 from paceline.scheduler import from_environment
 from paceline.threads import let_idle_threads_sleep
 
 _CONNECT_S = 5.0
-_PLACE = Path("/tmp")  # the paths of sockets must be short
-_PREFIX = "paceline-ray-"
 
 
 @dataclass(frozen=True)
@@ -98,19 +94,19 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
         allocation = from_environment(os.environ) if address is None else None
         if allocation is not None and len(allocation.hosts) > 1:
             until_disconnected.enter_context(own_token())
-            directory = until_disconnected.enter_context(_local_directory())
+            directory = until_disconnected.enter_context(local_directory())
             connect = partial(ray.init, **common)
             until_disconnected.enter_context(cluster_over(allocation, Path(directory), connect))
         elif address is None:
             until_disconnected.enter_context(own_token())
-            directory = until_disconnected.enter_context(_local_directory())
+            directory = until_disconnected.enter_context(local_directory())
             cores = len(os.sched_getaffinity(0))
             ray.init(
                 address="local",
                 num_cpus=cores,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=os.path.join(directory, "ray"),  # Ray lets everybody into the one that it is given
+                _temp_dir=os.path.join(directory, RAYS_OWN),
                 _system_config=_system_config(min(cores, num_workers)),
                 **common,
             )
@@ -141,37 +137,6 @@ def _require_listener(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit():
         socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=_CONNECT_S).close()
-
-
-@contextmanager
-def _local_directory() -> Iterator[str]:
-    """A place for a local Ray's sockets and logs, which Ray itself would leave behind.
-
-    Locked while in use: those that a killed launcher of the same user left are removed here.
-    """
-    for left in _PLACE.glob(f"{_PREFIX}*"):
-        with suppress(OSError), _locked(left):
-            shutil.rmtree(left, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=_PLACE))  # a name that nobody clears up, until it is locked
-    with _locked(made):
-        directory = made.rename(made.with_name(made.name.removeprefix(".")))
-        try:
-            yield str(directory)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Raises OSError if another process holds it, or it is no directory of this user's."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(f"{directory} is another user's")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def own_address() -> str:

@@ -16,6 +16,9 @@ from paceline.served.server_core import Rules, ServerCore
 from paceline.strategies.base import Update
 
 _LOOK_S, _PATIENCE_S = 0.1, 10.0
+_STRANGERS_S = 300.0
+"""From one line of the log about connections without a ticket to the next."""
+_MOST_AT_ONCE = 64
 _FAREWELL_S = 15.0
 """So long clients have to fetch the model when the run is over."""
 
@@ -49,6 +52,7 @@ class ServedClients:
         self._current: Callable[[], Sequence[Tensor]] = lambda: []
         self._state: Form | None = None
         self._update = Form(())
+        self._num_strangers, self._told_strangers_s = 0, -_STRANGERS_S
         self._round, self._began_s = 0, time.monotonic()
 
     def describe(
@@ -69,12 +73,13 @@ class ServedClients:
         assert self._state is not None
         core, self._round = self._core, number
         content = self._state.write(self._current())
-        told_s = -_PATIENCE_S
+        told_s, patience_s = -_PATIENCE_S, _PATIENCE_S
+        self._pump(core)  # who has spoken while the server was at its evaluation is there
         while not core.open(number, content, time.monotonic()):
             if self._reporter.stop_requested():
                 return True
-            if (now_s := time.monotonic()) - told_s >= _PATIENCE_S:
-                told_s = now_s
+            if (now_s := time.monotonic()) - told_s >= patience_s:
+                told_s, patience_s = now_s, min(2 * patience_s, _STRANGERS_S)
                 there, wanted = len(core.present(now_s)), max(1, self._rules.min_clients)
                 self.tell(f"round {number} waits for clients: {there} of at least {wanted} are there")
             self._pump(core)
@@ -111,17 +116,20 @@ class ServedClients:
         self._carry(core)
 
     def _pump(self, core: ServerCore) -> None:
-        """What has come, and what is to go."""
+        """What has come, and what is to go: of either so much that nobody keeps the server from looking at the time."""
         self._carry(core)
-        timeout_s = _LOOK_S
-        while (came := self._socket.receive(timeout_s)) is not None:
-            core.receive(*came, time.monotonic())
-            timeout_s = 0.0
-            if core.arrivals or len(core.outbox) > 64:
+        for number in range(_MOST_AT_ONCE):
+            came = self._socket.receive(0.0 if number else _LOOK_S)
+            if came is None:
                 break
-        if count := self._socket.num_strangers():
-            self._say(None, f"{count} connection(s) without a ticket of this server were refused")
+            core.receive(*came, time.monotonic())
+            if core.arrivals:
+                break
         self._carry(core)
+        self._num_strangers += self._socket.num_strangers()
+        if self._num_strangers and (now_s := time.monotonic()) - self._told_strangers_s >= _STRANGERS_S:
+            self._say(None, f"{self._num_strangers} connection(s) without a ticket of this server were refused")
+            self._num_strangers, self._told_strangers_s = 0, now_s
 
     def _carry(self, core: ServerCore) -> None:
         for route, message in core.outbox:

@@ -109,6 +109,6 @@ class ServerAfar:
                 f"{self._where} has said nothing for {silent_s:.0f} s, and {self._core.phase.value} is awaited; see "
                 "whether the server runs there, and whether the ticket is of this server"
             )
-        if silent_s > _PATIENCE_S and now_s - self._told_s > _PATIENCE_S:
+        if self._core.phase is not Phase.TRAINING and silent_s > _PATIENCE_S and now_s - self._told_s > _PATIENCE_S:
             self._told_s = now_s
             self._print(f"no word from {self._where} for {silent_s:.0f} s; still trying")

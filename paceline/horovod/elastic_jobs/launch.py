@@ -47,7 +47,11 @@ class ElasticLaunch:
         process.give(self._job, {})
 
         def follow() -> None:
-            if process.hello() is not None:
+            late = threading.Timer(self._job.start_within_s, process.kill)
+            late.start()
+            has_come = process.hello() is not None
+            late.cancel()
+            if has_come:
                 process.listen(lambda: str(self._loop.ranks.get(worker, host)), lambda said: self._hear(worker, said))
             else:
                 print(process.why_not(self._job.start_within_s), file=sys.stderr)

@@ -13,13 +13,13 @@ Callback = Callable[[Any], Any]
 
 @contextmanager
 def hearing(callbacks: "Sequence[Callback] | None") -> Iterator[Any]:
-    """A queue for the workers, whose every value each callback is called with; none without callbacks. At the end all
-    are called that have been said by then."""
+    """A queue for the workers, whose every value each callback is called with; none without callbacks. At the end
+    they are called with all that has been said by then. Raises what a callback has raised."""
     if not callbacks:
         yield None
         return
     queue: Any = Queue(actor_options={"num_cpus": 0})
-    is_over = threading.Event()
+    is_over, errors = threading.Event(), list[Exception]()
 
     def hear() -> None:
         while True:
@@ -30,8 +30,12 @@ def hearing(callbacks: "Sequence[Callback] | None") -> Iterator[Any]:
                 if is_last:
                     return
                 continue
-            for callback in callbacks:
-                callback(said)
+            try:
+                for callback in callbacks:
+                    callback(said)
+            except Exception as error:
+                errors.append(error)
+                return
 
     thread = threading.Thread(target=hear, name="paceline callbacks", daemon=True)
     thread.start()
@@ -41,3 +45,5 @@ def hearing(callbacks: "Sequence[Callback] | None") -> Iterator[Any]:
         is_over.set()
         thread.join()
         queue.shutdown(force=True)
+    if errors:
+        raise errors[0]

@@ -1,7 +1,6 @@
 """`RayExecutor`: starts workers, calls functions on them, and ends them."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import ray
 
 from paceline.horovod.elastic_jobs.driver import Policy
 from paceline.horovod.elastic_jobs.known_hosts import Cooldown
+from paceline.horovod.hosts import places
 from paceline.horovod.ray.discovery import HostDiscovery
 from paceline.horovod.ray.elastic_v2 import RayHostDiscovery
 from paceline.horovod.ray.elastic_workers import ElasticWorkers
@@ -18,6 +18,7 @@ from paceline.horovod.ray.settings import has_no_effect
 from paceline.horovod.ray.strategy import Placement
 
 _LEAVE_WITHIN_S = 10.0
+_PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 
 @dataclass
@@ -52,19 +53,10 @@ class Coordinator:
 
     def finalize_registration(self) -> dict[int, dict[str, int]]:
         """Each rank's variables."""
-        hosts = self.node_id_by_rank.values()
-        cross_sizes = Counter(number for ranks in hosts for number in range(len(ranks)))
-        found, before = {}, Counter[int]()
-        for ranks in hosts:
-            for local_rank, rank in enumerate(ranks):
-                found[rank] = {
-                    "HOROVOD_CROSS_RANK": before[local_rank],
-                    "HOROVOD_CROSS_SIZE": cross_sizes[local_rank],
-                    "HOROVOD_LOCAL_RANK": local_rank,
-                    "HOROVOD_LOCAL_SIZE": len(ranks),
-                }
-                before[local_rank] += 1
-        return found
+        node_of = {rank: node for node, ranks in self.node_id_by_rank.items() for rank in ranks}
+        ranks = sorted(node_of)
+        found = zip(ranks, places([node_of[rank] for rank in ranks]), strict=True)
+        return {rank: {f"HOROVOD_{name}": place[name] for name in _PLACE} for rank, place in found}
 
 
 class Workers:
@@ -83,17 +75,17 @@ class Workers:
         coordinator = Coordinator(self.settings)
         for rank, (node, _) in enumerate(placed):
             coordinator.register(node, node, rank)
-        places = coordinator.finalize_registration()
+        about = coordinator.finalize_registration()
         host, port = ray.get(self.actors[0].meeting_point.remote())
         gpus = self._gpus([node for node, _ in placed])
         ray.get(
             [
                 actor.update_env_vars.remote(
                     {
-                        **_as_torchrun(rank, len(placed), places[rank]),
+                        **_as_torchrun(rank, len(placed), about[rank]),
                         **{"MASTER_ADDR": host, "MASTER_PORT": port, "HOROVOD_RANK": rank},
                         **{"HOROVOD_GLOO_TIMEOUT_SECONDS": self.settings.timeout_s},
-                        **places[rank],
+                        **about[rank],
                         **gpus[rank],
                         **extra_env_vars,
                     }

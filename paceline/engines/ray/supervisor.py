@@ -223,7 +223,9 @@ class Supervisor:
             return "the run saves itself, and ends"
         if request.get("do") != "scale":
             raise UsageError(f"this run does not know what {request.get('do')!r} is")
-        elastic, wanted = self._job.config.elastic, int(request["workers"])
+        elastic, wanted = self._job.config.elastic, request.get("workers")
+        if not isinstance(wanted, int):
+            raise UsageError(f"{wanted!r} is no number of workers")
         if elastic is None:
             raise UsageError(
                 "the run was started without --elastic MIN:MAX, so that its number of workers stays as it is"

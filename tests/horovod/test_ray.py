@@ -180,6 +180,32 @@ def test_an_elastic_job_grows_with_its_hosts(is_older: bool, ray_here: None) -> 
     assert {said["size"] for said in heard} == {1, 2}
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_there_is_room_for_another_where_a_worker_has_failed(ray_here: None) -> None:
+    class Loop:
+        ended = staticmethod(lambda worker, status: ended.put((worker, status)))
+
+    def fail_first(rank: Any) -> str:
+        if os.environ["HOROVOD_RANK"] == "1":
+            raise ValueError("no")
+        return "done"
+
+    ended: queue.Queue[tuple[int, int]] = queue.Queue()
+    num_cpus = ray.cluster_resources()["CPU"]  # all of them
+    fleet = actors.ActorFleet(actors.Making(num_cpus, 0, (None, None, None), {}), fail_first, None)
+    fleet.loop = Loop()  # type: ignore[assignment]
+    host = ray.nodes()[0]["NodeManagerAddress"]
+    try:
+        fleet.start(1, host)
+        assert ended.get(timeout=100) == (1, 1)
+        fleet.start(2, host)
+        assert ended.get(timeout=100) == (2, 0)
+    finally:
+        fleet.close()
+    assert fleet.results == {2: "done"}
+
+
 def _grow() -> list[int]:
     import horovod.torch as hvd
     from horovod.ray import ray_logger

@@ -100,7 +100,7 @@ def serve(
     directory = out or tickets / "run"
     with _alone_in(directory):
         checkpoint = _checkpoint_in(directory)
-        chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
+        chosen = seed if seed is not None else _seed_in(directory, checkpoint)
         config = replace(config, seed=chosen, checkpoint_every=1)
         _begin(directory, program, plan, config, checkpoint, engine="served")
         participation = plan.participation()
@@ -207,6 +207,18 @@ def _alone_in(directory: Path) -> Iterator[None]:
 def _checkpoint_in(directory: Path) -> Checkpoint | None:
     path = directory / FILE_NAME
     return Checkpoint.decode(path.read_bytes(), where=str(path)) if path.exists() else None
+
+
+def _seed_in(directory: Path, checkpoint: Checkpoint | None) -> int:
+    """Of the run that lies there, also where that has no round yet, so that clients who have joined go on with it; else
+    a new one."""
+    if checkpoint is not None:
+        return checkpoint.seed
+    if (directory / manifest.FILE_NAME).exists():
+        seed = manifest.read(directory).get("config", {}).get("seed")
+        if type(seed) is int:
+            return seed
+    return secrets.randbits(62)
 
 
 def _begin(

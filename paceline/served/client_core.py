@@ -120,6 +120,9 @@ class ClientCore:
         elif kind is Kind.OK and phase is Phase.JOINING:
             self.welcome, self.phase = message.body, Phase.WELCOMED
         elif kind is Kind.OK and self._attached is not None:  # the server is another process than before
+            if message.body.get("coding_seed") != self.welcome.get("coding_seed"):
+                self.failure = "it serves another run by now; join again"
+                return
             self._say_attach()
         elif kind is Kind.ANSWER and phase is Phase.ATTACHING:
             self.phase = Phase.WAITING

@@ -482,6 +482,21 @@ def test_an_update_that_is_late_or_of_a_round_that_begins_again_has_not_counted(
     assert process.core.counted == 0
 
 
+def test_a_client_does_not_go_on_with_a_server_of_another_run() -> None:
+    run = Run(min_clients=1)
+    process = attached(run)
+    run.restart()
+    run.core._welcome["coding_seed"] = 5
+    while process.core.failure is None and run.now_s < DEADLINE_S:
+        run.now_s += 1.0
+        process.act(run.now_s)
+        while process.sent:
+            run.hear(process)
+        while process.coming:
+            process.take(run.now_s)
+    assert process.core.failure == "it serves another run by now; join again"
+
+
 def test_an_update_that_comes_twice_counts_once() -> None:
     run = Run(min_clients=2)
     process, _ = attached(run, 0), attached(run, 1)
@@ -678,6 +693,9 @@ def test_a_second_server_changes_nothing_of_the_first_ones_directory(
         with pytest.raises(UsageError, match="another process is serving" if is_held else "cannot listen"):
             serving.serve(script, strategy="fed-avg:clients=2", tickets=tmp_path / "it", listen=listen, say=print)
     assert is_held == (not (run / "manifest.json").exists())
+    if not is_held:  # a run without a round yet keeps its seed
+        seed = serving._seed_in(run, None)
+        assert seed == serving._seed_in(run, None) != serving._seed_in(tmp_path, None)
     with filelock.FileLock(run / "serving.lock", timeout=0):
         pass  # nothing is held any more
 

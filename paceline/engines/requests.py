@@ -65,10 +65,10 @@ def ask(directory: Path, request: Mapping[str, Any]) -> str:
         connection.settimeout(_ANSWER_S)
         try:
             connection.connect(_name(directory))
-            if _user_of(connection) != os.geteuid():
-                raise UsageError(f"the run in {directory} is another user's")
-            connection.sendall(json.dumps(request).encode() + b"\n")
-            said = _read(connection)
+            is_own = _user_of(connection) == os.geteuid()
+            if is_own:
+                connection.sendall(json.dumps(request).encode() + b"\n")
+            said = _read(connection) if is_own else {"refused": f"the run in {directory} is another user's"}
         except TimeoutError:
             raise UsageError(f"the launcher of the run in {directory} does not answer; it may be stopped") from None
         except (OSError, ValueError):

@@ -94,15 +94,16 @@ class States:
         run = self._run
         reform, (feed,) = run.context.reform, run.prepared.feeds.values()
         assert reform is not None
-        found = reform.take(rank=run.context.rank, epoch=feed.loader.place.epoch)
-        if isinstance(found, int):
-            feed.loader.resume_at(Place(found, 0), {})
-            return False
-        try:
-            self._enter(self._read(found))
-            return True
-        except StaleEpoch:  # whoever has given the state is gone
-            return self.take()
+        while True:
+            found = reform.take(rank=run.context.rank, epoch=feed.loader.place.epoch)
+            if isinstance(found, int):
+                feed.loader.resume_at(Place(found, 0), {})
+                return False
+            try:
+                self._enter(self._read(found))
+                return True
+            except StaleEpoch:  # whoever has given the state is gone
+                continue
 
     def _enter(self, content: dict[str, Any]) -> None:
         """Raises StaleEpoch where the others have gone on without this worker."""

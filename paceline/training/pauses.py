@@ -115,7 +115,7 @@ class Pauses:
         run.awaits_others = False
         self._agreement.require(reports)
         if self._same_data is not None:
-            self._same_data.require([report["data"] for report in reports])
+            self._same_data.require([report["data"] for report in reports], gather=collective.all_gather_object)
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
         active = [rank for rank, report in enumerate(reports) if not report["done"]]
@@ -155,7 +155,7 @@ class Pauses:
         elapsed_s = run.clock.now_s - time_s
         if self._same_data is None and run.context.size > 1:
             loaders = {name: feed.loader for name, feed in run.prepared.feeds.items()}
-            self._same_data = SameData(loaders, gather=run.context.collective.all_gather_object)
+            self._same_data = SameData(loaders)
         return {
             "iteration": run.iteration,
             "done": is_done,

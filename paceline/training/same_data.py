@@ -20,14 +20,9 @@ Told = tuple[int, str]
 @final
 class SameData:
     """Has ranks compare a few samples of an epoch in the first pause of it. A data set that is read by loader workers
-    alone is left to them: it may hold files open that must not be opened here.
+    alone is left to them: it may hold files open that must not be opened here."""
 
-    Args:
-        gather: every rank's value, in rank order; a collective call.
-    """
-
-    def __init__(self, loaders: Mapping[str, ShardedLoader], *, gather: Callable[[Any], list[Any]]) -> None:
-        self._gather = gather
+    def __init__(self, loaders: Mapping[str, ShardedLoader]) -> None:
         self._loaders = {name: loader for name, loader in loaders.items() if _is_dealt_out(loader)}
         self._told: dict[str, Told] = {}
 
@@ -39,21 +34,26 @@ class SameData:
                 self._told[name] = epoch, digest_of(_looked_at(loader.dataset))
         return dict(self._told)
 
-    def require(self, everyone: Sequence[Mapping[str, Told]]) -> None:
+    def require(self, everyone: Sequence[Mapping[str, Told]], *, gather: Callable[[Any], list[Any]]) -> None:
         """Compare what ranks have said that are in the same epoch. Collective call where it differs.
+
+        Args:
+            gather: every rank's value, in rank order; a collective call.
 
         Raises:
             UsageError: a sample differs between two ranks that does not differ from one look to the next.
         """
         for name in list(self._loaders):
-            told = [theirs.get(name) for theirs in everyone]
-            if told[0] is None or all(theirs in (told[0], None) or theirs[0] != told[0][0] for theirs in told):
+            if not all(name in theirs for theirs in everyone):
+                continue  # a rank leaves it to loader workers: all leave it out, since comparing is a collective call
+            told = [theirs[name] for theirs in everyone]
+            if all(theirs == told[0] or theirs[0] != told[0][0] for theirs in told):
                 continue
             dataset = self._loaders[name].dataset
-            each = self._gather(_steady(_looked_at(dataset), _looked_at(dataset)))
+            each = gather(_steady(_looked_at(dataset), _looked_at(dataset)))
             del self._loaders[name]  # no two looks at it are alike, or the run ends here
             for rank, theirs in enumerate(each):
-                if (says := told[rank]) is not None and says[0] == told[0][0]:
+                if told[rank][0] == told[0][0]:
                     self._compare(name, told[0][0], rank, each[0], theirs)
 
     def _compare(self, name: str, epoch: int, rank: int, first: list[Any], theirs: list[Any]) -> None:

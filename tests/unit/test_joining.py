@@ -1,177 +1,161 @@
-"""The mean of what several workers encoded."""
+"""A worker takes another one's state: two sessions in one process, and a file between them."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import pieces
-from paceline.codec import DCT, Codec, Int8, PowerSGD, TensorCodec
-from paceline.codec.joining import Kept, Region, beginnings, coding_s, join, parts_of, sent_bytes
+from paceline.comm.alone import AloneCollective
+from paceline.config import RunConfig
+from paceline.elastic import Elastic, Member
+from paceline.engines.world import alone
+from paceline.errors import BudgetReached, UsageError
+from paceline.membership import Membership
+from paceline.records import NullReporter
+from paceline.strategies import build
+from paceline.strategies.regrouping import Formed
+from paceline.training.given import told_apart
+from paceline.training.session import Session
 
-CODECS = [
-    *(cls() for cls in pieces.named(Codec).values() if issubclass(cls, TensorCodec)),
-    Int8(scales="rows"),
-    DCT(edge=8, keep=8, decay=1),
-    PowerSGD(rank=2, start=0),
-]
-each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
-REGIONS = (Region(0, (40, 30)), Region(1200, (7,)), Region(1216, (30, 40)), Region(2416, (600,)))
-TOTAL = 3016  # 9 elements between the second region and the third belong to nobody
-
-
-class _Meeting:
-    def __init__(self, size: int) -> None:
-        self.barrier, self.given = threading.Barrier(size), [None] * size
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 
 
-class _Thread:
-    """One worker of a group, and what it has sent."""
+@dataclass
+class ByFile:
+    """Both are told of one another here."""
 
-    def __init__(self, meeting: Any, rank: int, size: int) -> None:
-        self.rank, self.size, self.sent_bytes = rank, size, 0.0
-        self._meeting = meeting
+    path: Path
+    joins: bool = False
+    asked_to_give: tuple[int, ...] = ()
+    is_asked_to_leave: bool = False
+    epoch: int = 0
+    members: tuple[Member, ...] = ()
+    has_left: bool = False
 
-    def average(self, tensor: Tensor) -> None:
-        self.sent_bytes += 2 * (self.size - 1) / self.size * tensor.nbytes
-        tensor.copy_(torch.stack(self._all(tensor.clone())).mean(0))
+    def __call__(self, member: Member) -> Formed:
+        self.members = (*self.members, member)
+        formed = Member(member.rank, Membership(member.membership.epoch + 1, (0, 1)), member.applied)
+        return Formed(formed, AloneCollective(), False)
 
-    def all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        self.sent_bytes += sum(tensor.nbytes for rank, tensor in enumerate(tensors) if rank != self.rank)
-        found = [given[self.rank] for given in self._all(tensors)]
-        assert [tensor.numel() for tensor in found] == list(sizes)
-        return found
+    def give(self, write, *, member: Member, to: tuple[int, ...]) -> None:
+        write(self.path)
 
-    def _all(self, value: Any) -> list[Any]:
-        self._meeting.given[self.rank] = value
-        self._meeting.barrier.wait()
-        found = list(self._meeting.given)
-        self._meeting.barrier.wait()
-        return found
+    def take(self, *, rank: int, epoch: int) -> int | Path:
+        return self.path if epoch >= self.epoch else self.epoch
 
-
-def regions_for(codec: Codec, total: int = TOTAL) -> Sequence[Region]:
-    return REGIONS if codec.shaped else [Region(0, (total,))]
+    def leave(self, rank: int) -> None:
+        self.has_left = True
 
 
-def gradient(rank: int, step: int, total: int = TOTAL) -> Tensor:
-    values = torch.randn(total, generator=torch.Generator().manual_seed(100 * rank + step))
-    values[1207:1216] = 0  # nobody's
-    return values
+@dataclass
+class Script:
+    session: Session
+    model: nn.Module
+    optimizer: Any
+    scheduler: Any
+    loader: Any
+
+    def step(self, batch) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch[0]).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
 
 
-def exchanged(
-    codec: Codec, size: int, steps: int, *, total: int = TOTAL
-) -> tuple[list[list[Tensor]], list[Kept], list[float]]:
-    """Every worker's means, what it keeps in the end, and the bytes that it has sent."""
-    meeting = _Meeting(size)
-    peers = [_Thread(meeting, rank, size) for rank in range(size)]
-    means: list[list[Tensor]] = [[] for _ in peers]
-    kept: list[Kept] = [{} for _ in peers]
-    regions = regions_for(codec, total)
-
-    def work(rank: int) -> None:
-        kept[rank] = beginnings(codec, regions, gradient(0, 0, total), rank=rank, size=size, seed=9)
-        for step in range(steps):
-            values = gradient(rank, step, total)
-            before = {name: tensor.clone() for name, tensor in kept[rank].items()}
-            now = join(codec, peers[rank], values, kept[rank], regions=regions, path=(step,), seed=9)
-            assert all(torch.equal(kept[rank][name], before[name]) for name in before)
-            kept[rank] = now
-            means[rank].append(values)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return means, kept, [each.sent_bytes for each in peers]
+def script(reform: ByFile, *, rank: int, features: int = 2) -> Script:
+    context = replace(
+        alone().context,
+        rank=rank,
+        membership=Membership(1, (rank,)),
+        device=torch.device("cpu"),
+        reform=reform,
+        num_at_start=1,
+    )
+    config = RunConfig(elastic=Elastic(at_least=1, at_most=2))
+    session = Session(context, build("all-reduce", {}), config, NullReporter())
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, features), nn.BatchNorm1d(features))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = DataLoader(TensorDataset(torch.arange(24), X), batch_size=4, shuffle=True)
+    given = told_apart((model, optimizer, loader), {"scheduler": scheduler})
+    [sharded] = session.prepare(given).values()
+    return Script(session, model, optimizer, scheduler, sharded)
 
 
-@each_codec
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_all_workers_get_the_same_mean_and_lose_nothing(codec: Codec, size: int) -> None:
-    """What was applied, and the workers' mean of what is left, are the mean of all there was."""
-    steps = 20
-    means, kept, _ = exchanged(codec, size, steps)
-    for others in means[1:]:
-        assert all(torch.equal(*pair) for pair in zip(means[0], others, strict=True))
-    if not codec.feedback or codec.decay != 1:
-        return
-    total = torch.stack([gradient(rank, step).double() for rank in range(size) for step in range(steps)]).sum(0) / size
-    applied = torch.stack(means[0]).double().sum(0)
-    left = torch.stack([each["left"] for each in kept]).double().mean(0)
-    if "part" in kept[0]:
-        for part, each in zip(parts_of(codec, regions_for(codec), size), kept, strict=True):
-            start = 0
-            for region in part:
-                region.of(left).add_(each["part"][start : start + region.num_elements].view(region.shape))
-                start += region.num_elements
-    assert float((applied + left - total).abs().max()) <= 1e-6 * float(total.abs().max()) + 2e-6
+def given_state(path: Path, *, epochs: int) -> tuple[Script, list[int]]:
+    """A script that trains for so many epochs and two steps, and gives its state; and the samples it is at."""
+    reform = ByFile(path)
+    first = script(reform, rank=0)
+    for _ in range(epochs):
+        for _, x in first.loader:
+            first.step([x])
+    for number, (index, x) in enumerate(first.loader):
+        if number == 2:
+            return first, index.tolist()
+        if number == 1:
+            reform.asked_to_give = (1,)
+        first.step([x])
+    raise AssertionError
 
 
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.unbiased], ids=str)
-def test_the_mean_of_an_unbiased_codec_is_unbiased(codec: Codec) -> None:
-    """Encoded twice, by the workers and their parts' owners, with draws of their own."""
-    steps, size = 400, 2
-    means, _, _ = exchanged(codec, size, steps)
-    errors = torch.stack(
-        [
-            mean - torch.stack([gradient(rank, step) for rank in range(size)]).mean(0)
-            for step, mean in enumerate(means[0])
-        ]
-    ).double()
-    scores = errors.mean(0) / (errors.std(0) / steps**0.5).clamp_min(1e-6)
-    assert float(scores.abs().max()) < 5.5
-    assert 0.8 < float(scores[:1200].std()) < 1.2
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_a_joiner_has_the_others_model_optimizer_schedule_and_place(tmp_path: Path, epochs: int) -> None:
+    first, under_way = given_state(tmp_path / "state", epochs=epochs)
+    wanted = {name: value.clone() for name, value in first.model.state_dict().items()}
+    giving = first.session._survivor._giving
+    giving.end()
+    assert giving.to == (1,)
+    reform = ByFile(tmp_path / "state", joins=True, epoch=epochs)
+    joiner = script(reform, rank=1)
+    for _ in range(epochs):  # which the others have behind them
+        assert list(joiner.loader) == []
+    batch = next(iter(joiner.loader))
+    assert batch[0].tolist() == under_way[:1]  # another's, which counts nothing
+    for name, value in joiner.model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+    theirs, own = (each.optimizer.state_dict() for each in (first, joiner))
+    assert own["param_groups"] == theirs["param_groups"]
+    for index, state in theirs["state"].items():
+        assert all(torch.equal(own["state"][index][name], value) for name, value in state.items())
+    assert joiner.scheduler.state_dict() == first.scheduler.state_dict()
+    assert joiner.session.run.iteration == first.session.run.iteration == 6 * epochs + 2
+    dealt = joiner.session._survivor._data
+    assert [list(part) for part in dealt.under_way.parts] == [under_way, []]
+    assert (dealt.weight, [member.applied for member in reform.members]) == (0.0, [6 * epochs + 2])
 
 
-@each_codec
-@pytest.mark.parametrize("size", [2, 4])
-def test_bytes_are_those_that_plans_count(codec: Codec, size: int) -> None:
-    """Up to parts that are not of one size."""
-    total = TOTAL if codec.shaped else 4 * 8192
-    _, _, sent = exchanged(codec, size, 1, total=total)
-    expected = sent_bytes(codec, [region.shape for region in regions_for(codec, total)], size)
-    assert sum(sent) / size == pytest.approx(expected, rel=0.4 if codec.shaped else 1e-9)
-    assert codec.shaped or sent == [expected] * size
+def test_a_joiner_with_another_model_is_refused(tmp_path: Path) -> None:
+    first, _ = given_state(tmp_path / "state", epochs=0)
+    first.session._survivor._giving.end()
+    joiner = script(ByFile(tmp_path / "state", joins=True), rank=1, features=3)
+    with pytest.raises(UsageError, match="the checkpoint is of another model"):
+        next(iter(joiner.loader))
 
 
-@each_codec
-def test_what_a_worker_sends_does_not_grow_with_their_number(codec: Codec) -> None:
-    """Of sparse codecs alone, everyone gets, and decodes, everyone's."""
-    few, many = (sent_bytes(codec, [(1000, 1000)], size) for size in (2, 64))
-    few_s, many_s = (coding_s(codec, 10**6, size) for size in (2, 64))
-    if codec.sparse:
-        assert many == 63 * few
-        assert many_s > few_s
-    else:
-        assert many <= 2 * few
-        assert many_s <= few_s
+def test_a_joiner_that_never_asks_for_a_batch_ends_alone(tmp_path: Path) -> None:
+    """It neither evaluates nor saves, as the only worker of a run would."""
+    joiner = script(ByFile(tmp_path / "state", joins=True), rank=1)
+    joiner.session.set_evaluation(lambda model: pytest.fail("it was evaluated"))
+    joiner.session.finish()
+    joiner.session.release()
 
 
-@each_codec
-def test_a_nonfinite_tensor_ends_as_one_that_is_not_applied(codec: Codec) -> None:
-    """No codec fails over it, as all workers have yet to learn of it."""
-
-    class Alone(_Thread):
-        pass
-
-    alone, regions = Alone(_Meeting(1), 0, 1), regions_for(codec)
-    values = gradient(0, 0)
-    values[3] = torch.nan
-    kept = beginnings(codec, regions, values, rank=0, size=1, seed=0)
-    join(codec, alone, values, kept, regions=regions, path=(0,), seed=0)
-    assert all(bool(tensor.isfinite().all()) for tensor in kept.values())
-
-
-def test_nothing_to_send_is_sent_where_workers_are_more_than_blocks() -> None:
-    codec = Int8(size=2048)
-    assert [len(part) for part in parts_of(codec, [Region(0, (TOTAL,))], 5)] == [1, 1, 0, 0, 0]
-    means, _, _ = exchanged(codec, 5, 1)
-    assert float((means[4][0] - torch.stack([gradient(rank, 0) for rank in range(5)]).mean(0)).abs().max()) < 0.05
+def test_who_is_asked_to_leave_does_so_between_two_steps(tmp_path: Path) -> None:
+    reform = ByFile(tmp_path / "state")
+    first = script(reform, rank=0)
+    batches = iter(first.loader)
+    _, x = next(batches)
+    reform.is_asked_to_leave = True
+    first.step([x])
+    with pytest.raises(BudgetReached, match="this worker leaves the run"):
+        next(batches)
+    assert reform.has_left
+    first.session.finish()
+    assert first.session.run.iteration == 1

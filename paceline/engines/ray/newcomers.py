@@ -74,6 +74,12 @@ class Newcomers:
                 self._fail(name, "its process ended")
             elif outcome is not None:
                 self._fail(name, outcome.error or "its script came to its end before it had a batch")
+        for name in self._survival.left & members.outcomes.keys() & members.actors.keys():
+            why = members.outcomes[name].error
+            if why is not None:
+                self._say(f"worker {rank_of(name)} failed when it had left: {why}; the others go on")
+            if why is not None or name in self._controller.gone:  # nothing is to be heard of it any more
+                ray.kill(members.forget(name))
 
     def replace_lost(self) -> None:
         """Somebody has died: start another worker, if that was asked for and is not done yet."""
@@ -84,12 +90,8 @@ class Newcomers:
     def scale(self, wanted: int) -> str:
         """Have so many workers, as soon as they have come or left; says what happens. Raises UsageError where that
         cannot be."""
-        elastic, staying = self._elastic, self._survival.staying
-        if not elastic.at_least <= wanted <= elastic.at_most:
-            raise UsageError(
-                f"--workers {wanted}: the run was started with --elastic {elastic.at_least}:{elastic.at_most}, and so "
-                f"has {elastic.at_least} to {elastic.at_most} workers"
-            )
+        staying = self._survival.staying
+        require_allowed(self._elastic, wanted)
         if not staying:
             raise UsageError("the run is about to end")
         self._wanted, self._is_asked = wanted, True
@@ -153,6 +155,15 @@ class Newcomers:
         with contextlib.suppress(Exception):
             ray.kill(self._members.forget(name))
         self._survival.end(name)
+
+
+def require_allowed(elastic: Elastic, wanted: int) -> None:
+    """Raises UsageError for a number of workers that the run cannot have."""
+    if not elastic.at_least <= wanted <= elastic.at_most:
+        raise UsageError(
+            f"--workers {wanted}: the run was started with --elastic {elastic.at_least}:{elastic.at_most}, and so "
+            f"has {elastic.at_least} to {elastic.at_most} workers"
+        )
 
 
 def _done(futures: list[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.liveness import Watch, end_processes_of
 from paceline.engines.ray.members import Members, actor_of, last_line
-from paceline.engines.ray.newcomers import Newcomers
+from paceline.engines.ray.newcomers import Newcomers, require_allowed
 from paceline.engines.ray.nodes import nodes, own_address, own_node_id, place
 from paceline.engines.ray.survival import Survival
 from paceline.engines.requests import Desk
@@ -78,6 +78,7 @@ class Supervisor:
         self._newcomers: Newcomers | None = None
         self._desk = Desk(directory, self._answer)
         self._is_asked_to_stop = False
+        self._wanted: int | None = None  # workers that were asked for before there were any
         self._ended: set[str] = set()
         """Workers that have come to their end, as an elastic run's others know."""
 
@@ -164,6 +165,8 @@ class Supervisor:
                 environment=job.environment,
                 say=self._say,
             )
+            if self._wanted is not None:
+                self._newcomers.scale(self._wanted)
         transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
@@ -220,11 +223,18 @@ class Supervisor:
             return "the run saves itself, and ends"
         if request.get("do") != "scale":
             raise UsageError(f"this run does not know what {request.get('do')!r} is")
-        if self._newcomers is None:
+        elastic, wanted = self._job.config.elastic, request.get("workers")
+        if not isinstance(wanted, int):
+            raise UsageError(f"{wanted!r} is no number of workers")
+        if elastic is None:
             raise UsageError(
                 "the run was started without --elastic MIN:MAX, so that its number of workers stays as it is"
             )
-        return self._newcomers.scale(int(request["workers"]))
+        if self._newcomers is not None:
+            return self._newcomers.scale(wanted)
+        require_allowed(elastic, wanted)
+        self._wanted = wanted
+        return f"the run starts; there are to be {wanted} workers once it trains"
 
     def _survive(self, survival: Survival, newcomers: Newcomers) -> None:
         """Workers that have died are no members any more, and the others go on."""
@@ -242,7 +252,7 @@ class Supervisor:
                 return
         try:
             for name in sorted(members.dead):
-                if name in self._controller.gone:
+                if name in self._controller.gone | survival.left:
                     survival.end(name)
                 else:
                     survival.lose(name)

@@ -41,8 +41,12 @@ class Survival:
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
         self._coordinator = Coordinator.first(membership, at_least=elastic.at_least)
         self._memories: dict[str, Any] = {}
+        self._seeking: set[int] = set()  # joiners that have asked for a state, and have none yet
+        self._states: dict[int, Any] = {}  # for joiners, of the present epoch
         self._leaving: set[int] = set()  # have been asked to
         self._waiting: set[int] = set()  # have taken a state, and wait to be let in
+        self.left: set[str] = set()
+        """Those who have been asked to leave, and have."""
         self._why: dict[str, str] = {}
         self._deadline_s, self._awaited_s = deadline_s, 0.0
         self._looked_s = time.monotonic()
@@ -104,12 +108,13 @@ class Survival:
             elif kind is Kind.TAKE:
                 self._hear_newcomer(body["rank"], epoch=body["epoch"])
             elif kind is Kind.GIFT:
-                for rank in body["to"]:
-                    self._controller.tell(f"worker-{rank}", Kind.STATE, state=body["state"])
+                self._states.update(dict.fromkeys(body["to"], body["state"]))
+                self._hand_on_states()
             elif kind is Kind.RETIRED:
                 self._controller.event("left", f"worker-{body['rank']}", left=len(self._coordinator.living) - 1)
                 self._say(f"worker {body['rank']} leaves; workers left: {len(self._coordinator.living) - 1}")
                 self._since_s = time.monotonic()
+                self.left.add(f"worker-{body['rank']}")
                 self.end(f"worker-{body['rank']}")
 
     def _hear_report(self, body: Mapping[str, Any]) -> None:
@@ -135,7 +140,16 @@ class Survival:
             if rank not in self._coordinator.joining:
                 self._controller.event("ready", f"worker-{rank}")
             self._coordinator = self._coordinator.joined(rank)
-            self._ask_for_state()
+            self._seeking.add(rank)
+            if rank in self._states:
+                self._hand_on_states()
+            else:
+                self._ask_for_state()
+
+    def _hand_on_states(self) -> None:
+        for rank in self._seeking & self._states.keys():
+            self._seeking.discard(rank)
+            self._controller.tell(f"worker-{rank}", Kind.STATE, state=self._states.pop(rank))
 
     def _ask_for_state(self) -> None:
         coordinator = self._coordinator
@@ -209,6 +223,7 @@ class Survival:
         for rank in ranks:
             self._controller.tell(f"worker-{rank}", Kind.FORM, **body)
         self._waiting -= set(joined)
+        self._states.clear()
         for rank in list(self._waiting):
             self._tell_to_ask_again(rank)
         self._ask_for_state()

@@ -16,7 +16,8 @@ import paceline
 parser = argparse.ArgumentParser()
 parser.add_argument("--fail", action="append", default=[], metavar="RANK:STEP:HOW", help="may be repeated")
 parser.add_argument("--fail-in-evaluation", type=int, help="the rank that dies in its second evaluation")
-parser.add_argument("--fail-to-join", metavar="RANK:WHEN", help="raise, import, taking, stopped, or another model")
+WAYS = "raise, import, taking, stopped, or another model"
+parser.add_argument("--fail-to-join", action="append", default=[], metavar="RANK:WHEN", help=WAYS)
 parser.add_argument("--hold", type=int, action="append", default=[], help="an iteration before which all wait for word")
 parser.add_argument("--fail-giving", type=int, help="the rank that dies while it gives its state")
 parser.add_argument("--epochs", type=int, default=2)
@@ -36,8 +37,7 @@ num_evaluations = 0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 
 worker = paceline.init()
-joiner, _, when = (args.fail_to_join or "-1:never").partition(":")
-fails_to_join = worker.rank == int(joiner)
+when = dict(told.split(":") for told in args.fail_to_join).get(str(worker.rank))
 
 
 def die(*_, **__):
@@ -45,11 +45,11 @@ def die(*_, **__):
     time.sleep(60)
 
 
-if fails_to_join and when == "raise":
+if when == "raise":
     raise ImportError("no module of this name here")
-if fails_to_join and when == "import":
+if when == "import":
     die()
-if fails_to_join and when in ("taking", "stopped"):
+if when in ("taking", "stopped"):
     torch.load = die
 if worker.rank == args.fail_giving:
     torch.save = die
@@ -57,7 +57,7 @@ generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(args.samples, 8, generator=generator)
 labels = torch.randint(0, 3, (args.samples,), generator=generator)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
-if fails_to_join and when == "another model":
+if when == "another model":
     model.append(nn.Linear(3, 3))
 optimizer = OPTIMIZERS[args.optimizer](model.parameters())
 data = TensorDataset(torch.arange(args.samples), inputs, labels)

@@ -1,0 +1,101 @@
+"""Frameworks that train over torch.distributed take the backend by its name, and train as they do over gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LIGHTNING = """
+import sys, torch, lightning.pytorch as pl, torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, TensorDataset
+
+class Line(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.layer(x), y)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+model = Line()
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend=sys.argv[1]), max_epochs=3,
+    enable_progress_bar=False, logger=False, default_root_dir=sys.argv[2],
+)
+trainer.fit(model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8))
+if trainer.global_rank == 0:
+    print("trained over", dist.get_backend(), model.layer.weight.flatten().tolist())
+"""
+
+ACCELERATE = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group(sys.argv[1])  # before the Accelerator, which would take gloo on CPUs
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+x = torch.randn(64, 4)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8))
+for _ in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+ranks = accelerator.gather_for_metrics(torch.tensor([accelerator.process_index])).tolist()
+weight = accelerator.unwrap_model(model).weight.flatten().tolist()
+if accelerator.is_main_process:
+    sys.stdout.write(f"trained over {dist.get_backend()} {weight}\\n")
+assert ranks == [0, 1]
+dist.destroy_process_group()
+"""
+
+
+def trained(command: list[str], directory: Path) -> dict[str, str]:
+    """What the script says that it has trained, by backend."""
+    found = {}
+    for backend in ("gloo", "paceline"):
+        done = subprocess.run(
+            [*command, backend, str(directory / backend)], capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("trained over ")]
+        used, weight = line.removeprefix("trained over ").split(" ", 1)
+        assert used == backend
+        found[backend] = weight
+    return found
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])")
+def test_lightning(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LIGHTNING)
+    found = trained([sys.executable, str(script)], tmp_path)
+    assert found["paceline"] == found["gloo"]
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="Accelerate is not installed (paceline[frameworks])")
+def test_accelerate(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ACCELERATE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = trained([*torchrun, str(script)], tmp_path)
+    assert found["paceline"] == found["gloo"]

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from paceline.cli import common_options
+from paceline.cli import common_options, exit_codes
 from paceline.config import DeviceChoice, RunConfig
 
 
@@ -43,14 +43,18 @@ def join(
     from paceline.running import serving
 
     console = Console(stderr=True, soft_wrap=True)
-    result = serving.join(
-        script,
-        ticket=ticket,
-        arguments=arguments or (),
-        address=address,
-        config=config,
-        seed=seed,
-        out=out,
-        say=lambda line: console.print(line, markup=False, highlight=False),
-    )
+    try:
+        result = serving.join(
+            script,
+            ticket=ticket,
+            arguments=arguments or (),
+            address=address,
+            config=config,
+            seed=seed,
+            out=out,
+            say=lambda line: console.print(line, markup=False, highlight=False),
+        )
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command takes part again", markup=False, highlight=False)
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
     console.print(f"the run is over; what it came to is in {result.directory}", markup=False, highlight=False)

@@ -55,6 +55,9 @@ class ClientsSocket:
         self._socket.set_hwm(_QUEUE)
         self._socket.maxmsgsize = LARGEST_BYTES
         self._socket.ipv6 = ":" in host
+        # A client that connects anew is heard at once, also where its old connection is not known to be dead. Nobody
+        # else takes its place, since nobody else knows its identity.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         _keep_alive(self._socket)
         self._monitor = self._socket.get_monitor_socket(_FAILED)
         try:

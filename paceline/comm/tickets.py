@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+import filelock
 import zmq
 
 from paceline import durable
@@ -16,7 +19,7 @@ from paceline.comm.wire import Keys
 from paceline.errors import UsageError
 
 DEFAULT_PORT = 9610
-_OWN, _LIST = "server.json", "clients.json"
+_OWN, _LIST, _LOCK = "server.json", "clients.json", ".lock"
 
 
 @final
@@ -38,12 +41,24 @@ class Ticket:
         """Raises UsageError if the file is no ticket."""
         try:
             ticket = cls(**_read(path))
-            if type(ticket.client) is not int:
-                raise TypeError("client is no number")
+            ticket._require_form()
         except TypeError as error:
             raise UsageError(f"{path} is no ticket: {error}") from None
         split_address(ticket.address)
         return ticket
+
+    def _require_form(self) -> None:
+        """Raises TypeError. What a ticket says names a directory, too, so that nothing is left open."""
+        if type(self.client) is not int or self.client < 0:
+            raise TypeError("client is no number")
+        for name in ("run", "address", "server_public", "public", "secret"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is no text")
+        if not re.fullmatch("[0-9a-f]{16}", self.run):
+            raise TypeError("run is not 16 hexadecimal digits")
+        for name in ("server_public", "public", "secret"):
+            if not re.fullmatch("[!-~]{40}", getattr(self, name)):
+                raise TypeError(f"{name} is no key")
 
     @property
     def keys(self) -> Keys:
@@ -77,15 +92,8 @@ class Tickets:
         """
         tickets = cls(directory)
         if not (directory / _OWN).exists():
-            where = ":".join(map(str, split_address(address or socket.getfqdn())))
-            public, secret = (key.decode() for key in zmq.curve_keypair())
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write(
-                directory / _OWN,
-                {"run": secrets.token_hex(8), "address": where, "server_public": public, "server_secret": secret},
-            )
-            _write(directory / _LIST, {})
-        elif address is not None and split_address(address) != split_address(tickets.address):
+            tickets._begin(address)
+        if address is not None and split_address(address) != split_address(tickets.address):
             raise UsageError(
                 f"the tickets in {directory} say that the server is at {tickets.address}, not at {address}; give "
                 "another --tickets directory, or have clients join with --address"
@@ -93,6 +101,20 @@ class Tickets:
         while len(known := tickets.listed()) < num_clients:
             tickets.add(max((int(number) for number in known), default=-1) + 1)
         return tickets
+
+    def _begin(self, address: str | None) -> None:
+        """With a key pair of the server's and nobody's tickets, unless another process has just done so."""
+        where = ":".join(map(str, split_address(address or socket.getfqdn())))
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._alone():
+            if (self.directory / _OWN).exists():
+                return
+            public, secret = (key.decode() for key in zmq.curve_keypair())
+            _write(self.directory / _LIST, {})
+            _write(
+                self.directory / _OWN,
+                {"run": secrets.token_hex(8), "address": where, "server_public": public, "server_secret": secret},
+            )
 
     @property
     def address(self) -> str:
@@ -112,13 +134,16 @@ class Tickets:
         return _read(self.directory / _LIST)
 
     def add(self, client: int) -> Path:
-        """Make one more ticket."""
-        own, known = self._own(), self.listed()
+        """Make one more ticket, unless the client has one already."""
+        own = self._own()
         public, secret = (key.decode() for key in zmq.curve_keypair())
         ticket = Ticket(own["run"], client, own["address"], own["server_public"], public, secret)
         path = self.path_of(client)
-        _write(path, asdict(ticket))
-        _write(self.directory / _LIST, {**known, str(client): public})
+        with self._alone():
+            known = self.listed()
+            if str(client) not in known:
+                _write(path, asdict(ticket))
+                _write(self.directory / _LIST, {**known, str(client): public})
         return path
 
     def path_of(self, client: int) -> Path:
@@ -126,10 +151,13 @@ class Tickets:
 
     def revoke(self, client: int) -> None:
         """Raises UsageError if there is no such client."""
-        known = self.listed()
-        if known.get(str(client)) is None:
-            raise UsageError(f"{self.directory} has no client {client} that is not revoked already")
-        _write(self.directory / _LIST, {**known, str(client): None})
+        if not self.directory.is_dir():
+            raise UsageError(f"there is no directory {self.directory} with tickets")
+        with self._alone():
+            known = self.listed()
+            if known.get(str(client)) is None:
+                raise UsageError(f"{self.directory} has no client {client} that is not revoked already")
+            _write(self.directory / _LIST, {**known, str(client): None})
         self.path_of(client).unlink(missing_ok=True)
 
     def client_of(self, key: bytes) -> int | None:
@@ -143,6 +171,12 @@ class Tickets:
             self._seen = seen
         return self._clients.get(key.decode(errors="replace"))
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Between what is read of the list and what is written of it, nobody else writes it."""
+        with filelock.FileLock(self.directory / _LOCK, mode=0o600):
+            yield
+
     def _own(self) -> dict[str, Any]:
         return _read(self.directory / _OWN)
 
@@ -152,7 +186,8 @@ def split_address(address: str, *, default_port: int = DEFAULT_PORT) -> tuple[st
     host, colon, port = address.rpartition(":") if not address.endswith("]") else (address, "", "")
     if not colon:
         host, port = address, str(default_port)
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or is_bare or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UsageError(f"{address!r} is no address of the form HOST or HOST:PORT; IPv6 goes in [brackets]")
     return host, int(port)
 

@@ -20,6 +20,7 @@ from paceline.interval import Interval
 from paceline.lab.variant import Variant
 from paceline.lab.virtual_cluster import VirtualCluster
 from paceline.running import launch
+from paceline.running.checks import check_metric
 from paceline.strategies.base import Strategy
 from paceline.strategies.hostility import require_attackable
 
@@ -175,7 +176,7 @@ class StudySpec:
             **settings,
         )
         for text in targets:
-            launch.check_metric(program, Target.parse(text))
+            check_metric(program, Target.parse(text))
         return spec
 
     def read_script(self) -> Script:

@@ -29,11 +29,11 @@ from paceline.errors import UsageError, unknown
 from paceline.interval import Interval
 from paceline.records import truncate
 from paceline.running import machine_load, manifest, watching
+from paceline.running.checks import check_metric
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
 from paceline.strategies.hostility import require_attackable
-from paceline.training.evaluation import metrics_in
 from paceline.training.sharding.dealt import AT_START
 
 EngineChoice = Literal["ray", "virtual"]
@@ -294,13 +294,6 @@ def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program
     if arguments:
         raise UsageError("arguments go with a script's path; for a function, use functools.partial")
     return program
-
-
-def check_metric(program: Program, target: Target | None) -> None:
-    """Raise UsageError for a target that the script's text shows it never returns."""
-    known = metrics_in(program.source) if isinstance(program, Script) and target is not None else None
-    if target is not None and known is not None and target.metric not in known:
-        raise unknown("target metric", target.metric, known)
 
 
 def own_environment() -> dict[str, str]:

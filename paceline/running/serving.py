@@ -1,10 +1,13 @@
 """Serving a federated run to clients elsewhere, and joining one."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.tickets import Ticket, Tickets, split_address
@@ -14,13 +17,15 @@ from paceline.engines.served.running import JoinedRun, ServedRun
 from paceline.errors import UsageError
 from paceline.records import truncate
 from paceline.running import manifest
-from paceline.running.launch import check_metric
+from paceline.running.checks import check_metric
 from paceline.running.result import Result
 from paceline.served.server_core import Rules
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
 
 Say = Callable[[str], None]
+_LOCK, _LOCK_S = "serving.lock", 6.0
+"""A directory is waited for so long: loaders' workers notice within 5 s that their process was killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,33 +98,34 @@ def serve(
     known = Tickets.made(tickets, num_clients=plan.traits.num_clients, address=address)
     where = split_address(listen or "0.0.0.0", default_port=split_address(known.address)[1])
     directory = out or tickets / "run"
-    checkpoint = _checkpoint_in(directory)
-    chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
-    config = replace(config, seed=chosen, checkpoint_every=1)
-    _begin(directory, program, plan, config, checkpoint, engine="served")
-    participation = plan.participation()
-    assert participation is not None
-    run = ServedRun(
-        program,
-        plan,
-        config,
-        tickets=known,
-        listen=where,
-        rules=Rules(
-            sampler=participation.sampler,
-            fraction=participation.fraction,
-            seed=chosen,
-            min_clients=rules.min_clients,
-            deadline_s=rules.deadline_s,
-            outweigh=rules.outweigh,
-            over=rules.over,
-        ),
-        directory=directory,
-        checkpoint=checkpoint,
-        say=say,
-    )
-    say(f"listening at {where[0]}:{where[1]}; tickets for {known.address} are in {tickets}")
-    run.run()
+    with _alone_in(directory):
+        checkpoint = _checkpoint_in(directory)
+        chosen = seed if seed is not None else _seed_in(directory, checkpoint)
+        config = replace(config, seed=chosen, checkpoint_every=1)
+        _begin(directory, program, plan, config, checkpoint, engine="served")
+        participation = plan.participation()
+        assert participation is not None
+        run = ServedRun(
+            program,
+            plan,
+            config,
+            tickets=known,
+            listen=where,
+            rules=Rules(
+                sampler=participation.sampler,
+                fraction=participation.fraction,
+                seed=chosen,
+                min_clients=rules.min_clients,
+                deadline_s=rules.deadline_s,
+                outweigh=rules.outweigh,
+                over=rules.over,
+            ),
+            directory=directory,
+            checkpoint=checkpoint,
+            say=say,
+        )
+        say(f"listening at {where[0]}:{where[1]}; tickets for {known.address} are in {tickets}")
+        run.run()
     return Result(directory)
 
 
@@ -151,7 +157,6 @@ def join(
     """
     program = script if isinstance(script, Script) else read_script(script, arguments)
     own, config = Ticket.read(ticket), config or RunConfig()
-    directory = out or Path("runs") / f"client-{own.client}-of-{own.run}"
     run = JoinedRun(own, address=address, deadline_s=config.deadline_s, say=say)
     try:
         name, options = run.welcome()
@@ -159,11 +164,14 @@ def join(
         _require_servable(plan)
         said = " ".join(f"{key}={value}" for key, value in options.items())
         say(f"joined as client {own.client}: {name} {said}".rstrip())
-        checkpoint = _checkpoint_in(directory)
-        chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
-        config = replace(config, seed=chosen, checkpoint_every=1)
-        _begin(directory, program, plan, config, checkpoint, engine="joined")
-        run.run(program, plan, config, directory, checkpoint)
+        # A server's owner may serve several runs with the same tickets.
+        directory = out or Path("runs") / f"client-{own.client}-of-{own.run}-{run.tag}"
+        with _alone_in(directory):
+            checkpoint = _checkpoint_in(directory)
+            chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
+            config = replace(config, seed=chosen, checkpoint_every=1)
+            _begin(directory, program, plan, config, checkpoint, engine="joined")
+            run.run(program, plan, config, directory, checkpoint)
     finally:
         run.close()
     return Result(directory)
@@ -177,9 +185,40 @@ def _require_servable(strategy: Strategy) -> None:
         raise UsageError("secure=masks needs stages that clients elsewhere do not play so far; leave it out")
 
 
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Raises UsageError if another process serves or joins there, before anything there is changed."""
+    lock = filelock.FileLock(directory / _LOCK, timeout=_LOCK_S)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout:
+        raise UsageError(
+            f"another process is serving or joining in {directory}; end it, or give another --out"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"cannot write to {directory}: {error.strerror}; give another --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _checkpoint_in(directory: Path) -> Checkpoint | None:
     path = directory / FILE_NAME
     return Checkpoint.decode(path.read_bytes(), where=str(path)) if path.exists() else None
+
+
+def _seed_in(directory: Path, checkpoint: Checkpoint | None) -> int:
+    """Of the run that lies there, also where that has no round yet, so that clients who have joined go on with it; else
+    a new one."""
+    if checkpoint is not None:
+        return checkpoint.seed
+    if (directory / manifest.FILE_NAME).exists():
+        seed = manifest.read(directory).get("config", {}).get("seed")
+        if type(seed) is int:
+            return seed
+    return secrets.randbits(62)
 
 
 def _begin(

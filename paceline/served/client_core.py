@@ -47,6 +47,8 @@ class ClientCore:
         self.log: list[str] = []
         self.round = -1
         """Of the turn that is under way, or was last."""
+        self.counted = -1
+        """The last round in which an update of this client's counted, as far as the server has said."""
         self.state = bytearray()
         """The server's, as far as it has come."""
         self.heard_s: float | None = None
@@ -107,6 +109,10 @@ class ClientCore:
         """A message of the server's. What does not fit the phase is of an earlier one, and nothing comes of it."""
         self.heard_s = now_s
         kind, phase = message.kind, self.phase
+        if type(counted := message.body.get("counted")) is int:
+            self.counted = max(self.counted, counted)
+        if kind is Kind.TURN:  # also of a round that begins again, after a server was killed
+            self.counted = min(self.counted, message.iteration - 1)
         if kind is Kind.ERROR:
             self._take_error(message)
         elif kind is Kind.JOIN and phase is not Phase.JOINING:
@@ -114,6 +120,9 @@ class ClientCore:
         elif kind is Kind.OK and phase is Phase.JOINING:
             self.welcome, self.phase = message.body, Phase.WELCOMED
         elif kind is Kind.OK and self._attached is not None:  # the server is another process than before
+            if message.body.get("coding_seed") != self.welcome.get("coding_seed"):
+                self.failure = "it serves another run by now; join again"
+                return
             self._say_attach()
         elif kind is Kind.ANSWER and phase is Phase.ATTACHING:
             self.phase = Phase.WAITING

@@ -85,10 +85,6 @@ def piece(content: memoryview, index: int) -> memoryview:
     return content[index * FRAME_BYTES : (index + 1) * FRAME_BYTES]
 
 
-def specs_of(named: Sequence[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named)
-
-
 def _said(described: Any) -> str:
     try:
         name, dtype, shape = described

@@ -56,7 +56,8 @@ class _Client:
     samples: int = 0
     is_attached: bool = False
     num_refused: int = 0
-    num_turns: int = 0
+    counted: int = -1
+    """The last round in which an update of its counted."""
     displaced: deque[bytes] = field(default_factory=lambda: deque(maxlen=8))
     """Processes that had the ticket before another one came with it."""
 
@@ -133,7 +134,7 @@ class ServerCore:
             if sizes[place] > largest:
                 self._say(client, f"says that it has {sizes[place]:,} samples; it counts as {largest:,.0f}")
             self._turns[client] = _Turn(times, min(float(sizes[place]), largest))
-            self._send(client, self._turn())
+            self._send(client, self._turn(client))
         return True
 
     def is_closed(self, now_s: float) -> bool:
@@ -161,8 +162,8 @@ class ServerCore:
     def accept(self, client: int) -> None:
         """What arrived from the client counts."""
         self._turns[client].state = "done"
-        self._clients[client].num_turns += 1
-        self._send(client, Message(Kind.RECEIVED, EPOCH, iteration=self._round))
+        self._clients[client].counted = self._round
+        self._send(client, self._received(client, self._round))
 
     def refuse(self, client: int, reason: str) -> None:
         """What arrived from the client does not count, and it has no second try."""
@@ -175,7 +176,7 @@ class ServerCore:
         self._round, self._content, self._is_open, self._has_ended = number, content, False, True
         for client, known in self._clients.items():
             if known.is_attached:
-                self._send(client, self._stop())
+                self._send(client, self._stop(client))
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -254,19 +255,19 @@ class ServerCore:
         client.samples, client.is_attached = samples, True
         self._send(number, Message(Kind.ANSWER, EPOCH))
         if self._has_ended:
-            self._send(number, self._stop())
+            self._send(number, self._stop(number))
         elif number in self._turns and self._turns[number].state == "open":
-            self._send(number, self._turn())
+            self._send(number, self._turn(number))
 
     def _answer_pulse(self, number: int, message: Message) -> None:
         turn = self._turns.get(number)
         if self._has_ended:
-            self._send(number, self._stop())
+            self._send(number, self._stop(number))
         elif turn is not None and turn.state == "open":
             is_at_it = message.flags & TRAINS and message.iteration == self._round
-            self._send(number, Message(Kind.PULSE, EPOCH) if is_at_it else self._turn())
+            self._send(number, Message(Kind.PULSE, EPOCH) if is_at_it else self._turn(number))
         elif turn is not None and message.iteration == self._round and turn.state == "done":
-            self._send(number, Message(Kind.RECEIVED, EPOCH, iteration=self._round))
+            self._send(number, self._received(number, self._round))
         else:
             self._send(number, Message(Kind.PULSE, EPOCH, iteration=self._round))
 
@@ -283,15 +284,15 @@ class ServerCore:
         if turn is None or message.iteration != self._round or not self._is_open:
             if index == 0:
                 self._say(number, f"its update of round {message.iteration} comes too late, and is dropped")
-            self._send(number, Message(Kind.RECEIVED, EPOCH, iteration=message.iteration))
+            self._send(number, self._received(number, message.iteration))
             return
         if turn.state != "open":
-            self._send(number, Message(Kind.RECEIVED, EPOCH, iteration=self._round))
+            self._send(number, self._received(number, self._round))
             return
         if message.body.get("nothing") is True:
             turn.state = "gone"
             self._say(number, f"has nothing for round {self._round}")
-            self._send(number, Message(Kind.RECEIVED, EPOCH, iteration=self._round))
+            self._send(number, self._received(number, self._round))
             return
         try:
             self._add_piece(number, turn, message)
@@ -319,11 +320,20 @@ class ServerCore:
 
     # --- what is said -----------------------------------------------------------------------------------------
 
-    def _turn(self) -> Message:
-        return Message(Kind.TURN, EPOCH, iteration=self._round, tensor_bytes=self._state.num_bytes)
+    def _turn(self, number: int) -> Message:
+        body = self._counted(number)
+        return Message(Kind.TURN, EPOCH, iteration=self._round, tensor_bytes=self._state.num_bytes, body=body)
 
-    def _stop(self) -> Message:
-        return Message(Kind.STOP, EPOCH, iteration=self._round, tensor_bytes=self._state.num_bytes)
+    def _stop(self, number: int) -> Message:
+        body = self._counted(number)
+        return Message(Kind.STOP, EPOCH, iteration=self._round, tensor_bytes=self._state.num_bytes, body=body)
+
+    def _received(self, number: int, round_number: int) -> Message:
+        return Message(Kind.RECEIVED, EPOCH, iteration=round_number, body=self._counted(number))
+
+    def _counted(self, number: int) -> dict[str, Any]:
+        """A client keeps what goes with its update once that has counted."""
+        return {"counted": self._clients[number].counted}
 
     def _send(self, number: int, message: Message) -> None:
         route = self._clients[number].route

@@ -129,6 +129,7 @@ class Update(NamedTuple):
     weight: float
     """The samples that it says it has, within bounds."""
     scale: float
+    """How many steps it says that its change is worth: any positive number."""
 
 
 class Clients(Protocol):
@@ -136,6 +137,8 @@ class Clients(Protocol):
 
     coding_seed: int
     """Of codecs, the same at both ends."""
+    outweigh: float
+    """A client counts at most so many times as much as the median one of its round."""
 
     def describe(
         self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, current: Callable[[], Sequence[Tensor]]
@@ -168,6 +171,10 @@ class ServerElsewhere(Protocol):
     @property
     def round(self) -> int:
         """The number of the round that it takes part in."""
+
+    @property
+    def counted(self) -> int:
+        """The last round in which this client's update counted, as far as the server has said; -1: none."""
 
     def attach(self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, samples: int) -> None:
         """This is what is exchanged, and how many samples the client has."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
+import filelock
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.comm.client_sockets import ClientsSocket
 from paceline.comm.tickets import Ticket, Tickets, split_address
+from paceline.engines.served import clients
+from paceline.engines.served.clients import ServedClients
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.messages import Kind, Message
@@ -152,6 +161,12 @@ class Run:
         self.log += [said.text for said in core.log]
         core.log.clear()
 
+    def check_counted(self, process: Process) -> None:
+        """When its turn begins, a client knows of the round before whether its update counted."""
+        core, before = process.core, self.accepted.get(process.core.round - 1, [])
+        if core.phase is Phase.TRAINING and core.counted == core.round - 1 >= 0:
+            assert process.client in before, "what did not count is said to have"
+
     def calm(self, *, rounds: int = 2) -> None:
         """From here on nothing is lost and everybody trains: some rounds go by. Each process is asked as often."""
         goal = self.number + rounds
@@ -159,6 +174,7 @@ class Run:
             self.now_s += 1.0
             for process in self.processes:
                 process.act(self.now_s)
+                self.check_counted(process)
                 process.train()
                 while process.sent:
                     self.hear(process)
@@ -430,6 +446,57 @@ def test_a_client_that_died_is_waited_for_until_it_has_been_silent_and_no_longer
     assert other.core.failure is None
 
 
+def test_a_client_whose_word_that_its_update_counted_was_lost_learns_it_with_its_next_turn() -> None:
+    run = Run()
+    process = attached(run)
+    process.train()
+    while process.sent:
+        run.hear(process)
+    cut(process)
+    assert process.core.counted == -1
+    while process.core.phase is not Phase.TRAINING:
+        run.now_s += 1.0
+        process.act(run.now_s)
+        while process.sent:
+            run.hear(process)
+        while process.coming:
+            process.take(run.now_s)
+    assert (process.core.round, process.core.counted) == (1, 0)
+
+
+def test_an_update_that_is_late_or_of_a_round_that_begins_again_has_not_counted() -> None:
+    run = Run(min_clients=2)
+    process, other = attached(run, 0), attached(run, 1)
+    run.now_s += DEADLINE_S
+    run.serve()
+    for each in (process, other):
+        each.train()
+        run.processes = [each]
+        while each.sent:
+            run.hear(each)
+    run.processes = [process, other]
+    run.calm(rounds=2)
+    assert run.accepted[0] == []
+    assert {each.core.counted for each in run.processes} <= {1, 2}
+    process.core.receive(Message(Kind.TURN, EPOCH, iteration=1), run.now_s)
+    assert process.core.counted == 0
+
+
+def test_a_client_does_not_go_on_with_a_server_of_another_run() -> None:
+    run = Run(min_clients=1)
+    process = attached(run)
+    run.restart()
+    run.core._welcome["coding_seed"] = 5
+    while process.core.failure is None and run.now_s < DEADLINE_S:
+        run.now_s += 1.0
+        process.act(run.now_s)
+        while process.sent:
+            run.hear(process)
+        while process.coming:
+            process.take(run.now_s)
+    assert process.core.failure == "it serves another run by now; join again"
+
+
 def test_an_update_that_comes_twice_counts_once() -> None:
     run = Run(min_clients=2)
     process, _ = attached(run, 0), attached(run, 1)
@@ -468,7 +535,7 @@ def test_tickets_are_for_their_owner_and_say_where_the_server_is(tmp_path: Path)
     ticket = Ticket.read(tickets.path_of(1))
     assert (ticket.client, ticket.address, tickets.client_of(ticket.public.encode())) == (1, "[::1]:77", 1)
     files = list((tmp_path / "keys").iterdir())
-    assert len(files) == 4
+    assert len(files) == 5  # with a lock
     assert all(path.stat().st_mode & 0o077 == 0 for path in files)
     again = Tickets.made(tmp_path / "keys", num_clients=3, address=None)
     assert Ticket.read(again.path_of(1)) == ticket
@@ -497,6 +564,100 @@ def test_what_is_no_ticket_is_refused(text: str, tmp_path: Path) -> None:
         Ticket.read(path)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"run": "/../../../elsewhere"},
+        {"run": 5},
+        {"run": "0" * 16 + "\n"},
+        {"client": -1},
+        {"client": "1"},
+        {"client": True},
+        {"address": 7},
+        {"address": "::1"},
+        {"public": "short"},
+        {"secret": None},
+    ],
+)
+def test_a_ticket_of_another_form_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = Tickets.made(tmp_path, num_clients=1, address="here").path_of(0)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    with pytest.raises(UsageError):
+        Ticket.read(path)
+
+
+def test_tickets_that_are_made_and_revoked_at_the_same_time_are_all_listed(tmp_path: Path) -> None:
+    Tickets.made(tmp_path, num_clients=8, address="here")
+
+    def change(number: int) -> None:
+        Tickets(tmp_path).revoke(number)
+        Tickets(tmp_path).add(100 + number)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(change, range(8)))
+    found = Tickets(tmp_path).listed()
+    assert all(found[str(number)] is None for number in range(8))
+    assert all(
+        found[str(100 + number)] == Ticket.read(tmp_path / f"client-{100 + number}.ticket").public
+        for number in range(8)
+    )
+
+
+# --- what carries them ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A server's socket with one client, for which every look takes a second."""
+
+    def __init__(self, process: Process, *, trains_from_s: float) -> None:
+        self.process, self.now_s, self._trains_from_s = process, 0.0, trains_from_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def receive(self, timeout_s: float) -> tuple[bytes, bytes, list[Any]] | None:
+        process = self.process
+        if timeout_s:
+            self.now_s += 1.0
+            process.act(self.now_s)
+            while process.coming:
+                process.take(self.now_s)
+            if self.now_s >= self._trains_from_s:
+                process.train()
+        return (process.route, key_of(process.client), process.sent.pop(0)) if process.sent else None
+
+    def send(self, route: bytes, message: Message) -> None:
+        self.process.coming.append(message.encode())
+
+    def num_strangers(self) -> int:
+        return 0
+
+
+def test_who_is_at_its_turn_when_the_run_ends_still_gets_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(0, b"route")
+    clock = Clock(process, trains_from_s=100.0)
+    monkeypatch.setattr(clients.time, "monotonic", clock.monotonic)
+    reporter = Mock(stop_requested=lambda: False)
+    served = ServedClients(
+        cast(ClientsSocket, clock),
+        client_of={key_of(0): 0}.get,
+        welcome={},
+        rules=Rules(sampler=Uniform(), fraction=1.0, seed=0, deadline_s=60.0),
+        reporter=reporter,
+        say=lambda line: None,
+    )
+    value = [torch.full((3, 2), 0.0, dtype=torch.float64)]
+    served.describe(VECTOR.specs, VECTOR.specs, current=lambda: value)
+    assert not served.collect(0, lambda update: None)
+    assert process.core.phase is Phase.TRAINING
+    assert 60.0 <= clock.now_s < 75.0
+    value[0].fill_(7.0)
+    served.farewell()
+    assert process.core.phase is Phase.OVER
+    assert torch.equal(VECTOR.read(process.core.state)[0], value[0])
+    assert 100.0 < clock.now_s < 120.0
+
+
 # --- what is refused before anything starts ---------------------------------------------------------------------------
 
 
@@ -516,6 +677,29 @@ def test_what_cannot_be_served_is_refused(strategy: str, settings: dict[str, Any
     assert not (tmp_path / "it").exists()
 
 
+@pytest.mark.parametrize("is_held", [True, False], ids=["held", "port-taken"])
+def test_a_second_server_changes_nothing_of_the_first_ones_directory(
+    is_held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_LOCK_S", 0.0)
+    script, run = tmp_path / "train.py", tmp_path / "it" / "run"
+    script.write_text("")
+    run.mkdir(parents=True)
+    with ExitStack() as stack:
+        taken = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+        if is_held:
+            stack.enter_context(filelock.FileLock(run / "serving.lock"))
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UsageError, match="another process is serving" if is_held else "cannot listen"):
+            serving.serve(script, strategy="fed-avg:clients=2", tickets=tmp_path / "it", listen=listen, say=print)
+    assert is_held == (not (run / "manifest.json").exists())
+    if not is_held:  # a run without a round yet keeps its seed
+        seed = serving._seed_in(run, None)
+        assert seed == serving._seed_in(run, None) != serving._seed_in(tmp_path, None)
+    with filelock.FileLock(run / "serving.lock", timeout=0):
+        pass  # nothing is held any more
+
+
 @pytest.mark.parametrize("settings", [{"min_clients": 0}, {"deadline_s": 0.0}, {"outweigh": 0.5}, {"over": 0.9}])
 def test_rounds_of_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="must be"):
@@ -530,7 +714,7 @@ def test_an_address_may_leave_the_port_out(text: str, found: tuple[str, int]) ->
     assert split_address(text) == found
 
 
-@pytest.mark.parametrize("text", ["", ":5", "here:", "here:x", "here:0", "here:70000"])
+@pytest.mark.parametrize("text", ["", ":5", "::1", "fe80::1:5", "::1]", "here:", "here:x", "here:0", "here:70000"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="no address"):
         split_address(text)

@@ -19,8 +19,6 @@ _LOOK_S, _PATIENCE_S = 0.1, 10.0
 _STRANGERS_S = 300.0
 """From one line of the log about connections without a ticket to the next."""
 _MOST_AT_ONCE = 64
-_FAREWELL_S = 15.0
-"""So long clients have to fetch the model when the run is over."""
 
 
 @final
@@ -43,7 +41,7 @@ class ServedClients:
         reporter: Reporter,
         say: Callable[[str], None],
     ) -> None:
-        self.coding_seed = derive(rules.seed, "coding")
+        self.coding_seed, self.outweigh = derive(rules.seed, "coding"), rules.outweigh
         self._socket, self._client_of, self._reporter, self._print = socket, client_of, reporter, say
         # What decides about rounds is drawn apart from noise, whose seed nobody is to learn.
         self._rules = replace(rules, seed=derive(rules.seed, "clients"))
@@ -106,11 +104,13 @@ class ServedClients:
         self._say(None, text)
 
     def farewell(self) -> None:
-        """The run is over: clients that are there fetch what it came to."""
+        """The run is over: clients that are there end their turns and fetch what it came to, for as long as a round
+        may last."""
         if self._core is None or self._state is None:
             return
-        core, ends_s = self._core, time.monotonic() + _FAREWELL_S
+        core, ends_s = self._core, time.monotonic() + self._rules.deadline_s
         core.end(self._round + 1, self._state.write(self._current()))
+        self.tell("the run is over, and clients that are there fetch its model")
         while core.present(now_s := time.monotonic()) and now_s < ends_s and not self._reporter.stop_requested():
             self._pump(core)
         self._carry(core)

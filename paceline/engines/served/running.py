@@ -23,6 +23,7 @@ from paceline.errors import PacelineError, RunFailed
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.records import EvaluationRecord, Record, summarise
+from paceline.seeding import derive
 from paceline.served.server_core import Rules
 from paceline.strategies import name_of, settings_of
 from paceline.strategies.base import Clients, Context, ServerElsewhere, Strategy
@@ -104,6 +105,11 @@ class JoinedRun:
         where = address or ticket.address
         self._server = ServerAfar(self._socket, where=where, deadline_s=deadline_s, say=say)
         self._say = say
+
+    @property
+    def tag(self) -> str:
+        """What tells the server's run from another one, once it has welcomed this client."""
+        return f"{derive(self._server.coding_seed, 'tag') % 2**32:08x}"
 
     def welcome(self) -> tuple[str, dict[str, str]]:
         """The strategy's name and options. Raises UsageError where the ticket is refused."""

@@ -37,6 +37,10 @@ class ServerAfar:
     def round(self) -> int:
         return self._core.round
 
+    @property
+    def counted(self) -> int:
+        return self._core.counted
+
     def join(self) -> Mapping[str, Any]:
         """Wait for the server's welcome; returns it. Raises UsageError if the ticket is refused, and DeadlineExceeded
         if nobody answers."""

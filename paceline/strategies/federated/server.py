@@ -1,5 +1,6 @@
 """What the server of a federated run holds, on every worker alike."""
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,8 @@ from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
 
 _OUTER, _CONTROL = "outer.", "shared_control."
+_LEAST_SCALE = 0.5
+"""Of a client elsewhere: a turn is worth one step at least, but for rounding."""
 
 
 @final
@@ -38,6 +41,7 @@ class ServerModel:
         guard: hides what clients changed under noise, if anything does.
         masks: hide it from the server, if anything does.
         upload: what changes are encoded by, if by anything; it matters where clients and server are apart.
+        normalises: clients say how many steps their changes are worth, and changes count by the step.
         allows_nonfinite: changes of such clients may be infinite, or no numbers.
 
     Raises:
@@ -56,6 +60,7 @@ class ServerModel:
         guard: Guard | None = None,
         masks: Masks | None = None,
         upload: Upload | None = None,
+        normalises: bool = False,
         allows_nonfinite: bool = False,
     ) -> None:
         specs = [spec for spec in replica.specs if spec.name not in private]
@@ -99,7 +104,8 @@ class ServerModel:
         if self._clients is not None:
             self._clients.describe(*self._described, current=lambda: self._state)
         self._joining = Joining(context, of_client, aggregator, num_changes=len(specs), masks=masks)
-        self._is_scaled = aggregator.streams  # others weigh contributions anew, and their scales are all 1
+        self._is_scaled = normalises
+        self._scales: list[tuple[float, float]] = []  # of a round's clients elsewhere, with their weights
 
     @property
     def _buffers(self) -> list[Tensor]:
@@ -178,7 +184,7 @@ class ServerModel:
             self._require_unchanged(of_buffers)
         if self._elsewhere is None:
             rest = [*of_buffers, *controls]
-            self._add(client, changes, rest, weight=weight, scale=scale, round_number=round_number)
+            self._add(client, _divided(changes, scale), rest, weight=weight, scale=scale, round_number=round_number)
             return
         if self._guard is not None:
             *changes, _ = self._guard.outward(changes, client=client, round_number=round_number)
@@ -187,7 +193,7 @@ class ServerModel:
     def _add(
         self,
         client: int,
-        changes: Sequence[Tensor],
+        scaled: Sequence[Tensor],
         rest: Sequence[Tensor],
         *,
         weight: float,
@@ -195,8 +201,7 @@ class ServerModel:
         round_number: int,
     ) -> None:
         """`rest` is what was changed of buffers and controls."""
-        scaled = changes if scale == 1.0 else [change / scale for change in changes]
-        sent = [*rest, torch.tensor([scale], dtype=torch.float64, device=changes[0].device)]
+        sent = [*rest, torch.tensor([scale], dtype=torch.float64, device=scaled[0].device)]
         if self._guard is not None:
             *scaled, within = self._guard.outward(scaled, client=client, round_number=round_number)
             sent.append(within)
@@ -211,6 +216,8 @@ class ServerModel:
         if self._upload is not None:
             client = update.client
             changes = self._upload.decoded(changes, self.parameters, client=client, round_number=round_number)
+        self._require_scale(update.scale)
+        changes = _divided(changes, update.scale)
         if not self._allows_nonfinite:
             if (name := self.first_nonfinite(changes)) is not None:
                 raise ValueError(f"what it changed of {name!r} is not finite")
@@ -220,6 +227,20 @@ class ServerModel:
             self._require_unchanged(rest)
         weight = update.weight if weighs else 1.0
         self._add(update.client, changes, rest, weight=weight, scale=update.scale, round_number=round_number)
+        self._scales.append((weight, update.scale))
+
+    def _require_scale(self, scale: float) -> None:
+        """Raises ValueError where a client says that its change is worth other steps than it can be."""
+        if not self._is_scaled and scale != 1.0:
+            raise ValueError(f"it says that its change is worth {scale:g} steps, and steps do not count")
+        if scale < _LEAST_SCALE:
+            raise ValueError(f"it says that its change is worth {scale:g} steps, less than one")
+
+    def _joint_scale(self, outweigh: float) -> float:
+        """How many steps the joint of clients elsewhere is worth, where nobody's count as more than so many times the
+        median client's."""
+        largest = outweigh * statistics.median(scale for _, scale in self._scales)
+        return sum(weight * min(scale, largest) for weight, scale in self._scales) / sum(w for w, _ in self._scales)
 
     @torch.no_grad()
     def join(self, *, round_number: int, num_clients: int, leaves: bool, weighs: bool) -> tuple[bool, bool]:
@@ -242,6 +263,7 @@ class ServerModel:
             leaves = self._clients.collect(round_number, take)
             if leaves:
                 self._joining.clear()
+                self._scales.clear()
                 return False, True
         joined = self._joined(round_number=round_number, leaves=leaves)
         count, gradients, guard = joined.num_contributions, joined.gradients, self._guard
@@ -257,13 +279,20 @@ class ServerModel:
 
     def _joined(self, *, round_number: int, leaves: bool) -> Joined:
         try:
-            return self._joining.join(round_number=round_number, leaves=leaves)
+            joined = self._joining.join(round_number=round_number, leaves=leaves)
+            if self._clients is not None and joined.num_contributions:
+                if not self._allows_nonfinite and not all(map(is_finite, joined.gradients)):
+                    raise UsageError("the sum of what clients changed is too large for numbers of its precision")
+                if self._is_scaled:
+                    joined.gradients[-1].fill_(self._joint_scale(self._clients.outweigh))
         except UsageError as error:
             if self._clients is None:
                 raise
             self._clients.tell(f"the round changes nothing: {error}")
             self._joining.clear()
-            return Joined([], 0, leaves)
+            joined = Joined([], 0, leaves)
+        self._scales.clear()
+        return joined
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -328,6 +357,10 @@ def _change_of_buffer(name: str, server: Tensor, local: Tensor) -> Tensor:
     before, after = server.to(_real_dtype(server)), local.detach().to(_real_dtype(server))
     is_same = (server == local) | (before.isnan() & after.isnan())
     return torch.where(is_same, 0, before - after)
+
+
+def _divided(changes: Sequence[Tensor], scale: float) -> list[Tensor]:
+    return list(changes) if scale == 1.0 else [change / scale for change in changes]
 
 
 def _real_dtype(buffer: Tensor) -> torch.dtype:

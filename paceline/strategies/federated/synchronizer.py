@@ -39,6 +39,16 @@ class _Playing:
     """The sum over its steps of each parameter group's learning rate."""
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """What a client keeps of its turn: controls, and what a codec left out."""
+
+    round: int
+    client: int
+    if_counted: tuple[list[Tensor], list[Tensor]]
+    otherwise: tuple[list[Tensor], list[Tensor]]
+
+
 @final
 class FederatedSynchronizer(Synchronizer):
     """The round that is under way has the number `iteration`; whom a worker plays in it, the roster says."""
@@ -67,6 +77,7 @@ class FederatedSynchronizer(Synchronizer):
             guard=self._guard,
             masks=strategy.secure,
             upload=self._upload,
+            normalises=strategy.normalise,
             allows_nonfinite=strategy.nonfinite == "allow",
         )
         self._clients = Clients(
@@ -80,6 +91,7 @@ class FederatedSynchronizer(Synchronizer):
             plain = sum(change.nbytes for change in changes)
             self.facts = {"upload_bytes": self._upload.num_bytes(changes), "uncoded_bytes": plain}
         self._playing: _Playing | None = None
+        self._sent: _Sent | None = None
         self._num_played = 0  # of this round's turns
         self._num_steps = 0
         self._is_over = False
@@ -150,13 +162,18 @@ class FederatedSynchronizer(Synchronizer):
             return
         controls = self._kept_controls(playing, changes)
         growth = [after - before.own for after, before in zip(controls, playing.controls, strict=True)]
+        known: list[Tensor] = []
         left: list[Tensor] = []
         coded: list[Tensor] = []
         if self._upload is not None:
             known, server = self._clients.left_of(turn.client), self.context.server
             client, number = (turn.client, turn.round) if server is None else (server.client, server.round)
             changes, left, coded = self._upload.passed(changes, known, client=client, round_number=number)
-        self._clients.keep(turn.client, controls, left)
+        if self.context.server is None:
+            self._clients.keep(turn.client, controls, left)
+        else:
+            own = [control.own for control in playing.controls]
+            self._sent = _Sent(self.context.server.round, turn.client, (controls, left), (own, known))
         weight = float(turn.num_samples if strategy.weights == "samples" else 1) * turn.times
         scale = self._path_length(playing) if strategy.normalise else 1.0
         number = turn.round
@@ -190,10 +207,19 @@ class FederatedSynchronizer(Synchronizer):
             leaves=leaves,
             weighs=self._strategy.weights == "samples",
         )
+        self._settle()
         self.iteration += has_contributed or not self._is_over
         self._look_at_budget()
         self._num_played = 0
         self._server.load()
+
+    def _settle(self) -> None:
+        """A client whose server is elsewhere learns with its next turn whether its update counted. One that was late,
+        or refused, or is of a round that begins again leaves controls, and what a codec left out, as they were."""
+        sent, server = self._sent, self.context.server
+        if sent is not None and server is not None:
+            self._clients.keep(sent.client, *(sent.if_counted if server.counted >= sent.round else sent.otherwise))
+        self._sent = None
 
     def _look_at_budget(self) -> None:
         """The run ends before the round that it cannot afford."""

@@ -103,7 +103,7 @@ def test_launcher_refuses_a_stale_epoch(controller: Controller, tmp_path: Path) 
     caller.send(Message(Kind.PULSE, EPOCH - 1, iteration=7))
     listen(controller, for_s=WITHIN_S, until=lambda: events(tmp_path))
     assert controller.num_steps == {}
-    caller.send(Message(Kind.PULSE, EPOCH, iteration=8, body={"awaits_others": False}))
+    caller.send(Message(Kind.PULSE, EPOCH, iteration=8, body={"awaits_others": False, "epoch": 0}))
     listen(controller, for_s=WITHIN_S, until=lambda: controller.num_steps)
     caller.close()
     assert controller.num_steps == {"worker-0": 8}
@@ -115,7 +115,7 @@ def test_launcher_does_not_hear_a_stranger(controller: Controller, tmp_path: Pat
     address = controller.address
     stranger = Keys(address.keys.server_public, b"", *zmq.curve_keypair())
     caller = Caller(stranger, endpoint=address.endpoint, identity="worker-0")
-    caller.send(Message(Kind.PULSE, EPOCH, iteration=8, body={"awaits_others": False}))
+    caller.send(Message(Kind.PULSE, EPOCH, iteration=8, body={"awaits_others": False, "epoch": 0}))
     listen(controller, for_s=1.0)
     caller.close()
     assert controller.num_steps == {}

@@ -14,13 +14,14 @@ from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
 from paceline.errors import NonFiniteGradient, UsageError
-from paceline.layout import Layout, TensorSpec
+from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.roster import Participation, Roster
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.server.state import export_state, import_state
+from paceline.strategies.elsewhere import ClientsElsewhere, ServerElsewhere
 from paceline.strategies.global_model import averaged
 from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
@@ -68,9 +69,9 @@ class Context:
     on every worker. None: nobody attacks."""
     roster: Roster | None = None
     """The clients' turns that this worker plays, under strategies that have clients."""
-    clients: "Clients | None" = None
+    clients: ClientsElsewhere | None = None
     """On a server whose clients are elsewhere: carries rounds to them."""
-    server: "ServerElsewhere | None" = None
+    server: ServerElsewhere | None = None
     """On a client whose server is elsewhere: carries rounds from it."""
 
     reform: Regrouping | None = None
@@ -119,78 +120,6 @@ class Recovery(Protocol):
     def regroup(self) -> Context:
         """Somebody is lost, or comes: the surroundings in which those who are there repeat the round. Collective call
         of these."""
-
-
-class Update(NamedTuple):
-    """What came from a client that is elsewhere. Nothing of it can be relied on but the tensors' shapes and dtypes."""
-
-    client: int
-    tensors: Sequence[Tensor]
-    weight: float
-    """The samples that it says it has, within bounds."""
-    scale: float
-    """How many steps it says that its change is worth: any positive number."""
-
-
-class Clients(Protocol):
-    """The clients of a server, each a process of somebody's, elsewhere."""
-
-    coding_seed: int
-    """Of codecs, the same at both ends."""
-    outweigh: float
-    """A client counts at most so many times as much as the median one of its round."""
-
-    def describe(
-        self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, current: Callable[[], Sequence[Tensor]]
-    ) -> None:
-        """What goes to clients, as it is now, and what comes from them."""
-
-    def collect(self, number: int, take: Callable[[Update], None]) -> bool:
-        """One round.
-
-        Args:
-            number: its number; a server that was ended in a round begins it again.
-            take: called with each update. Raises ValueError, which says why, for one that does not count.
-
-        Returns:
-            Whether the run is to end, so that nothing of the round counts.
-        """
-
-    def tell(self, text: str) -> None:
-        """Say something in the server's log."""
-
-
-class ServerElsewhere(Protocol):
-    """The server of a client."""
-
-    client: int
-    """This client's number."""
-    coding_seed: int
-    """Of codecs, the same at both ends."""
-
-    @property
-    def round(self) -> int:
-        """The number of the round that it takes part in."""
-
-    @property
-    def counted(self) -> int:
-        """The last round in which this client's update counted, as far as the server has said; -1: none."""
-
-    def attach(self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, samples: int) -> None:
-        """This is what is exchanged, and how many samples the client has."""
-
-    def next_turn(self, state: Sequence[Tensor]) -> bool:
-        """Wait for the client's next turn, and put the server's state in these tensors; returns whether the run is
-        over, and there is none. Raises UsageError where the server refuses this client."""
-
-    def send(self, update: Sequence[Tensor], *, scale: float) -> None:
-        """What the turn came to."""
-
-    def pulse(self) -> None:
-        """Say now and then, at little cost, that the turn goes on. Raises as `next_turn`."""
-
-    def leave(self) -> None:
-        """Take no further turn."""
 
 
 class StepOutcome(NamedTuple):

@@ -14,7 +14,8 @@ from paceline.layout import TensorSpec
 from paceline.membership import Membership
 from paceline.roster import Roster
 from paceline.strategies import build
-from paceline.strategies.base import Clients, Context, ServerElsewhere, StepOutcome, Strategy, Synchronizer, Update
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.elsewhere import ClientsElsewhere, ClientUpdate, ServerElsewhere
 from paceline.strategies.replica import describe
 
 EVERYBODY = {"clients": "3", "fraction": "1"}
@@ -40,10 +41,10 @@ class Sending:
     ) -> None:
         self.names = [spec.name for spec in update]
 
-    def collect(self, number: int, take: Callable[[Update], None]) -> bool:
+    def collect(self, number: int, take: Callable[[ClientUpdate], None]) -> bool:
         for client, (change, scale) in enumerate(self._sent):
             try:
-                take(Update(client, [torch.tensor([change])], 1.0, scale))
+                take(ClientUpdate(client, [torch.tensor([change])], 1.0, scale))
             except ValueError as error:
                 self.refused[client] = str(error)
         return False
@@ -83,7 +84,7 @@ class Afar:
 
 
 def bound(
-    strategy: Strategy, *, clients: Clients | None = None, server: ServerElsewhere | None = None
+    strategy: Strategy, *, clients: ClientsElsewhere | None = None, server: ServerElsewhere | None = None
 ) -> tuple[Synchronizer, Model, SGD]:
     participation = strategy.participation()
     assert participation is not None

@@ -13,7 +13,7 @@ from paceline.records import EventRecord, Reporter, UpdateRecord
 from paceline.seeding import derive
 from paceline.served.form import Form
 from paceline.served.server_core import Rules, ServerCore
-from paceline.strategies.base import Update
+from paceline.strategies.elsewhere import ClientUpdate
 
 _LOOK_S, _PATIENCE_S = 0.1, 10.0
 _STRANGERS_S = 300.0
@@ -66,7 +66,7 @@ class ServedClients:
             rules=self._rules,
         )
 
-    def collect(self, number: int, take: Callable[[Update], None]) -> bool:
+    def collect(self, number: int, take: Callable[[ClientUpdate], None]) -> bool:
         assert self._core is not None
         assert self._state is not None
         core, self._round = self._core, number
@@ -90,7 +90,7 @@ class ServedClients:
                 client = arrival.client
                 tensors = self._update.read(arrival.content)
                 try:
-                    take(Update(client, tensors, arrival.weight, arrival.scale))
+                    take(ClientUpdate(client, tensors, arrival.weight, arrival.scale))
                 except ValueError as error:
                     core.refuse(client, str(error))
                 else:

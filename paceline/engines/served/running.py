@@ -26,7 +26,8 @@ from paceline.records import EvaluationRecord, Record, summarise
 from paceline.seeding import derive
 from paceline.served.server_core import Rules
 from paceline.strategies import name_of, settings_of
-from paceline.strategies.base import Clients, Context, ServerElsewhere, Strategy
+from paceline.strategies.base import Context, Strategy
+from paceline.strategies.elsewhere import ClientsElsewhere, ServerElsewhere
 
 Say = Callable[[str], None]
 _OF_SERVER = ("partition", "aggregate", "outer")
@@ -139,7 +140,7 @@ def _world(
     reporter: DirectoryReporter,
     checkpoint: Checkpoint | None,
     *,
-    clients: Clients | None = None,
+    clients: ClientsElsewhere | None = None,
     server: ServerElsewhere | None = None,
 ) -> World:
     keep_freed_memory()

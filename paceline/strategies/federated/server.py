@@ -16,7 +16,8 @@ from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.outer import Outer
 from paceline.server.state import export_state, import_state
-from paceline.strategies.base import Context, ServerElsewhere, Update
+from paceline.strategies.base import Context
+from paceline.strategies.elsewhere import ClientUpdate, ServerElsewhere
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joined, Joining
 from paceline.strategies.federated.secured import Masks
@@ -208,7 +209,7 @@ class ServerModel:
         self._joining.add(Contribution(client, weight, "gradient", [*scaled, *sent]))
 
     @torch.no_grad()
-    def _take(self, update: Update, *, weighs: bool, round_number: int) -> None:
+    def _take(self, update: ClientUpdate, *, weighs: bool, round_number: int) -> None:
         """What came from a client that is elsewhere. Raises ValueError, which says why, for what does not count."""
         device = self.parameters[0].device
         tensors = [tensor.to(device) for tensor in update.tensors]

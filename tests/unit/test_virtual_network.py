@@ -383,7 +383,7 @@ def test_ten_thousand_workers_are_quick() -> None:
     """What a planner needs: ten times the workers take ten times as long, or a little more; a hundred times would not
     do."""
     few_s = min(simulating_s(1_000) for _ in range(3))
-    assert simulating_s(10_000) < 40 * few_s
+    assert simulating_s(10_000) < 60 * few_s
 
 
 def simulating_s(num_workers: int) -> float:

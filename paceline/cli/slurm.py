@@ -67,7 +67,7 @@ def slurm(
 
 
 def _require_a_run(script: Path, rest: Sequence[str]) -> None:
-    """What `paceline run` would refuse at its start is refused here, before the job waits in the queue."""
+    """Refuses here, before the job waits in the queue, what `paceline run` would refuse at its start."""
     run = commands.load("run").make_context("run", [str(script), *rest])
     for name in _JOBS_OWN:
         if run.get_parameter_source(name) is not run.get_parameter_source("script"):
@@ -103,7 +103,7 @@ def _checkpoint_file() -> str:
 
 
 def _submitted(text: str, out: Path) -> str:
-    """What sbatch answers."""
+    """Gives the job to sbatch; returns its answer."""
     if shutil.which("sbatch") is None:
         raise UsageError("there is no sbatch here; --write FILE writes the job script, to be submitted where SLURM is")
     out.parent.mkdir(parents=True, exist_ok=True)

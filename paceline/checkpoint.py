@@ -68,7 +68,7 @@ class Checkpoint:
         return buffer.getvalue()
 
     def plain(self) -> dict[str, Any]:
-        """Turns the checkpoint into plain data and tensors. Raises UsageError if weights-only torch files cannot hold something in it."""
+        """As plain data and tensors. Raises UsageError if weights-only torch files cannot hold something in it."""
         groups = [{name: _as_float(value) for name, value in group.items()} for group in self.groups]
         for index, group in enumerate(groups):
             for name, value in group.items():

@@ -52,7 +52,7 @@ def state_of(result: Result) -> str:
 
 
 def _num_workers(result: Result) -> int:
-    """The time at which the run last wrote something."""
+    """Counts the workers that the run had after it last changed them."""
     changed = [event for event in result.events if event.name == "reformed"]
     return len(changed[-1].details["ranks"]) if changed else int(result.manifest["num_workers"])
 

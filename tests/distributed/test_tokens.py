@@ -25,7 +25,9 @@ def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A user who has none."""
     ray.shutdown()  # the Ray of earlier modules: a process has one at a time
     for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+        # Not to be put back: a Ray without a token, started here, sets the mode of the process. With the mode of
+        # another Ray, which this process has forgotten by then, the next module's Ray would not know its own.
+        os.environ.pop(name, None)
     monkeypatch.setenv("HOME", str(tmp_path))
 
 

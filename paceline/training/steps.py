@@ -7,10 +7,12 @@ from typing import Any, final
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.strategies.base import Synchronizer
 from paceline.strategies.replica import may_evaluate
 from paceline.training.cadence import NEVER, Cadence
 from paceline.training.course import Course
+from paceline.training.same_data import DIFFERS
 from paceline.training.summed_loss import SummedLoss
 from paceline.training.worker_run import WorkerRun
 
@@ -86,6 +88,8 @@ class Steps:
         run, prepared = self._run, self._run.prepared
         self._course.begin_step()
         prepared.handouts.look_back()
+        if not run.steps:
+            self._require_batch()
         if self._summed_loss is not None and self._summed_loss.has_looked:
             self.close()
         if is_computed:
@@ -101,6 +105,21 @@ class Steps:
         run.steps += 1
         run.samples += samples
         self._course.end_step(samples, outcome)
+
+    def _require_batch(self) -> None:
+        """Raises UsageError before the first step if the script has taken no batch: what it reads is not divided."""
+        run = self._run
+        feeds = run.prepared.feeds.values()
+        if run.context.size == 1 or any(feed.handouts.num_out or feed.handouts.has_trained for feed in feeds):
+            return
+        if all(getattr(feed.loader.dataset, DIFFERS, False) for feed in feeds):
+            return
+        raise UsageError(
+            f"rank {run.context.rank}: the optimizer steps, and the script has taken no batch of the loader that "
+            "prepare returned; every worker would train on all samples of one that was not prepared. Loop over the "
+            "prepared one: model, optimizer, loader = worker.prepare(model, optimizer, loader). If each worker is to "
+            f"make data of its own, set loader.dataset.{DIFFERS} = True"
+        )
 
     def _step_beside(self, synchronizer: Synchronizer, update: Update, *, is_computed: bool = True) -> None:
         """One step of another optimizer. It belongs to the first one's step before it in its round of the script's

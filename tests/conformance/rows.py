@@ -317,6 +317,13 @@ def loader_of(data: TensorDataset) -> DataLoader[Any]:
     return DataLoader(data, batch_size=BATCH_SIZE, shuffle=True)
 
 
+def loader_to_leave() -> DataLoader[Any]:
+    """Of a script whose workers make their data themselves."""
+    data = problem()
+    data.differs_by_rank = True  # type: ignore[attr-defined]
+    return loader_of(data)
+
+
 def prepared(worker: Worker, *, lr: float = 0.1) -> tuple[nn.Sequential, Optimizer, DataLoader[Any]]:
     model = network()
     return worker.prepare(model, SGD(model.parameters(), lr=lr, momentum=0.5), loader_of(problem()))

@@ -28,7 +28,7 @@ from paceline.training.worker import Worker
 from tests.conformance import local_engine, virtual_engine
 from tests.conformance.reference import train_alone
 from tests.conformance.rows import launched as launched_row
-from tests.conformance.rows import loader_of, problem, steps_of, train
+from tests.conformance.rows import loader_of, loader_to_leave, problem, steps_of, train
 from tests.conformance.scripts import (
     EXACT,
     SCRIPTS,
@@ -115,7 +115,7 @@ def test_local_sgd_moves_an_hth_of_all_reduce(tmp_path: Path, monkeypatch: pytes
 def deep(worker: Worker, out: Path) -> None:
     """Four layers of 1 MB."""
     model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(4)))
-    model, optimizer, _ = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
+    model, optimizer, _ = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_to_leave())
     for _ in range(16):
         optimizer.zero_grad()
         model(torch.ones(2, 500)).mean().backward()
@@ -140,7 +140,7 @@ def test_a_delay_hides_the_exchange_behind_the_steps_that_follow(tmp_path: Path)
 def deep_with_momentum(worker: Worker, out: Path) -> None:
     """Four layers of 1 MB, whose optimizer keeps as much."""
     model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(4)))
-    model, optimizer, _ = worker.prepare(model, SGD(model.parameters(), lr=1e-3, momentum=0.9), loader_of(problem()))
+    model, optimizer, _ = worker.prepare(model, SGD(model.parameters(), lr=1e-3, momentum=0.9), loader_to_leave())
     for _ in range(16):
         optimizer.zero_grad()
         model(torch.ones(2, 500)).mean().backward()

@@ -124,6 +124,11 @@ def only(batches: Batches, *, count: int) -> Iterator[Any]:
     yield from itertools.islice(iter(batches), count)
 
 
+def from_another(batches: Batches) -> Iterator[Any]:
+    """Reads a loader that was not prepared, which gives every rank all samples."""
+    yield from loader_of(samples(NUM_SAMPLES))
+
+
 # --- data -----------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +202,7 @@ class Odd:
     """The engine that this holds for, if it is not both."""
 
 
+NOT_PREPARED = r"rank \d: the optimizer steps, and the script has taken no batch of the loader that prepare returned"
 NOT_TOLD = r"rank \d, epoch 0: .* nothing tells which of the batches 10, 11, 12 it trained on"
 IN_THREAD = r"rank \d reads the loader in another thread"
 
@@ -256,6 +262,7 @@ ODD = (
         samples=None,
         refusal=r"rank \d: batch 12 of epoch 0 leaves '2' one value a channel.*drop_last=True or another batch size",
     ),
+    Odd("a loader that was not prepared", partial(train, way=from_another), samples=None, refusal=NOT_PREPARED),
     Odd(
         "another batch size on rank 1",
         partial(train, loader=unequal_batches),
@@ -314,6 +321,35 @@ def test_odd_scripts_under_synchronous_strategies(engine: str, strategy: str, od
 def test_odd_scripts_under_an_asynchronous_strategy(odd: Odd, tmp_path: Path) -> None:
     result = virtual_engine.run(partial(launched, odd.script), strategy="ps-asp", workers=NUM_WORKERS, out=tmp_path)
     assert samples_in(result) == odd.samples
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("ps-asp", {}), ("ps-ssp", {}), ("gossip", {}), ("local-sgd", {}), ("fed-avg", {"clients": 4, "fraction": 1.0})],
+)
+def test_a_loader_that_was_not_prepared_is_refused_under_every_kind(
+    strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    run = partial(virtual_engine.run, strategy=strategy, options=options, workers=NUM_WORKERS, out=tmp_path)
+    with pytest.raises(RunFailed, match=NOT_PREPARED):
+        run(partial(launched, partial(train, way=from_another)))
+
+
+def of_its_own(worker: Any) -> nn.Module:
+    """Each rank makes its data itself, and says so."""
+    loader = loader_of(samples(NUM_SAMPLES))
+    loader.dataset.differs_by_rank = True  # type: ignore[attr-defined]
+    network = perceptron()
+    network, optimizer, _ = worker.prepare(network, momentum(network.parameters()), loader)
+    for batch in loader_of(samples(8)):
+        plain_step(network, optimizer, batch)
+    return network
+
+
+def test_workers_may_make_data_of_their_own(tmp_path: Path) -> None:
+    run = partial(virtual_engine.run, strategy="all-reduce", out=tmp_path)
+    result = run(partial(launched, of_its_own), workers=NUM_WORKERS)
+    assert [record.step for record in result.steps] == [1, 1, 2, 2]
 
 
 def test_virtual_runs_of_streams_repeat_themselves(tmp_path: Path) -> None:

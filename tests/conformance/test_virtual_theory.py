@@ -24,7 +24,7 @@ from paceline.server import client_core, server_core, windows
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 from paceline.training.worker import Worker
 from tests.conformance.reference import train_alone
-from tests.conformance.rows import SELDOM, loader_of, problem
+from tests.conformance.rows import SELDOM, loader_of, loader_to_leave, problem
 from tests.conformance.scripts import EXACT, SCRIPTS, NormalisedSGD, assert_close
 from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of, run, tiny
 
@@ -156,7 +156,7 @@ def test_separate_servers_take_one_way_more_or_less_at_a_time(
 def deep(worker: Worker, out: Path) -> None:
     """Eight layers of 1 MB, each as costly as the others."""
     model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(8)))
-    model, optimizer, _ = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
+    model, optimizer, _ = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_to_leave())
     for _ in range(4):
         optimizer.zero_grad()
         model(torch.ones(2, 500)).mean().backward()

@@ -1,6 +1,6 @@
 """Forms of tensors on their way, by the names of the command line: `codec=top-k`, `codec.ratio=0.01`."""
 
-from paceline.codec.automatic import Auto, chosen
+from paceline.codec.automatic import Auto, Chosen, chosen
 from paceline.codec.base import Codec, Form, JointCodec, Payload, Shape, TensorCodec, as_bytes, num_bytes
 from paceline.codec.blocks import FP8, Int8
 from paceline.codec.cosines import DCT
@@ -18,6 +18,7 @@ __all__ = [
     "FP16",
     "QSGD",
     "Auto",
+    "Chosen",
     "Codec",
     "Encoded",
     "ErrorFeedback",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 from paceline.codec.base import Codec, Shape, doc
 from paceline.errors import UsageError
@@ -51,17 +51,34 @@ def _known() -> dict[str, type[Codec]]:
     return {name: kind for name, kind in pieces.items() if not kind.adapts}
 
 
-def chosen(step_s: float, steps_s: dict[Codec, float], *, what: str = "step") -> tuple[Codec | None, str]:
-    """The codec to take, and why.
+@final
+class Chosen(NamedTuple):
+    """The codec to take, and why."""
 
+    codec: Codec | None
+    why: str
+    before: Codec | None = None
+    """What to take until the codec's first step."""
+
+
+def chosen(step_s: float, steps_s: dict[Codec, float], *, what: str = "step") -> Chosen:
+    """
     Args:
-        what: takes so long.
+        what: takes so long: a step, or a round, of which none has to wait for a codec's first one.
         step_s: what a step takes without.
         steps_s: what it would take with each.
     """
     best = min(steps_s, key=lambda codec: steps_s[codec])
-    gain = 1 - steps_s[best] / step_s
     said = f"a {what} of {step_s * 1e3:.3g} ms would take {steps_s[best] * 1e3:.3g} ms with {best}"
-    if gain < LEAST_GAIN:
-        return None, f"none: {said}, which is not {LEAST_GAIN:.0%} shorter"
-    return best, f"{best}: {said}" + (f"; from step {best.first_step} on" if best.first_step else "")
+    if not _gains(step_s, steps_s[best]):
+        return Chosen(None, f"none: {said}, which is not {LEAST_GAIN:.0%} shorter")
+    if what != "step" or not best.first_step:
+        return Chosen(best, f"{best}: {said}")
+    at_once = {codec: each_s for codec, each_s in steps_s.items() if not codec.first_step and _gains(step_s, each_s)}
+    before = min(at_once, key=lambda codec: at_once[codec]) if at_once else None
+    until = f", and {at_once[before] * 1e3:.3g} ms with {before} until then" if before is not None else ""
+    return Chosen(best, f"{best}: {said}, from step {best.first_step} on{until}", before)
+
+
+def _gains(step_s: float, coded_s: float) -> bool:
+    return 1 - coded_s / step_s >= LEAST_GAIN

@@ -105,6 +105,17 @@ def join(
     return _by_parts(codec, peers, values, kept, regions, own_seed)
 
 
+def handed_on(kept: Kept, codec: TensorCodec, regions: Sequence[Region], *, rank: int, size: int) -> Kept:
+    """What a codec kept, for another one that follows. What it left out of a mean is so much more of one worker's."""
+    if "part" not in kept:
+        return kept
+    left, start = kept["left"].clone(), 0
+    for region in parts_of(codec, regions, size)[rank]:
+        region.of(left).add_(kept["part"][start : start + region.num_elements].view(region.shape), alpha=size)
+        start += region.num_elements
+    return {**{name: tensor for name, tensor in kept.items() if name != "part"}, "left": left}
+
+
 def _by_sums(
     codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
 ) -> Kept:

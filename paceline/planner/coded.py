@@ -38,7 +38,7 @@ def settled(traffic: _Coded, setting: Setting, step_s: Callable[[_Coded], float]
     if setting.num_workers == 1:
         return plain
     coded = {codec: _coded_by(codec, traffic) for codec in traffic.codec.candidates}
-    codec, _ = chosen(step_s(plain), {codec: step_s(each) for codec, each in coded.items()})
+    codec = chosen(step_s(plain), {codec: step_s(each) for codec, each in coded.items()}).codec
     return plain if codec is None else coded[codec]
 
 

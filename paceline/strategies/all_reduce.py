@@ -358,11 +358,9 @@ class _AllReduceSynchronizer(Synchronizer):
         outcome = choosing.step_ended()
         if outcome is None:
             return
-        codec, why = outcome
-        self.facts = {"codec": why}
-        self._choosing = None
-        if codec is not None and self._coding is not None:
-            coding = replace(self._coding, codec=codec)
+        self.facts, self._choosing = {"codec": outcome.why}, None
+        if outcome.codec is not None and self._coding is not None:
+            coding = replace(self._coding, codec=outcome.codec, before=outcome.before)
             self._exchange = Exchange(
                 self.context.collective,
                 self._buckets.buckets,

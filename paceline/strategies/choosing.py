@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from paceline.codec import Auto, Codec, JointCodec, Shape, TensorCodec, chosen
+from paceline.codec import Auto, Chosen, Codec, JointCodec, Shape, TensorCodec, chosen
 from paceline.codec.joining import coding_s, sent_bytes
 from paceline.comm.base import Work
 from paceline.strategies.base import Context
@@ -38,7 +38,7 @@ class Choosing:
         self._exchanges_s: list[float] = []
         self._last = self._now()
 
-    def step_ended(self) -> tuple[Codec | None, str] | None:
+    def step_ended(self) -> Chosen | None:
         """What was chosen, and why, once all workers have seen enough steps; the same on every one."""
         now = self._now()
         self._steps_s.append(now[0] - self._last[0])

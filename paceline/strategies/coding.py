@@ -29,6 +29,8 @@ class Coding:
     """Workers of a host join their tensors first, as they are, so that only what leaves it is coded."""
     pacing: Pacing = field(default_factory=RealTime)
     """The worker's clock, which is told what coding takes."""
+    before: Codec | None = None
+    """For the steps before the codec's first one; none: these go uncoded."""
 
 
 def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | None:

@@ -8,7 +8,8 @@ from torch import Tensor
 from paceline.aggregate import MEAN, Aggregator
 from paceline.arrays import is_finite
 from paceline.buckets import NONFINITE, Bucket
-from paceline.codec.joining import Kept, Region, beginnings, coding_s, join
+from paceline.codec import Codec, TensorCodec
+from paceline.codec.joining import Kept, Region, beginnings, coding_s, handed_on, join
 from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
 from paceline.comm.works import WhenWaitedFor
@@ -131,7 +132,7 @@ class _Coded(Work):
         self._pending: Kept = {}
         self._flags: Work | None = None
         self._average_flags = average(bucket.flags) if bucket.flags.numel() else _no_flags
-        is_whole = coding.codec.shaped
+        is_whole = coding.codec.shaped or (coding.before is not None and coding.before.shaped)
         if coding.among_hosts:
             self._average = collective.mean_across(bucket.values, self._prepare, is_whole=is_whole)
         else:
@@ -166,22 +167,37 @@ class _Coded(Work):
 
     def _prepare(self, group: Collective, flat: Tensor) -> Callable[[], Work]:
         """What averages a tensor over a group, each time it is called."""
-        regions = [Region(0, (flat.numel(),))]
-        if self._coding.codec.shaped and self._segment is not None:
-            regions = [Region(slot.offset, slot.spec.shape) for slot in self._segment.slots]
-        codec, seed = self._coding.codec, self._coding.seed
-        self.kept = beginnings(codec, regions, flat, rank=group.rank, size=group.size, seed=seed)
+        coding = self._coding
+        regions = {codec: self._regions(codec, flat) for codec in (coding.before, coding.codec) if codec is not None}
+        # What one codec leaves out, the next one takes up.
+        self.kept = {
+            name: tensor
+            for codec, each in regions.items()
+            for name, tensor in beginnings(
+                codec, each, flat, rank=group.rank, size=group.size, seed=coding.seed
+            ).items()
+        }
         return lambda: WhenWaitedFor(lambda: self._join(group, flat, regions))
 
-    def _join(self, group: Collective, flat: Tensor, regions: Sequence[Region]) -> None:
-        codec, peers = self._coding.codec, Messages(group)
-        if self.step < codec.first_step:
+    def _regions(self, codec: Codec, flat: Tensor) -> Sequence[Region]:
+        if codec.shaped and self._segment is not None:
+            return [Region(slot.offset, slot.spec.shape) for slot in self._segment.slots]
+        return [Region(0, (flat.numel(),))]
+
+    def _join(self, group: Collective, flat: Tensor, regions: Mapping[Codec, Sequence[Region]]) -> None:
+        coding, peers = self._coding, Messages(group)
+        codec = coding.codec if self.step >= coding.codec.first_step else coding.before
+        if codec is None:
             peers.average(flat)
             return
-        pacing = self._coding.pacing
+        pacing = coding.pacing
         began_s, before_s = pacing.now_s(), _exchanged_s(group)
         path = (self.step, self._index)
-        self._pending = join(codec, peers, flat, self.kept, regions=regions, path=path, seed=self._coding.seed)
+        kept = self.kept
+        if codec is coding.codec and isinstance(coding.before, TensorCodec):
+            kept = handed_on(kept, coding.before, regions[coding.before], rank=group.rank, size=group.size)
+        now = join(codec, peers, flat, kept, regions=regions[codec], path=path, seed=coding.seed)
+        self._pending = {**kept, **now}
         pacing.spend(coding_s(codec, flat.numel(), group.size))
         self._timing.communication_s += pacing.now_s() - began_s - (_exchanged_s(group) - before_s)
 

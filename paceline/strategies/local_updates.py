@@ -257,9 +257,8 @@ class _LocalSynchronizer(Synchronizer):
         outcome = self._choosing.step_ended() if self._choosing is not None and is_full else None
         if outcome is None:
             return
-        codec, why = outcome
-        self.facts, self._choosing = {"codec": why}, None
-        if codec is not None:
+        self.facts, self._choosing = {"codec": outcome.why}, None
+        if (codec := outcome.codec) is not None:
             self._codec = codec
             self._outer.use(replace(self._coding, codec=codec))
 

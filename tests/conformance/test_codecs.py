@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from paceline.cluster.description import Cluster, Hosts, Servers
+from paceline.codec import PowerSGD
 from paceline.codec.joining import coding_s
 from paceline.errors import UsageError
 from paceline.planner import StepWork, predict
@@ -191,10 +193,10 @@ def test_a_step_that_a_scaler_leaves_out_leaves_no_trace(nonfinite: str, codec: 
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
-def large(worker: Worker, out: Path) -> None:
+def large(worker: Worker, out: Path, *, shape: tuple[int, ...] = (2_000_000,)) -> None:
     """8 MB of parameters, hardly a computation."""
     model = nn.Linear(10, 4)
-    model.table = nn.Parameter(torch.zeros(2_000_000))
+    model.table = nn.Parameter(torch.zeros(shape))
     model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
     while True:
         for x, _, _ in loader:
@@ -238,6 +240,19 @@ def test_auto_takes_a_codec_where_it_makes_steps_shorter(gbit_per_s: float, take
     )
     assert (found.step_s < 0.6 * plain.step_s) == takes
     assert found.step_s == pytest.approx(after_s, rel=0.1)
+
+
+def test_auto_takes_the_next_best_until_the_best_may_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PowerSGD, "first_step", property(lambda _: 10))
+    script = partial(large, shape=(2000, 1000))
+    options = {"script": script, "workers": 3, "cluster": cluster_of(gbit_per_s=0.05), "max_steps": 16}
+    result = run(tmp_path, "all-reduce", "auto:among=int8+one-bit+powersgd:after=4", **options)
+    told = [event.details["codec"] for event in result.events if event.name == "tuned" and "codec" in event.details]
+    assert re.fullmatch(r"powersgd: .* with powersgd, from step 10 on, and .* ms with one-bit until then", told[0])
+    ends = [step.time_s for step in result.steps if step.worker == 0]
+    plain_s, before_s, after_s = (ends[step] - ends[step - 1] for step in (3, 7, 13))
+    assert after_s < before_s < 0.2 * plain_s
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(

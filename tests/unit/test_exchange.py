@@ -32,11 +32,13 @@ def values_of(rank: int, number: int) -> Tensor:
     return torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(100 * rank + number))
 
 
-def averaged_through(collective: Collective, codec: Codec | None, poisoned: bool) -> tuple[list[Tensor], list[Tensor]]:
+def averaged_through(
+    collective: Collective, codec: Codec | None, poisoned: bool, before: Codec | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """What every round gave, and the memory in the end; a poisoned second round is not finite on rank 0."""
     flat = torch.zeros(NUM_VALUES + 2)
     bucket = Bucket(flat, flat[:NUM_VALUES], flat[NUM_VALUES:])
-    exchange = Exchange(collective, [bucket], coding=Coding(codec) if codec is not None else None)
+    exchange = Exchange(collective, [bucket], coding=Coding(codec, before=before) if codec is not None else None)
     rounds = []
     for number in range(NUM_ROUNDS):
         bucket.values.copy_(values_of(collective.rank, number))
@@ -79,6 +81,19 @@ def test_what_half_precision_leaves_out_comes_with_the_next_rounds(world: World)
     parts = torch.cat([memory[1] for _, memory in answers])
     wanted = torch.stack([mean_of(number) for number in range(NUM_ROUNDS)]).sum(0)
     torch.testing.assert_close(sent + left + parts, wanted, rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("before", [BF16(), TopK(ratio=0.1), OneBit(), Int8(), PowerSGD(start=0)], ids=str)
+def test_what_a_codec_leaves_out_comes_through_the_one_that_follows(world: World, before: Codec) -> None:
+    """The first two rounds go through the one, the others through the other."""
+    answers = world.run(averaged_through, PowerSGD(start=2), False, before)
+    sent = torch.stack(answers[0][0])[:, :NUM_VALUES].sum(0)
+    left = torch.stack([memory[0] for _, memory in answers]).mean(0)
+    wanted = torch.stack([mean_of(number) for number in range(NUM_ROUNDS)]).sum(0)
+    if before.feedback:
+        torch.testing.assert_close(sent + left, wanted, rtol=0.0, atol=2e-6)
+    first = world.run(averaged_through, before, False)[0][0]
+    assert all(torch.equal(*pair) for pair in zip(answers[0][0][:2], first[:2], strict=True))
 
 
 @pytest.mark.parametrize("codec", [BF16(), TopK(ratio=0.1), PowerSGD(start=0)], ids=str)

@@ -232,9 +232,8 @@ class _GossipSynchronizer(Synchronizer):
         outcome = self._choosing.step_ended() if self._choosing is not None else None
         if outcome is None:
             return
-        codec, why = outcome
-        self.facts, self._choosing = {"codec": why}, None
-        if codec is not None:
+        self.facts, self._choosing = {"codec": outcome.why}, None
+        if (codec := outcome.codec) is not None:
             self._mixer = self._coded_mixer(codec)
 
     @property

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import paceline
+
 from tests.distributed.harness import AGENTS_GRACE_S, TRAIN, is_training, pids, wait_until
 
 pytestmark = pytest.mark.ray
@@ -66,6 +68,28 @@ def test_killed_launcher(start, tmp_path: Path) -> None:
     command.process.wait()
     command.assert_nothing_left(within_s=AGENTS_GRACE_S)
     print(f"{time.monotonic() - began_s:.1f} s from the launcher's death until nothing was left")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+def test_all_killed_lose_half_a_minute_at_most(start, tmp_path: Path, strategy: str) -> None:
+    """Nobody asked for evaluations: checkpoints come by time alone."""
+    out = tmp_path / "out"
+    command = start(
+        "run", TRAIN, "--strategy", strategy, "--workers", 2, "--out", out, "--",
+        "--step-s", 0.05, "--steps", 100_000,
+    )  # fmt: skip
+    assert wait_until(lambda: is_training(out), within_s=120)
+    time.sleep(40.0)
+    for pid in [*pids(out).values(), command.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    lost_s = time.time() - (out / "checkpoint.pt").stat().st_mtime
+    command.process.wait()
+    command.assert_nothing_left(within_s=AGENTS_GRACE_S)
+    assert lost_s <= 30.0 + 3.0  # what saving takes on a busy machine
+    result = paceline.run(TRAIN, strategy=strategy, workers=2, resume=out, out=out, max_steps=1)
+    assert result.iteration >= 100
 
 
 @pytest.mark.slow

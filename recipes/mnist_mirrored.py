@@ -21,7 +21,7 @@ from paceline.compat.strategies import MirroredStrategy
 from paceline.data import collate, load
 
 Callback = Callable[[int], None]
-"""Called with the number of the epoch that begins, from 0."""
+"""Called with an epoch's number, from 0."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,21 +80,26 @@ def train(args: argparse.Namespace, strategy: MirroredStrategy) -> None:
         for group in optimizer.param_groups:
             group["lr"] = decay(epoch)
 
-    def print_rate(epoch: int) -> None:
+    def print_line(epoch: int) -> None:
         if worker.rank == 0:
             rate = optimizer.param_groups[0]["lr"]
-            print(f"epoch {epoch + 1}: learning rate {rate:g}, {global_batch} images a step", flush=True)
+            print(f"epoch {epoch + 1}: learning rate {rate:g}, {worker.iteration} steps so far", flush=True)
 
-    at_begin: list[Callback] = [set_rate, print_rate]
+    at_begin: list[Callback] = [set_rate]
+    at_end: list[Callback] = [print_line]
     for epoch in range(args.epochs):
+        num_before = worker.iteration
         for callback in at_begin:
             callback(epoch)
-        for x, y in loader:  # of a run that is resumed, epochs that it has finished are empty
+        for x, y in loader:  # empty in epochs that a resumed run has finished, and once the run is at its end
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x.to(worker.device)), y.to(worker.device))
             loss.backward()
             optimizer.step()
             worker.log(loss=loss)
+        if worker.iteration > num_before:
+            for callback in at_end:
+                callback(epoch)
 
 
 def main() -> None:

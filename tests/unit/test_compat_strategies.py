@@ -288,8 +288,12 @@ def test_workers_are_on_the_hosts_that_the_name_says(made: Any, hosts: int, said
 
 @pytest.fixture
 def in_a_world_of_one() -> Iterator[None]:
-    enter_here(alone())
+    world = alone()
+    enter_here(world)
     yield
+    for finish in world.at_end:
+        finish()
+    world.release()
     enter_here(None)
 
 
@@ -306,6 +310,21 @@ def test_in_a_process_that_trains_the_names_are_of_its_run() -> None:
         MirroredStrategy(workers=2).run(called.append, (1,))
     with pytest.raises(UsageError, match="starts workers, and this process is one already"):
         MirroredStrategy().run_script("train.py")
+
+
+@pytest.mark.usefixtures("in_a_world_of_one")
+def test_the_recipe_in_a_process_that_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["mnist_mirrored.py", "--dataset", "digits", "--epochs", "4", "--batch-size", "300"]
+    )
+    runpy.run_path(str(RECIPE))["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(", ")[0] for line in lines] == [
+        *(f"epoch {epoch}: learning rate 0.001" for epoch in (1, 2, 3)),
+        "epoch 4: learning rate 0.0001",
+    ]
 
 
 def test_a_run_of_another_strategy_is_refused(tmp_path: Path) -> None:

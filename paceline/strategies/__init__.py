@@ -111,6 +111,15 @@ for _entry in (
         alias_of="ps-bsp",
     ),
     Entry(
+        name="central-storage",
+        strategy=ParameterServer,
+        fixed=_BSP,
+        leaves_out=_ASYNCHRONOUS,
+        refuses={"servers": "has one server; use ps-bsp for more"},
+        summary="ps-bsp with one server",
+        alias_of="ps-bsp",
+    ),
+    Entry(
         name="ps-ssp",
         strategy=ParameterServer,
         fixed={"consistency": "ssp"},

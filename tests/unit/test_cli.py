@@ -218,7 +218,7 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     assert paceline(monkeypatch, "strategies") == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    servers = ["ps-bsp", "ps-sync", "ps-ssp", "ps-asp", "ps-async"]
+    servers = ["ps-bsp", "ps-sync", "central-storage", "ps-ssp", "ps-asp", "ps-async"]
     gossip = ["gossip", "d-psgd", "sgp", "relay", "noloco", "ad-psgd"]
     local = ["local-sgd", "post-local", "slowmo", "des-loc", "diloco", "async-diloco"]
     averaging = ["fed-avg", "dp-fed-avg", "fed-prox", "fed-avgm", "fed-adam", "fed-yogi", "fed-adagrad"]

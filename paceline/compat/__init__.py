@@ -1,0 +1,1 @@
+"""Names that users of other frameworks know, for what Paceline does. Nothing else in Paceline imports them."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import paceline
-
 from tests.distributed.harness import AGENTS_GRACE_S, TRAIN, is_training, pids, wait_until
 
 pytestmark = pytest.mark.ray

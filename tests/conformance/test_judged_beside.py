@@ -158,7 +158,7 @@ def apart_and_judged(worker: Worker, out: Path) -> None:
 
 def assert_nobody_waited(result: Result) -> None:
     assert [update.worker for update in result.updates][:ALONE] == [0] * ALONE
-    assert largest_lead(result, 0, 2) >= ALONE
+    assert largest_lead(result, 0, 2) >= ALONE - 1  # as counted when the tenth is pushed
     judged = [evaluation.iteration for evaluation in result.evaluations]
     assert judged[:ALONE] == list(range(ALONE))
     assert judged[-1] == result.iteration == len(result.steps)

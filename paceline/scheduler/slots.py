@@ -24,7 +24,7 @@ def from_pbs(environment: Mapping[str, str], here: str | None) -> Allocation | N
         here: this host's name; None: not checked.
 
     Raises:
-        UsageError: the file is missing, empty, too large or no list of hosts, or this is not the job's first host.
+        UsageError: the file is missing, empty, too large or no list of hosts, or this is not the first host of several.
     """
     job, file = environment.get("PBS_JOBID"), environment.get("PBS_NODEFILE")
     if not job or not file or environment.get("PBS_TASKNUM", "1") not in ("", "1"):
@@ -32,7 +32,7 @@ def from_pbs(environment: Mapping[str, str], here: str | None) -> Allocation | N
     where = f"PBS_NODEFILE {file!r}"
     slots = _lines(Path(file), where)
     cores = _counted(slots, where)
-    _require_first(next(iter(cores)), job, here)
+    _require_first(tuple(cores), job, here)
     # pbsdsh knows a host by the number of a line.
     prefixes = tuple(("pbsdsh", "-n", str(slots.index(host)), "--") for host in cores)
     return Allocation(job, tuple(cores), tuple(cores.values()), prefixes)
@@ -48,7 +48,7 @@ def from_lsf(environment: Mapping[str, str], here: str | None) -> Allocation | N
 
     Raises:
         UsageError: the file is missing, empty, too large or no list of hosts, so the variable, or this is not the
-            job's first host.
+            first host of several.
     """
     job = environment.get("LSB_JOBID")
     file, pairs = environment.get("LSB_DJOB_HOSTFILE"), environment.get("LSB_MCPU_HOSTS")
@@ -59,7 +59,7 @@ def from_lsf(environment: Mapping[str, str], here: str | None) -> Allocation | N
         cores = _counted(_lines(Path(file), where), where)
     else:
         cores = _paired(pairs or "")
-    _require_first(next(iter(cores)), job, here)
+    _require_first(tuple(cores), job, here)
     return Allocation(job, tuple(cores), tuple(cores.values()), tuple(("blaunch", host) for host in cores))
 
 
@@ -103,9 +103,10 @@ def _require_name(host: str, where: str) -> None:
         raise UsageError(f"{where} has {host[:80]!r}, which is no host's name; {_REMEDY}")
 
 
-def _require_first(first: str, job: str, here: str | None) -> None:
-    """Names may be with their domain or without."""
-    if here is not None and _short(first) != _short(here):
+def _require_first(hosts: Sequence[str], job: str, here: str | None) -> None:
+    """Names may be with their domain or without. One host alone needs no cluster, whatever it calls itself."""
+    first = hosts[0]
+    if here is not None and len(hosts) > 1 and _short(first) != _short(here):
         raise UsageError(
             f"the cluster is started on {first!r}, the first host of job {job}, and this is {here!r}; call paceline "
             "run in the job's script, or name a cluster with --address"

@@ -62,6 +62,8 @@ def test_the_cluster_is_started_on_the_first_host(tmp_path: Path) -> None:
         assert from_environment(environment, "N1") is not None
         with pytest.raises(UsageError, match=r"first host of job 7.*this is 'n2'.*--address"):
             from_environment(environment, "n2")
+    file.write_text("n1\nn1\n")
+    assert from_environment(pbs(file), "container") is not None  # one host needs no cluster
 
 
 @pytest.mark.parametrize(

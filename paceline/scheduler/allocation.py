@@ -21,9 +21,11 @@ class Allocation:
     hosts: tuple[str, ...]
     cores: tuple[int, ...]
     """The job's share of each host."""
+    prefixes: tuple[tuple[str, ...], ...] | None = None
+    """What starts a command on each host, put before it. None: `srun` starts it on many at once."""
 
 
-def from_environment(environment: Mapping[str, str]) -> Allocation | None:
+def from_slurm(environment: Mapping[str, str]) -> Allocation | None:
     """The allocation of SLURM that this process is the job script of, or an interactive shell in. None outside one, and
     in another step of it (`srun`), where each process would start a cluster of its own.
 

@@ -1,4 +1,5 @@
-"""One host's part in the Ray cluster of a batch job, as a program that takes ADDRESS and DIRECTORY."""
+"""One host's part in the Ray cluster of a batch job, as a program that takes ADDRESS, DIRECTORY and, unless SLURM tells
+them, CORES."""
 
 import json
 import os
@@ -24,10 +25,10 @@ _ANY_PORT = (
 )
 
 
-def head(host: str, port: int, directory: Path) -> list[str]:
+def head(host: str, port: int, directory: Path, cores: int) -> list[str]:
     """The command that starts the cluster on the first host."""
     return [
-        *_start(),
+        *_start(str(cores)),
         "--head",
         f"--node-ip-address={host}",
         f"--port={port}",
@@ -38,8 +39,8 @@ def head(host: str, port: int, directory: Path) -> list[str]:
     ]
 
 
-def _start() -> Sequence[str]:
-    cores = os.environ.get("SLURM_CPUS_ON_NODE") or str(len(os.sched_getaffinity(0)))
+def _start(given: str) -> Sequence[str]:
+    cores = os.environ.get("SLURM_CPUS_ON_NODE") or given
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
     return [*ray, f"--num-cpus={cores}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
 
@@ -47,8 +48,9 @@ def _start() -> Sequence[str]:
 def main() -> None:
     """Ray on a host that joins the cluster at ADDRESS, until the step is ended; its files in DIRECTORY go with it."""
     address, directory = sys.argv[1], Path(sys.argv[2])
+    cores = sys.argv[3] if len(sys.argv) > 3 else str(len(os.sched_getaffinity(0)))
     with same_directory(directory):
-        process = subprocess.Popen([*_start(), f"--address={address}", *_ANY_PORT])
+        process = subprocess.Popen([*_start(cores), f"--address={address}", *_ANY_PORT])
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         status = process.wait()
     sys.exit(status)

@@ -12,6 +12,7 @@ from typing import final
 import ray
 
 from paceline.engines.ray import allocated_node
+from paceline.engines.ray.remote_start import shared_environment
 from paceline.errors import RunFailed
 from paceline.scheduler import Allocation
 
@@ -32,18 +33,21 @@ def cluster_over(allocation: Allocation, directory: Path, connect: Callable[[str
         connect: connects this process to the cluster at an address.
 
     Raises:
-        RunFailed: a host does not come within 30 s; the message has what Ray or srun says.
+        RunFailed: a host does not come within 30 s; the message has what Ray or the scheduler's launcher says.
     """
     with ExitStack() as stack:
-        first, *others = allocation.hosts
+        first = allocation.hosts[0]
         host = _own_address(allocation)
         port = _free_port(host)
         address = f"{host}:{port}"
-        head = _start(stack, directory / "head.log", allocated_node.head(host, port, directory))
-        joining = _start(stack, directory / "others.log", _on_others(allocation, address, directory))
-        _wait_for(head, first, lambda: _listens(host, port))
+        head = _start(stack, directory / "head.log", allocated_node.head(host, port, directory, allocation.cores[0]))
+        joining = [
+            (_start(stack, directory / f"others-{number}.log", command), hosts)
+            for number, (command, hosts) in enumerate(_on_others(stack, allocation, address, directory))
+        ]
+        _wait_for([(head, first)], lambda: _listens(host, port))
         connect(address)
-        _wait_for(joining, ", ".join(others), lambda: _num_hosts() == len(allocation.hosts))
+        _wait_for(joining, lambda: _num_hosts() == len(allocation.hosts))
         yield
 
 
@@ -79,8 +83,24 @@ def _start(stack: ExitStack, log: Path, command: Sequence[str]) -> _Process:
     return process
 
 
-def _on_others(allocation: Allocation, address: str, directory: Path) -> list[str]:
-    """What starts Ray on all hosts but the first."""
+def _on_others(
+    stack: ExitStack, allocation: Allocation, address: str, directory: Path
+) -> Iterator[tuple[list[str], str]]:
+    """The commands that start Ray on all hosts but the first, each with the hosts that it is for."""
+    node = [sys.executable, "-m", allocated_node.__name__, address, str(directory)]
+    if allocation.prefixes is None:
+        yield [*_srun(allocation), *node], ", ".join(allocation.hosts[1:])
+        return
+    # pbsdsh starts a program in an environment that has nothing of this one, not even the cluster's token. A command
+    # line could be read by everybody on the host, so a file of the job's directory has it, which only the user reads.
+    environment = stack.enter_context(shared_environment())
+    program = [sys.executable, "-I", str(Path(allocated_node.__file__).with_name("remote_start.py")), str(environment)]
+    others = zip(allocation.hosts[1:], allocation.cores[1:], allocation.prefixes[1:], strict=True)
+    for host, cores, prefix in others:
+        yield [*prefix, *program, *node, str(cores)], host
+
+
+def _srun(allocation: Allocation) -> list[str]:
     number = len(allocation.hosts) - 1
     return [
         "srun",
@@ -91,29 +111,30 @@ def _on_others(allocation: Allocation, address: str, directory: Path) -> list[st
         f"--cpus-per-task={min(allocation.cores[1:])}",
         "--kill-on-bad-exit=0",
         "--overlap",
-        sys.executable,
-        "-m",
-        allocated_node.__name__,
-        address,
-        str(directory),
     ]
 
 
 def _own_address(allocation: Allocation) -> str:
     """This host's address on the way to the second. Its name may not tell: many a host has 127.0.1.1 for its own."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((_address_of(allocation.hosts[1]), 9))  # sends nothing
+        way.connect((_address_of(allocation, allocation.hosts[1]), 9))  # sends nothing
         return str(way.getsockname()[0])
 
 
-def _address_of(host: str) -> str:
-    """As SLURM reaches the host; raises RunFailed if nobody knows it."""
+def _address_of(allocation: Allocation, host: str) -> str:
+    """As the scheduler reaches the host; raises RunFailed if nobody knows it."""
+    name, said = _as_slurm_has_it(host) if allocation.prefixes is None else (host, "")
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise RunFailed(f"no address is known of host {host!r} of this job: {error}{said}") from error
+
+
+def _as_slurm_has_it(host: str) -> tuple[str, str]:
+    """The host's address, and what was said against it."""
     shown = subprocess.run(["scontrol", "show", "node", "-o", host], capture_output=True, text=True, check=False)
     fields = dict(field.partition("=")[::2] for field in shown.stdout.split())
-    try:
-        return socket.gethostbyname(fields.get("NodeAddr", host))
-    except OSError as error:
-        raise RunFailed(f"no address is known of host {host!r} of this job: {error}; {shown.stderr.strip()}") from error
+    return fields.get("NodeAddr", host), f"; {shown.stderr.strip()}"
 
 
 def _free_port(host: str) -> int:
@@ -121,12 +142,15 @@ def _free_port(host: str) -> int:
         return int(server.getsockname()[1])
 
 
-def _wait_for(process: _Process, hosts: str, has_come: Callable[[], bool]) -> None:
+def _wait_for(joining: Sequence[tuple[_Process, str]], have_come: Callable[[], bool]) -> None:
+    """Raises RunFailed, which names the hosts whose launcher has ended, or all if none has."""
     give_up_s = time.monotonic() + START_S
-    while not has_come():
-        if process.has_ended or time.monotonic() > give_up_s:
-            late = "" if process.has_ended else f" within {START_S:.0f} s"
-            raise RunFailed(f"Ray does not start on {hosts}{late}: {process.words}")
+    while not have_come():
+        ended = [(process, hosts) for process, hosts in joining if process.has_ended]
+        if ended or time.monotonic() > give_up_s:
+            late = "" if ended else f" within {START_S:.0f} s"
+            process, _ = (ended or joining)[0]
+            raise RunFailed(f"Ray does not start on {', '.join(h for _, h in ended or joining)}{late}: {process.words}")
         time.sleep(0.1)
 
 

@@ -91,7 +91,7 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
     let_idle_threads_sleep()  # in a notebook, too: the processes that Ray starts inherit it
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     try:
-        allocation = from_environment(os.environ) if address is None else None
+        allocation = from_environment(os.environ, socket.gethostname()) if address is None else None
         if allocation is not None and len(allocation.hosts) > 1:
             until_disconnected.enter_context(own_token())
             directory = until_disconnected.enter_context(local_directory())

@@ -19,6 +19,7 @@ from paceline.strategies.base import Strategy
 from paceline.training.evaluation import Evaluation
 from paceline.training.given import told_apart
 from paceline.training.session import Session
+from paceline.training.trees import TreeOp, all_reduce_tree, broadcast_tree
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item", covariant=True)
@@ -148,6 +149,26 @@ class Worker:
         self._session.require_same_step("broadcast")
         self._collective.broadcast(tensor, root=root)
         return tensor
+
+    def all_reduce_tree(self, tree: Any, op: TreeOp = "mean") -> Any:
+        """The mean or sum over all workers of a tree of arrays, such as gradients: a new tree of the same kinds.
+
+        Args:
+            tree: dict, list, tuple, namedtuple and None in one another, with the same structure, dtypes and shapes on
+                every worker. Leaves: torch tensors, numpy, JAX and eager TensorFlow arrays, int, float and complex.
+            op: a mean of integers truncates towards zero.
+
+        Raises:
+            UsageError: on every worker, naming the rank and the leaf's path, if trees differ, or a leaf cannot be
+                exchanged; or workers are not at the same step.
+        """
+        self._session.require_same_step("all_reduce_tree")
+        return all_reduce_tree(self._collective, tree, op=op)
+
+    def broadcast_tree(self, tree: Any, root: int = 0) -> Any:
+        """The root's values of a tree of arrays, as a new tree: see `all_reduce_tree`. Leaves may be bools too."""
+        self._session.require_same_step("broadcast_tree")
+        return broadcast_tree(self._collective, tree, root=root)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every worker's tensor, in rank order; shapes may differ."""

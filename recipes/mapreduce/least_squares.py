@@ -4,7 +4,7 @@
     python recipes/mapreduce/least_squares.py --tasks 1,2,4 --spark --svg speedup.svg --json speedup.json
 
 Beside it: the same step by Paceline's all-reduce, algorithm reduce-broadcast, and with --spark on a local Spark.
-README.md, next to this file, says what is timed, and how.
+docs/mapreduce.md says what is timed, and how.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.engines.ray.nodes import connected
+from paceline.errors import PacelineError
 
 ROUNDING = 1e-10
 """How far parameters may be from serial descent's, as a part of the largest: sums in another order round otherwise."""
@@ -67,7 +68,7 @@ def main() -> None:
     problem = Problem.made(num_rows=args.rows, num_features=args.features, seed=args.seed)
     rate = problem.rate()
     settings: dict[str, Any] = {"rate": rate, "num_steps": args.iterations}
-    with connected(args.address, insecure=args.insecure, num_workers=max(args.tasks)):
+    with connected(args.address, insecure=args.insecure):
         serial, serial_s = on_ray.serial(problem, **settings)
         rows = [measure_ray(problem, num_tasks, serial, serial_s, settings) for num_tasks in args.tasks]
         console.print(ray_table(rows, serial_s, num_iterations=args.iterations))
@@ -146,14 +147,12 @@ def flattening(rows: list[dict[str, Any]]) -> str:
     """Where more tasks stop to help, in words."""
     number = flattens_at({row["tasks"]: row["iteration_s"] for row in rows})
     if number is None:
-        return f"The curve is not seen to flatten up to {rows[-1]['tasks']} map tasks.\n"
-    return (
-        f"The curve flattens at {number} map tasks: none of the larger numbers saves {WORTH_IT:.0%} of an iteration.\n"
-    )
+        return f"The curve does not flatten up to --tasks {rows[-1]['tasks']}.\n"
+    return f"The curve flattens at --tasks {number}: no larger number here saves {WORTH_IT:.0%} of an iteration.\n"
 
 
 def paceline_table(rows: list[dict[str, Any]], serial_s: float) -> Table:
-    table = empty_table("Paceline, all-reduce:algorithm=reduce-broadcast: ms a step, mean of workers")
+    table = empty_table("Paceline, all-reduce:algorithm=reduce-broadcast: ms a step")
     for name in ("workers", "step", "compute", "communication", "waiting", "speed-up", "off by"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -182,4 +181,7 @@ def ms(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PacelineError as error:
+        raise SystemExit(f"{error}") from None

@@ -10,17 +10,22 @@ import ray
 from accounting import Observed, Parts, account, mean, middle_half
 from problem import Array, Problem, Rows, map_rows, reduce_sums, split, step, update
 
-NUM_WARM_UPS = 3
-"""Iterations before the clock starts: processes start, and each host gets its splits."""
+NUM_WARM_UPS = 5
+"""Iterations before the clock starts, once as many processes have come as there are tasks."""
+COME_WITHIN_S = 30.0
+"""After which it starts with those that there are."""
+# A process of its own thread number from its start: in one that has loaded NumPy before, threads would fight for cores.
+ONE_THREAD = {"env_vars": {"OMP_NUM_THREADS": "1"}}
 
 
-def _map_task(rows: Rows, parameters: list[Any]) -> tuple[Array, float, float]:
-    """The split's sum, and the seconds to fetch the parameters and to compute."""
+def _map_task(rows: Rows, parameters: list[Any]) -> tuple[Array, float, float, str]:
+    """The split's sum, the seconds to fetch the parameters and to compute, and which process it was."""
     began_s = time.perf_counter()
     w = ray.get(parameters[0])
     fetched_s = time.perf_counter()
     total = map_rows(rows, w)
-    return total, fetched_s - began_s, time.perf_counter() - fetched_s
+    computed_s = time.perf_counter()
+    return total, fetched_s - began_s, computed_s - fetched_s, ray.get_runtime_context().get_worker_id()
 
 
 def _serial_task(problem: Problem, rate: float, num_steps: int) -> tuple[Array, list[float]]:
@@ -34,7 +39,7 @@ def _serial_task(problem: Problem, rate: float, num_steps: int) -> tuple[Array, 
 
 
 def serial(problem: Problem, *, rate: float, num_steps: int) -> tuple[Array, float]:
-    """Gradient descent in one process, and the seconds of a step. It is a task of Ray, and so has the same threads."""
+    """Gradient descent in one process, and the seconds of a step. It is a task of Ray, and so has as many threads."""
     w, steps_s = ray.get(_task(_serial_task, num_cpus=1.0).remote(problem, rate, num_steps))
     return w, mean(middle_half(steps_s, float))
 
@@ -48,17 +53,22 @@ def descend(problem: Problem, *, num_tasks: int, rate: float, num_steps: int) ->
     share = min(1.0, ray.cluster_resources()["CPU"] / num_tasks)
     task = _task(_map_task, num_cpus=int(share * 1000) / 1000)  # rounded down, or they would not fit at once
     splits = [ray.put(rows) for rows in split(problem, num_tasks)]
+    until_s = time.monotonic() + COME_WITHIN_S
+    num_processes = 0
+    while num_processes < num_tasks and time.monotonic() < until_s:
+        _, _, num_processes = _iterate(task, splits, problem, problem.start(), rate)
     for _ in range(NUM_WARM_UPS):
         _iterate(task, splits, problem, problem.start(), rate)
     w = problem.start()
     seen = []
     for _ in range(num_steps):
-        w, observed = _iterate(task, splits, problem, w, rate)
+        w, observed, _ = _iterate(task, splits, problem, w, rate)
         seen.append(observed)
     return w, [account(each) for each in seen], seen[0].moved_bytes
 
 
-def _iterate(task: Any, splits: list[Any], problem: Problem, w: Array, rate: float) -> tuple[Array, Observed]:
+def _iterate(task: Any, splits: list[Any], problem: Problem, w: Array, rate: float) -> tuple[Array, Observed, int]:
+    """The next parameters, what it took, and how many processes computed."""
     began_s = time.perf_counter()
     parameters = ray.put(w)
     broadcast_s = time.perf_counter()
@@ -66,21 +76,20 @@ def _iterate(task: Any, splits: list[Any], problem: Problem, w: Array, rate: flo
     results = [task.remote(rows, [parameters]) for rows in splits]
     arrived_s = _arrivals(results, since_s=broadcast_s)
     mapped_s = broadcast_s + max(arrived_s)
-    answers = ray.get(results)
+    sums, fetch_s, compute_s, processes = zip(*ray.get(results), strict=True)
     collected_s = time.perf_counter()
-    sums = [total for total, _, _ in answers]
     w = update(w, reduce_sums(sums), num_rows=problem.num_rows, rate=rate)
     joined_s = time.perf_counter()
     observed = Observed(
         broadcast_s=broadcast_s - began_s,
         arrived_s=arrived_s,
-        fetch_s=[fetch_s for _, fetch_s, _ in answers],
-        compute_s=[compute_s for _, _, compute_s in answers],
+        fetch_s=fetch_s,
+        compute_s=compute_s,
         collect_s=collected_s - mapped_s,
         join_s=joined_s - collected_s,
         moved_bytes=2 * len(splits) * w.nbytes,
     )
-    return w, observed
+    return w, observed, len({*processes})
 
 
 def _arrivals(results: list[Any], *, since_s: float) -> list[float]:
@@ -95,7 +104,7 @@ def _arrivals(results: list[Any], *, since_s: float) -> list[float]:
 
 
 def _task(function: Callable[..., Any], *, num_cpus: float) -> Any:
-    return ray.remote(num_cpus=num_cpus, max_retries=0)(function)
+    return ray.remote(num_cpus=num_cpus, max_retries=0, runtime_env=ONE_THREAD)(function)
 
 
 # The tasks' processes need not have these files: what they call travels with them.

@@ -4,7 +4,7 @@
     python recipes/mapreduce/least_squares.py --tasks 1,2,4 --spark --svg speedup.svg --json speedup.json
 
 Beside it: the same step by Paceline's all-reduce, algorithm reduce-broadcast, and with --spark on a local Spark.
-docs/mapreduce.md says what is timed, and how.
+README.md beside it says what is timed, and how.
 """
 
 import argparse

@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
     codec: Codec | None
     why: str
     before: Codec | None = None
-    """What to take until the codec's first step."""
+    """The codec that steps take until the chosen one's first step."""
 
 
 def chosen(step_s: float, steps_s: dict[Codec, float], *, what: str = "step") -> Chosen:

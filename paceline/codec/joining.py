@@ -106,7 +106,8 @@ def join(
 
 
 def handed_on(kept: Kept, codec: TensorCodec, regions: Sequence[Region], *, rank: int, size: int) -> Kept:
-    """What a codec kept, for another one that follows. What it left out of a mean is so much more of one worker's."""
+    """What the next codec takes up of what this one kept. `part` is left out of a mean, so it counts `size` times in
+    one worker's `left`."""
     if "part" not in kept:
         return kept
     left, start = kept["left"].clone(), 0

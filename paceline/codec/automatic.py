@@ -62,7 +62,8 @@ class Chosen(NamedTuple):
 
 
 def chosen(step_s: float, steps_s: dict[Codec, float], *, what: str = "step") -> Chosen:
-    """
+    """Takes the codec that makes steps shortest, if it makes them enough shorter.
+
     Args:
         what: takes so long: a step, or a round, of which none has to wait for a codec's first one.
         step_s: what a step takes without.

@@ -5,6 +5,7 @@ A framework is asked only if the script has loaded it: nothing here imports JAX 
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -101,15 +102,18 @@ class _Scalar(Leaf):
         return piece.item()
 
 
-@final
 @dataclass(frozen=True)
-class _Jax(Leaf):
+class _Seen(Leaf):
+    """An array of another framework, whose memory torch sees."""
+
     seen: Tensor = torch.empty(0)
-    """The value's memory."""
 
     def fill(self, piece: Tensor) -> None:
         piece.copy_(self.seen)
 
+
+@final
+class _Jax(_Seen):
     def like(self, piece: Tensor) -> Any:
         jax = sys.modules["jax"]
         if piece.numel() == 0 or piece.dtype == torch.bool:  # which JAX takes by no view
@@ -120,14 +124,7 @@ class _Jax(Leaf):
 
 
 @final
-@dataclass(frozen=True)
-class _TensorFlow(Leaf):
-    seen: Tensor = torch.empty(0)
-    """The value's memory."""
-
-    def fill(self, piece: Tensor) -> None:
-        piece.copy_(self.seen)
-
+class _TensorFlow(_Seen):
     def like(self, piece: Tensor) -> Any:
         tensorflow = sys.modules["tensorflow"]
         if piece.numel() == 0 or piece.dtype == torch.bool:
@@ -135,7 +132,7 @@ class _TensorFlow(Leaf):
         return tensorflow.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(piece))
 
 
-def _bridged(kind: type[_Jax] | type[_TensorFlow], value: Any, see: Any) -> Leaf:
+def _bridged(kind: Callable[[Any, torch.dtype, torch.Size, torch.device, Tensor], Leaf], value: Any, see: Any) -> Leaf:
     try:
         seen = see(value)
     except Exception as error:  # of either framework's kinds

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import fmean
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class Parts:
 
 def account(observed: Observed) -> Parts:
     """Divide the time from the broadcast's begin to the update's end. The parts add up to it, and none is negative."""
-    arrived_s, fetch_s, compute_s = (mean(each) for each in (observed.arrived_s, observed.fetch_s, observed.compute_s))
+    arrived_s, fetch_s, compute_s = (fmean(each) for each in (observed.arrived_s, observed.fetch_s, observed.compute_s))
     return Parts(
         computing_s=compute_s + observed.join_s,
         bytes_s=observed.broadcast_s + fetch_s + observed.collect_s,
@@ -69,7 +70,7 @@ def middle_half(values: Sequence[T], length: Callable[[T], float]) -> list[T]:
 def mean_parts(iterations: Sequence[Parts]) -> Parts:
     """The mean of the middle half, part by part, so that the means add up to the mean iteration."""
     kept = middle_half(iterations, lambda each: each.wall_s)
-    return Parts(**{field.name: mean([getattr(each, field.name) for each in kept]) for field in fields(Parts)})
+    return Parts(**{field.name: fmean([getattr(each, field.name) for each in kept]) for field in fields(Parts)})
 
 
 def flattens_at(iteration_s: Mapping[int, float]) -> int | None:
@@ -82,7 +83,3 @@ def flattens_at(iteration_s: Mapping[int, float]) -> int | None:
         if min(iteration_s[larger] for larger in numbers[place + 1 :]) > (1 - WORTH_IT) * iteration_s[number]:
             return number
     return None
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

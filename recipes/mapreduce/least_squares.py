@@ -69,6 +69,7 @@ def main() -> None:
     rate = problem.rate()
     settings: dict[str, Any] = {"rate": rate, "num_steps": args.iterations}
     with connected(args.address, insecure=args.insecure):
+        on_ray.require_room(problem)
         serial, serial_s = on_ray.serial(problem, **settings)
         rows = [measure_ray(problem, num_tasks, serial, serial_s, settings) for num_tasks in args.tasks]
         console.print(ray_table(rows, serial_s, num_iterations=args.iterations))

@@ -3,12 +3,15 @@
 import sys
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import problem as _problem
 import ray
-from accounting import Observed, Parts, account, mean, middle_half
+from accounting import Observed, Parts, account, middle_half
 from problem import Array, Problem, Rows, map_rows, reduce_sums, split, step, update
+
+from paceline.errors import UsageError
 
 NUM_WARM_UPS = 5
 """Iterations before the clock starts, once as many processes have come as there are tasks."""
@@ -38,10 +41,21 @@ def _serial_task(problem: Problem, rate: float, num_steps: int) -> tuple[Array, 
     return w, steps_s
 
 
+def require_room(problem: Problem) -> None:
+    """Raises UsageError for rows that Ray's object store cannot hold twice, as descent in tasks and serial descent do;
+    Ray would write them to the disk and read them again at every iteration."""
+    rows_bytes, store_bytes = problem.x.nbytes + problem.y.nbytes, ray.cluster_resources()["object_store_memory"]
+    if 2 * rows_bytes > store_bytes:
+        raise UsageError(
+            f"the rows take {rows_bytes / 1e6:.0f} MB, twice, and Ray's object store has {store_bytes / 1e6:.0f} MB: "
+            "lower --rows or --features, or name a cluster with a larger one (--address)"
+        )
+
+
 def serial(problem: Problem, *, rate: float, num_steps: int) -> tuple[Array, float]:
     """Gradient descent in one process, and the seconds of a step. It is a task of Ray, and so has as many threads."""
     w, steps_s = ray.get(_task(_serial_task, num_cpus=1.0).remote(problem, rate, num_steps))
-    return w, mean(middle_half(steps_s, float))
+    return w, fmean(middle_half(steps_s, float))
 
 
 def descend(problem: Problem, *, num_tasks: int, rate: float, num_steps: int) -> tuple[Array, list[Parts], int]:

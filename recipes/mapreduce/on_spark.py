@@ -4,10 +4,11 @@ import os
 import sys
 import time
 from importlib.util import find_spec
+from statistics import fmean
 from typing import Any
 
 import problem as _problem
-from accounting import mean, middle_half
+from accounting import middle_half
 from problem import Array, Problem, Rows, map_rows, reduce_sums, split, update
 
 NUM_WARM_UPS = 3
@@ -37,7 +38,7 @@ def descend(problem: Problem, *, num_tasks: int, rate: float, num_steps: int) ->
             began_s = time.perf_counter()
             w = _iterate(context, splits, problem, w, rate)
             steps_s.append(time.perf_counter() - began_s)
-        return w, mean(middle_half(steps_s, float))
+        return w, fmean(middle_half(steps_s, float))
     finally:
         session.stop()
 

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from paceline.errors import UsageError
 from paceline.records import StepRecord
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "mapreduce"
@@ -157,6 +158,13 @@ def test_ray_s_tasks_equal_serial_descent(recipe: SimpleNamespace, ray_here: Non
         assert sum(each.wall_s for each in iterations) < time.perf_counter() - began_s
         assert min(min(each.computing_s, each.bytes_s, each.latency_s, each.straggler_s) for each in iterations) >= 0
         assert moved_bytes == 2 * num_tasks * 20 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_rows_that_ray_has_no_room_for_are_refused(recipe: SimpleNamespace, ray_here: None) -> None:
+    with pytest.raises(UsageError, match=r"the rows take 81 MB, twice, and Ray's object store has \d+ MB"):
+        recipe.on_ray.require_room(recipe.problem.Problem.made(num_rows=100_000, num_features=100))
 
 
 @pytest.mark.slow

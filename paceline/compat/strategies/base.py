@@ -1,4 +1,4 @@
-"""What all of TensorFlow's strategies have here: a Paceline strategy, a number of workers, and a way to run."""
+"""The base of TensorFlow's strategies: each has a strategy of Paceline's and a number of workers, and runs them."""
 
 import os
 from abc import ABC, abstractmethod

@@ -18,7 +18,7 @@ _MOST_SHOWN = 60  # characters of a value in an error message
 
 @dataclass(frozen=True)
 class Task:
-    """Which process of the cluster this is."""
+    """A process of the cluster: its job, and its place among those of the job."""
 
     type: str
     index: int
@@ -48,7 +48,7 @@ class TFConfigClusterResolver:
 
     @property
     def task(self) -> Task | None:
-        """Which of them this is; None where nothing says so."""
+        """The task that this process is; None where TF_CONFIG names none."""
         return self._task
 
     def num_tasks(self, *jobs: str) -> int:

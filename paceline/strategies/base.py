@@ -233,10 +233,11 @@ class Synchronizer(ABC):
     def global_model(self) -> Iterator[nn.Module]:
         """The model that is evaluated and saved. Collective call, while all workers pause.
 
-        By default this worker's, with the mean over workers of its floating-point buffers. What was changed for it is
-        as before at the end. Strategies whose workers differ give `averaged_model`.
+        By default this worker's, with the mean over workers of what no optimizer trains: buffers of real numbers, and
+        parameters. What was changed for it is as before at the end. Strategies whose workers differ give
+        `averaged_model`.
         """
-        with averaged(self.replica.buffers, self.context.collective):
+        with averaged(self.replica.untrained, self.context.collective):
             yield self.replica.model
 
     @contextmanager

@@ -41,6 +41,13 @@ class Replica:
         return list(self.model.buffers()) if self.is_first else []
 
     @property
+    def untrained(self) -> list[Tensor]:
+        """What no optimizer trains and the script may change, if this replica stands for it: buffers, and parameters
+        such as a teacher's."""
+        trained = self.beside.union(map(id, self.parameters))
+        return [*(p for p in self.all_parameters if id(p) not in trained), *self.buffers]
+
+    @property
     def all_parameters(self) -> list[nn.Parameter]:
         """The optimizer's, and those that no optimizer trains if this replica stands for them."""
         own = self.model.parameters() if self.is_first else self.parameters

@@ -7,11 +7,8 @@ from torch.utils.data import IterableDataset
 
 from paceline.errors import UsageError
 from paceline.seeding import preserved_random_state, seed_everything
-from paceline.training.sharding import ShardedLoader
+from paceline.training.sharding import DIFFERS, ShardedLoader
 from paceline.training.sharding.contents import digest_of, leaves_in
-
-DIFFERS = "differs_by_rank"
-"""The attribute of a data set whose samples are meant to be others on each rank."""
 
 Told = tuple[int, str]
 """An epoch, and a digest of some of the samples."""

@@ -34,7 +34,7 @@ from paceline.training.given import Given
 from paceline.training.handouts import Handouts
 from paceline.training.joining import States
 from paceline.training.pauses import Pauses
-from paceline.training.sharding import ShardedLoader
+from paceline.training.sharding import ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
 from paceline.training.summed_loss import SummedLoss
 from paceline.training.unprepared import UnpreparedSteps
@@ -126,7 +126,8 @@ class Session:
         account = Account(self.run.clock, synchronizer.timings)
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
-        steps = Steps(self.run, self._course, self._cadence, self._summed_loss(whole, batches))
+        looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
+        steps = Steps(self.run, self._course, self._cadence, self._summed_loss(whole, batches), looked_at)
         steps.tell_facts(synchronizer.facts)
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             steps.take_over(optimizer, part, is_first=part is first)
@@ -138,7 +139,7 @@ class Session:
             may_train_others=lambda: context.size == 1 or self._course.is_pausing,
             num_steps=lambda: handouts.progress().num_steps,
         )
-        for part_of_run in (unprepared, batches, steps, handouts, synchronizer):
+        for part_of_run in (unprepared, looked_at, batches, steps, handouts, synchronizer):
             self._at_release.callback(part_of_run.close)
         if self._checkpoint is not None:
             self._go_on_from(self._checkpoint)

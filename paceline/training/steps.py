@@ -12,7 +12,7 @@ from paceline.strategies.base import Synchronizer
 from paceline.strategies.replica import may_evaluate
 from paceline.training.cadence import NEVER, Cadence
 from paceline.training.course import Course
-from paceline.training.same_data import DIFFERS
+from paceline.training.sharding import DIFFERS, UnpreparedLoaders
 from paceline.training.summed_loss import SummedLoss
 from paceline.training.worker_run import WorkerRun
 
@@ -26,11 +26,19 @@ class Steps:
 
     Args:
         summed_loss: looks at the loss of the first backward pass.
+        loaders: looks at those that were not prepared.
     """
 
-    def __init__(self, run: WorkerRun, course: Course, cadence: Cadence, summed_loss: SummedLoss | None) -> None:
+    def __init__(
+        self,
+        run: WorkerRun,
+        course: Course,
+        cadence: Cadence,
+        summed_loss: SummedLoss | None,
+        loaders: UnpreparedLoaders,
+    ) -> None:
         self._run, self._course, self._cadence = run, course, cadence
-        self._summed_loss = summed_loss
+        self._summed_loss, self._loaders = summed_loss, loaders
         self._is_stepping = False
         self._told: Mapping[str, object] = {}
 
@@ -90,6 +98,7 @@ class Steps:
         prepared.handouts.look_back()
         if not run.steps:
             self._require_batch()
+        self._loaders.look()
         if self._summed_loss is not None and self._summed_loss.has_looked:
             self.close()
         if is_computed:

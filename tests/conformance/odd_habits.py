@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, NAdam, Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 
 from tests.conformance.odd_hunted import AT, Change, Run, train
 from tests.conformance.scripts import BATCH_SIZE, NUM_CLASSES, momentum, perceptron, plain_step, samples
@@ -304,6 +311,45 @@ def without_nothing(worker: Any) -> nn.Module:
     return train(worker, loader=loader, way=lambda batches: (batch for batch in batches if batch is not None))
 
 
+def more_samples() -> DataLoader[Any]:
+    return DataLoader(samples(), batch_size=BATCH_SIZE, num_workers=0)
+
+
+def beside(batches: Any, *, more: Callable[[], DataLoader[Any]]) -> Any:
+    """Batches of both loaders, put together."""
+    return ([torch.cat(parts) for parts in zip(*pair, strict=True)] for pair in zip(batches, more(), strict=False))
+
+
+def shared_out(worker: Any) -> DataLoader[Any]:
+    """Each rank's own part, as the script has divided it."""
+    sampler: DistributedSampler[Any] = DistributedSampler(samples(), worker.size, worker.rank)
+    return DataLoader(samples(), batch_size=BATCH_SIZE, sampler=sampler)
+
+
+def all_for_each(worker: Any) -> DataLoader[Any]:
+    found = more_samples()
+    found.dataset.differs_by_rank = True  # type: ignore[attr-defined]
+    return found
+
+
+def validate(run: Run) -> None:
+    """On all of another loader, after every step."""
+    for x, y, *_ in more_samples():
+        F.cross_entropy(run.model(x), y)
+
+
+class Inner(IterableDataset[Any]):
+    """A stream that reads a loader of its own."""
+
+    def __iter__(self) -> Any:
+        for batch in DataLoader(samples(), batch_size=2 * BATCH_SIZE):
+            yield from zip(*batch, strict=True)
+
+
+def with_inner(worker: Any) -> DataLoader[Any]:
+    return DataLoader(Inner(), batch_size=BATCH_SIZE)
+
+
 def one_at_a_time(worker: Any) -> nn.Module:
     """A new pass for each batch."""
     model = perceptron()
@@ -355,4 +401,7 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "split": partial(train, loader=split),
     "nothing of some batches": without_nothing,
     "one batch a pass": one_at_a_time,
+    "another loader beside": partial(train, way=partial(beside, more=more_samples)),
+    "another loader after every step": partial(train, stepped=validate),
+    "a loader in the data": partial(train, loader=with_inner),
 }

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import paceline
@@ -49,6 +50,7 @@ HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' cl
 SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
 OWN_CHANGE = r"step \d: the script has changed the mean gradient of '\d\.weight' on rank 1 .*what worker\.all_reduce"
 CONVERTED = r"parameter '\d\.\w+' (is torch.float32 instead of|was moved or converted).*convert it before prepare"
+BESIDE = r"rank \d: the script takes a batch for every step from a loader of TensorDataset .*give prepare every loader"
 OTHER_DATA = (
     r"epoch \d: the data set of the loader 'loader' is not the same on ranks 0 and 1 .*the same seed on every rank"
 )
@@ -98,6 +100,7 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "shuffled in place": {EVERYWHERE: OTHER_DATA},
     "shuffled in place, later": {EVERYWHERE: OTHER_DATA},
     "nothing of some batches": {JOINT: TOGETHER},
+    "another loader beside": {EVERYWHERE: BESIDE},
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""
@@ -115,6 +118,7 @@ QUICK = (
     "a group of its own",
     "a rate by own loss",
     "shuffled in place, later",
+    "another loader beside",
 )
 SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
@@ -184,6 +188,14 @@ def test_data_may_differ_by_rank_where_that_is_said(tmp_path: Path) -> None:
     assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path).iteration == 12
 
 
+@pytest.mark.parametrize("more", [odd_habits.shared_out, odd_habits.all_for_each])
+def test_another_loader_beside_may_be_each_workers_own(more: Any, tmp_path: Path) -> None:
+    def script(worker: Any) -> torch.nn.Module:
+        return odd_hunted.train(worker, way=partial(odd_habits.beside, more=partial(more, worker)))
+
+    assert virtual_engine.run(partial(launched, script), strategy="all-reduce", workers=2, out=tmp_path).iteration > 3
+
+
 def test_a_hook_that_only_looks_is_called_once_a_gradient(tmp_path: Path) -> None:
     def script() -> None:
         seen: list[float] = []
@@ -207,3 +219,24 @@ def test_what_an_asynchronous_run_leaves_out_of_its_model_is_told(strategy: str,
     told = r"after its last step the script changed parameter '1\.weight' on rank 0; the run's model is the servers'"
     with pytest.warns(UserWarning, match=told):
         virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp", "gossip", "local-sgd", "async-diloco"])
+def test_what_no_optimizer_trains_has_its_mean_in_the_model(strategy: str, tmp_path: Path) -> None:
+    def script(worker: Any) -> torch.nn.Module:
+        def climb(run: odd_hunted.Run) -> None:
+            with torch.no_grad():
+                run.model[3].bias += 1.0 + worker.rank  # type: ignore[operator,index]
+
+        def zero(run: odd_hunted.Run) -> None:
+            torch.nn.init.zeros_(run.model[3].bias)  # type: ignore[index,arg-type]
+
+        def few(parameters: Any) -> torch.optim.Optimizer:
+            return SGD(list(parameters)[:3], lr=0.1)
+
+        return odd_hunted.train(worker, optimizer=few, before=zero, stepped=climb)
+
+    result = virtual_engine.run(partial(launched, script), strategy=strategy, workers=2, out=tmp_path)
+    num_steps = [sum(step.worker == rank for step in result.steps) for rank in (0, 1)]
+    climbed = result.model_state()["3.bias"]
+    torch.testing.assert_close(climbed, torch.full_like(climbed, (num_steps[0] + 2.0 * num_steps[1]) / 2))

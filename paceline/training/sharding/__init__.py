@@ -2,6 +2,7 @@
 
 from paceline.training.sharding.division import RankBatch, share_out
 from paceline.training.sharding.loader import ShardedLoader
-from paceline.training.sharding.part import Part, Place
+from paceline.training.sharding.part import DIFFERS, Part, Place
+from paceline.training.sharding.unprepared import UnpreparedLoaders
 
-__all__ = ["Part", "Place", "RankBatch", "ShardedLoader", "share_out"]
+__all__ = ["DIFFERS", "Part", "Place", "RankBatch", "ShardedLoader", "UnpreparedLoaders", "share_out"]

@@ -12,6 +12,7 @@ from paceline.training.sharding.division import RankBatch
 from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import Part, Place, Source
 from paceline.training.sharding.streams import Gather, Stream
+from paceline.training.sharding.unprepared import reading_prepared
 
 _MAX_IDLE_EPOCHS = 1000
 
@@ -147,7 +148,7 @@ class ShardedLoader:
             return
         self._num_passes += 1
         own_pass = self._num_passes
-        for part in self._source.parts(self.place):
+        for part in _parts(self._source, self.place):
             if self._poison is not None:
                 part = part._replace(data=self._poison(part.data))
             self._on_part(part, self.place)
@@ -169,6 +170,17 @@ class ShardedLoader:
                 return
         self.place = Place(epoch + 1, 0)
         self._on_pass_end()
+
+
+def _parts(source: Source, place: Place) -> Iterator[Part]:
+    with reading_prepared():
+        parts = source.parts(place)
+    while True:
+        with reading_prepared():
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def _require_same(identity: dict[str, Any], gather: Gather) -> None:

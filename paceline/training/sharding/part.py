@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+DIFFERS = "differs_by_rank"
+"""The attribute of a data set whose samples are meant to be others on each rank."""
+
 
 class Part(NamedTuple):
     """A tuple, since loader workers send it, and torch pins the memory of what is in tuples."""

@@ -1,0 +1,117 @@
+"""Refuses to train on a loader that was not prepared beside one that was: every worker would train on all its samples.
+
+torch tells nobody that a loader is read. So all loaders of this process are listened to while somebody watches.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, final
+from weakref import WeakSet, ref
+
+from torch.utils.data import DataLoader, DistributedSampler
+
+from paceline.errors import UsageError
+from paceline.training.sharding.part import DIFFERS
+
+_NUM_STEPS = 3
+"""Batches in so many steps in a row are trained on. An evaluation takes all of its batches between two steps."""
+
+
+@final
+@dataclass
+class _Pass:
+    """One pass over a loader."""
+
+    batches: ref[Any]
+    num_taken: int = 0
+    num_steps: int = 0
+    """Steps in a row before each of which the script took batches."""
+
+
+@final
+class UnpreparedLoaders:
+    """
+    Args:
+        size: number of workers. A loader whose sampler shares its samples out among so many is left alone.
+    """
+
+    def __init__(self, *, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._passes: list[_Pass] = []
+        if size > 1:
+            _listening.add(self)
+            _here.set(self)
+
+    def begin_pass(self, loader: DataLoader[Any], batches: Any) -> None:
+        """The script begins to read a loader."""
+        is_shared_out = isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size
+        if not is_shared_out and not getattr(loader.dataset, DIFFERS, False):
+            # Loader workers that persist give the same object for every pass.
+            self._passes = [one for one in self._passes if one.batches() not in (None, batches)]
+            self._passes.append(_Pass(ref(batches)))
+
+    def look(self) -> None:
+        """Before each step. Raises UsageError if the script trains on a loader that was not prepared."""
+        for one in self._passes:
+            batches: Any = one.batches()
+            num_taken = 0 if batches is None else batches._num_yielded
+            one.num_steps = one.num_steps + 1 if num_taken > one.num_taken else 0
+            one.num_taken = num_taken
+            if one.num_steps == _NUM_STEPS:
+                raise UsageError(
+                    f"rank {self._rank}: the script takes a batch for every step from a loader of "
+                    f"{type(batches._dataset).__name__} that was not prepared, so every worker would train on all of "
+                    "its samples; give prepare every loader, by name: prepare(model=..., optimizer=..., data=..., "
+                    f"more_data=...). If each worker is to have all of them, set loader.dataset.{DIFFERS} = True"
+                )
+
+    def close(self) -> None:
+        self._passes.clear()
+        _listening.remove(self)
+
+
+@contextmanager
+def reading_prepared() -> Iterator[None]:
+    """What is read inside is read for a loader that was prepared."""
+    before = _here.set(None)
+    try:
+        yield
+    finally:
+        _here.reset(before)
+
+
+@final
+class _Listening:
+    """To every loader of the process, while somebody watches."""
+
+    def __init__(self) -> None:
+        self._watching: WeakSet[UnpreparedLoaders] = WeakSet()
+        self._own: Callable[[DataLoader[Any]], Any] | None = None
+
+    def add(self, watch: UnpreparedLoaders) -> None:
+        self._watching.add(watch)
+        if self._own is None:
+            self._own = own = DataLoader.__iter__
+
+            @wraps(own)
+            def begin(loader: DataLoader[Any]) -> Any:
+                batches = own(loader)
+                watch = _here.get()
+                if watch is not None and watch in self._watching:
+                    watch.begin_pass(loader, batches)
+                return batches
+
+            DataLoader.__iter__ = begin  # type: ignore[method-assign]
+
+    def remove(self, watch: UnpreparedLoaders) -> None:
+        self._watching.discard(watch)
+        if not self._watching and self._own is not None:
+            DataLoader.__iter__, self._own = self._own, None  # type: ignore[method-assign]
+
+
+_here: ContextVar[UnpreparedLoaders | None] = ContextVar("unprepared_loaders", default=None)
+"""The watch of the worker that runs here: virtual ones have a context each."""
+_listening = _Listening()

@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 DOCS_STAMP := $(VENV)/.complete-docs
+FRAMEWORKS_STAMP := $(VENV)/.complete-frameworks
 # Two tests at a time: much of a test of processes is waiting for them to start.
 PARALLEL := -n 2 --dist worksteal
 
@@ -20,7 +21,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 # What `make test` leaves out, and properties with many more examples.
-test-slow: $(STAMP)
+test-slow: $(FRAMEWORKS_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow or hypothesis" --hypothesis-profile thorough
 
 lint: $(STAMP)
@@ -51,6 +52,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+# Those stamps are .complete-docs and .complete-frameworks, each for the extra of that name.
+$(DOCS_STAMP) $(FRAMEWORKS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(@:$(STAMP)-%=%)]'
 	touch $@

@@ -1,0 +1,162 @@
+"""Loops in JAX and Keras train alike on two workers and in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.data import load
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "other_frameworks"
+PACELINE = str(Path(sys.executable).with_name("paceline"))
+CLOSE = {"atol": 1e-5, "rtol": 0.0}
+EVERY, EPOCHS, GLOBAL_BATCH = 4, 2, 64
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed (paceline[frameworks])"),
+]
+needs_keras = pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed (paceline[frameworks])")
+backends = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed"))
+        for name in ("torch", "jax", "tensorflow")
+    ],
+)
+
+
+def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Path) -> str:
+    """What it says."""
+    launched = [PACELINE, "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), "--"]
+    command = launched if workers > 1 else [sys.executable, str(script)]
+    environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [*command, *options], env=environment, cwd=cwd, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def trained(script: str, *options: str, workers: int, backend: str = "jax", cwd: Path) -> list[Any]:
+    """The model's arrays."""
+    path = cwd / f"{workers}.npz"
+    own = ["--epochs", str(EPOCHS), "--global-batch", str(GLOBAL_BATCH), "--save", str(path), *options]
+    ran(RECIPES / script, *own, workers=workers, backend=backend, cwd=cwd)
+    with np.load(path) as saved:
+        return [saved[name] for name in saved.files]
+
+
+def assert_close(actual: list[Any], expected: list[Any]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+def test_gradients_of_two_workers_in_jax_are_those_of_one_process(tmp_path: Path) -> None:
+    assert_close(*(trained("jax_mnist.py", workers=workers, cwd=tmp_path) for workers in (2, 1)))
+
+
+@needs_keras
+@backends
+def test_gradients_of_two_workers_in_keras_are_those_of_one_process(backend: str, tmp_path: Path) -> None:
+    assert_close(*(trained("keras_mnist.py", workers=w, backend=backend, cwd=tmp_path) for w in (2, 1)))
+
+
+def test_local_updates_in_jax_are_those_of_two_models_side_by_side(tmp_path: Path) -> None:
+    import jax
+
+    from recipes.other_frameworks import jax_mnist as recipe
+
+    data = load("digits")
+    x, y = data.train[:][0].flatten(1).numpy(), data.train[:][1].numpy()
+    both = [recipe.initial(x.shape[1], data.num_classes)] * 2
+    velocities = [jax.tree.map(np.zeros_like, both[0])] * 2
+    for number, batches in enumerate(global_batches(len(x)), 1):
+        for rank, own in enumerate(batches):
+            gradient = jax.grad(recipe.loss)(both[rank], x[own], y[own])
+            both[rank], velocities[rank] = recipe.update(both[rank], velocities[rank], gradient, 0.05, 0.9)
+        if number % EVERY == 0:
+            both = [jax.tree.map(lambda one, other: (one + other) / 2, *both)] * 2
+    mean = jax.tree.map(lambda one, other: (one + other) / 2, *both)
+    actual = trained("jax_mnist.py", "--every", str(EVERY), workers=2, cwd=tmp_path)
+    assert_close(actual, [np.asarray(leaf) for leaf in jax.tree.leaves(mean)])
+
+
+def global_batches(num_samples: int) -> list[list[Any]]:
+    """Each rank's indices, step by step."""
+    orders = [np.random.default_rng(epoch).permutation(num_samples) for epoch in range(EPOCHS)]
+    starts = range(0, num_samples - GLOBAL_BATCH + 1, GLOBAL_BATCH)
+    return [np.split(order[start : start + GLOBAL_BATCH], 2) for order in orders for start in starts]
+
+
+@needs_keras
+def test_local_updates_in_keras_are_those_of_two_models_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    import keras
+
+    from recipes.other_frameworks import keras_mnist as recipe
+
+    data = load("digits")
+    x, y = data.train[:][0].flatten(1).numpy(), data.train[:][1].numpy()
+    models = [recipe.build(x.shape[1], data.num_classes) for _ in range(2)]
+    optimizers = [keras.optimizers.SGD(0.05, momentum=0.9) for _ in models]
+    batches = global_batches(len(x))
+    for number, each in enumerate(batches, 1):
+        for model, optimizer, own in zip(models, optimizers, each, strict=True):
+            optimizer.apply(recipe.gradients_of_jax(model, x[own], y[own]), model.trainable_variables)
+        if number % EVERY == 0 or number == len(batches):
+            mean = [(one + other) / 2 for one, other in zip(*(model.get_weights() for model in models), strict=True)]
+            for model in models:
+                model.set_weights(mean)
+    assert_close(trained("keras_mnist.py", "--every", str(EVERY), workers=2, cwd=tmp_path), mean)
+
+
+FIT = """
+import keras, numpy as np, paceline
+from paceline.compat.keras import Averaging
+worker = paceline.init()
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(96, 8)).astype("float32"), rng.normal(size=(96, 2)).astype("float32")
+keras.utils.set_random_seed(worker.rank)  # all begin with the first one's
+layers = keras.layers
+model = keras.Sequential(
+    [keras.Input((8,)), layers.Dense(5, "tanh"), layers.BatchNormalization(trainable=False), layers.Dense(2)]
+)
+model.compile(keras.optimizers.SGD(0.1), "mse")
+own = slice(worker.rank, {stop}, worker.size)
+batch_size, meeting = 16 // worker.size, [Averaging(worker)]
+model.fit(x[own], y[own], batch_size=batch_size, epochs=3, shuffle=False, verbose=0, callbacks=meeting)
+if worker.rank == 0:
+    np.savez({path!r} + str(worker.size), *model.get_weights())
+"""
+
+
+@needs_keras
+@backends
+def test_fit_with_models_that_meet_at_each_batch_is_synchronous(backend: str, tmp_path: Path) -> None:
+    script, path = tmp_path / "script.py", str(tmp_path / "weights-")
+    script.write_text(FIT.format(path=path, stop=None))
+    found = []
+    for workers in (2, 1):
+        ran(script, workers=workers, backend=backend, cwd=tmp_path)
+        with np.load(f"{path}{workers}.npz") as saved:
+            found.append([saved[name] for name in saved.files])
+    assert_close(*found)
+
+
+@needs_keras
+def test_fit_with_other_numbers_of_batches_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FIT.format(path="none", stop="96 if worker.rank else 48"))
+    with pytest.raises(AssertionError, match="workers have 3, 6 batches an epoch, by rank"):
+        ran(script, workers=2, cwd=tmp_path)

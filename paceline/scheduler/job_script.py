@@ -71,9 +71,10 @@ again=no
 trap 'again=yes; kill -TERM "$run" 2>/dev/null' USR1
 trap 'kill -TERM "$run" 2>/dev/null' TERM
 
-wait "$run"
-while kill -0 "$run" 2>/dev/null; do wait "$run"; done  # a trap ends `wait` before the run has ended
-wait "$run"; status=$?  # the run's own, not the trap's
+# Not by `wait`: when a signal ends that as the run ends, bash loses the run's status. Traps are run between two sleeps.
+while kill -0 "$run" 2>/dev/null; do sleep 1; done
+trap '' USR1 TERM
+wait "$run"; status=$?
 if [ "$again" = yes ] && [ "$status" -eq {job.interrupted} ]; then  # else it had come to its end, or failed
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -31,6 +31,7 @@ SUMMARIES = {
     "horovodrun": "Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or "
     "ssh's hosts.",
     "slurm": "Train SCRIPT as a job of SLURM: write its job script, and submit it.",
+    "kubernetes": "Write the job of KubeRay that trains SCRIPT on a cluster of Kubernetes; kubectl submits it.",
     "migrate": "Print the diff that turns a script of Horovod's into Paceline's three lines. The script stays as it "
     "is.",
     "strategies": "List every strategy with its options, one line each; or show with whom workers exchange under a "

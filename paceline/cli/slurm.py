@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import commands, common_options
+from paceline.cli import common_options, exit_codes, jobs
 from paceline.errors import RunFailed, UsageError
 from paceline.scheduler import Job, job_script
 
@@ -43,10 +43,8 @@ def slurm(
 
     Example: paceline slurm train.py --nodes 4 --cores 8 --strategy ps-asp:servers=4 --sbatch time=01:00:00 -- --lr 0.1
     """
-    own = context.meta[commands.SCRIPTS_OWN]
-    options = context.args[: len(context.args) - len(own)]
-    rest = [*options, *(["--", *own] if own else [])]
-    _require_a_run(script, rest)
+    rest = jobs.for_the_run(context)
+    jobs.require_a_run(script, rest, jobs_own=_JOBS_OWN)
     text = job_script(
         Job(
             name=script.stem,
@@ -57,6 +55,7 @@ def slurm(
             command=[*_paceline(), "run", str(script), "--workers", str(workers or nodes * max(1, gpus)), *rest],
             directory=str(out),
             checkpoint=_checkpoint_file(),
+            interrupted=exit_codes.INTERRUPTED,
         )
     )
     if write is not None:
@@ -64,21 +63,6 @@ def slurm(
         typer.echo(f"Wrote {write}; submit it with: sbatch {shlex.quote(str(write))}")
         return
     typer.echo(_submitted(text, out))
-
-
-def _require_a_run(script: Path, rest: Sequence[str]) -> None:
-    """Refuses here, before the job waits in the queue, what `paceline run` would refuse at its start."""
-    run = commands.load("run").make_context("run", [str(script), *rest])
-    for name in _JOBS_OWN:
-        if run.get_parameter_source(name) is not run.get_parameter_source("script"):
-            continue
-        raise UsageError(f"--{name} is the job's own; leave it out")
-    from paceline.engines.scripting import read_script
-    from paceline.pieces import parse_options
-    from paceline.strategies import build
-
-    read_script(script, run.params["arguments"] or ())
-    build(run.params["strategy"], parse_options(run.params["option"] or [], where="--option"))
 
 
 def _sbatch_options(given: Sequence[str]) -> dict[str, str]:

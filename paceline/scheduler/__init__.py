@@ -1,8 +1,10 @@
-"""What batch schedulers give a job: its hosts, and the script that asks for them. Pure: no process, no socket."""
+"""What batch schedulers give a job, and the scripts and objects that ask for it. Pure: no process, no socket."""
 
 from paceline.scheduler.allocation import Allocation
 from paceline.scheduler.hostlist import expand
 from paceline.scheduler.job_script import Job, job_script
+from paceline.scheduler.ray_job import RayJob
+from paceline.scheduler.ray_job_yaml import ray_job_yaml
 from paceline.scheduler.reading import from_environment
 
-__all__ = ["Allocation", "Job", "expand", "from_environment", "job_script"]
+__all__ = ["Allocation", "Job", "RayJob", "expand", "from_environment", "job_script", "ray_job_yaml"]

@@ -32,6 +32,8 @@ class Job:
     directory: str
     checkpoint: str
     """The file in there that a run goes on from."""
+    interrupted: int
+    """The status of a run that was interrupted, which alone has something left to do."""
 
 
 def job_script(job: Job) -> str:
@@ -66,11 +68,15 @@ run=$!
 
 # The job's time is nearly over: Paceline saves a checkpoint on SIGTERM, and the job is queued again.
 again=no
-trap 'again=yes; kill -TERM "$run"' USR1
-trap 'kill -TERM "$run"' TERM
+trap 'again=yes; kill -TERM "$run" 2>/dev/null' USR1
+trap 'kill -TERM "$run" 2>/dev/null' TERM
 
+# Not by `wait`: when a signal ends that as the run ends, bash loses the run's status. Traps are run between two sleeps.
+while kill -0 "$run" 2>/dev/null; do sleep 1; done
+trap '' USR1 TERM
 wait "$run"; status=$?
-while kill -0 "$run" 2>/dev/null; do wait "$run"; status=$?; done  # a trap ends `wait` before the run has ended
-if [ "$again" = yes ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [ "$again" = yes ] && [ "$status" -eq {job.interrupted} ]; then  # else it had come to its end, or failed
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$status"
 """

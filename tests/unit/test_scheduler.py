@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cli import exit_codes
 from paceline.errors import UsageError
 from paceline.scheduler import Allocation, Job, expand, from_environment, job_script
 
@@ -104,6 +105,7 @@ def job(**changed: object) -> Job:
         "command": ["paceline", "run", "my script.py", "--workers", "4", "--", "--name", "a b"],
         "directory": "runs/slurm",
         "checkpoint": "checkpoint.pt",
+        "interrupted": exit_codes.INTERRUPTED,
     }
     return Job(**{**settings, **changed})  # type: ignore[arg-type]
 
@@ -118,38 +120,62 @@ def test_a_job_script_asks_for_what_it_was_given_and_is_bash() -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-@pytest.mark.parametrize(("signal", "status", "again"), [(None, 0, False), ("USR1", 3, True), ("TERM", 3, False)])
-def test_a_job_script_ends_as_its_run_and_is_queued_again_when_its_time_is_over(
-    tmp_path: Path, signal: str | None, status: int, again: bool
+def told(signal: str, *, on_term: str) -> str:
+    """A run that SLURM's signal reaches by way of the job script, which sends it SIGTERM."""
+    return f"trap '{on_term}' TERM; sleep 0.2; kill -{signal} $PPID; for _ in $(seq 99); do sleep 0.1; done; exit 9"
+
+
+RUNS = {
+    "done": ("sleep 0.1", 0, False),
+    "failed": ("exit 1", 1, False),
+    "interrupted, and nobody has said that the time is over": ("exit 130", 130, False),
+    "told, and saved": (told("USR1", on_term="exit 130"), 130, True),
+    "told at its last step": (told("USR1", on_term="exit 0"), 0, False),
+    "told, and could not save": (told("USR1", on_term="exit 1"), 1, False),
+    "cancelled": (told("TERM", on_term="exit 130"), 130, False),
+    "told at its very end": ("trap '' TERM; sleep 0.2; kill -USR1 $PPID; exit 0", 0, False),
+    "told as it failed": ("trap '' TERM; sleep 0.2; kill -USR1 $PPID; exit 1", 1, False),
+}
+"""What a stand-in for Paceline does; the status that the job is to end with, and whether it is to be queued again."""
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Of each, at once: the job script's status, what Paceline was given, and what scontrol was asked."""
+    jobs = {}
+    for name, (does, _, _) in RUNS.items():
+        home = tmp_path_factory.mktemp("job")
+        program = write_program(home / "paceline", f'echo "$@" >> {home}/given\n{does}')
+        write_program(home / "scontrol", f'echo "$@" >> {home}/asked')
+        (home / "asked").touch()
+        (home / "job.sh").write_text(job_script(job(command=[str(program), "run", "train.py"], directory="r")))
+        environment = {"PATH": f"{home}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+        jobs[name] = home, subprocess.Popen(["bash", "job.sh"], cwd=home, env=environment)
+    return {
+        name: (process.wait(60), (home / "given").read_text(), (home / "asked").read_text())
+        for name, (home, process) in jobs.items()
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_job_ends_as_its_run_and_is_queued_again_if_the_run_was_interrupted_in_time(
+    ended: dict[str, tuple[int, str, str]], name: str
 ) -> None:
-    """A stand-in for Paceline saves and ends with 3 on SIGTERM, and one for scontrol writes down what it is asked."""
-    program = tmp_path / "paceline"
-    wait = (
-        "sleep 0.1" if signal is None else f"sleep 0.5; kill -{signal} $PPID; for _ in $(seq 100); do sleep 0.1; done"
-    )
-    program.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/given\ntrap "exit 3" TERM\n{wait}\n')
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/asked\n')
-    for each in (program, scontrol):
-        each.chmod(0o755)
-    command = [str(program), "run", "train.py"]
-    text = job_script(job(command=command, directory=str(tmp_path / "r")))
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-s"], input=text, text=True, env=environment, check=False, timeout=60)
-    assert done.returncode == status
-    assert (tmp_path / "given").read_text() == f"run --out {tmp_path}/r-7 train.py\n"
-    assert (tmp_path / "asked").exists() == again
-    if again:
-        assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    _, status, again = RUNS[name]
+    assert ended[name] == (status, "run --out r-7 train.py\n", "requeue 7\n" if again else "")
 
 
 @pytest.mark.parametrize(
     ("has_saved", "option"), [(True, "--resume {0}/r-7"), (False, "--out {0}/r-7")], ids=["saved", "not saved"]
 )
 def test_a_job_that_is_started_again_goes_on(tmp_path: Path, has_saved: bool, option: str) -> None:
-    program = tmp_path / "paceline"
-    program.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/given\n')
-    program.chmod(0o755)
+    program = write_program(tmp_path / "paceline", f'echo "$@" > {tmp_path}/given')
     (tmp_path / "r-7").mkdir()
     if has_saved:
         (tmp_path / "r-7" / "checkpoint.pt").touch()

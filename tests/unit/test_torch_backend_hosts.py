@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,17 @@ def test_the_interface_of_gloo_is_honoured(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
     with pytest.raises(UsageError, match=r"nonesuch0.*there are .*lo"):
         hosts.own_ip_address()
+
+
+def test_nccl_takes_the_interface_of_the_address_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    with hosts.nccl_interface("127.0.0.1"):
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    with hosts.nccl_interface("127.0.0.1"):
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 def test_the_address_is_not_the_loopbacks_while_another_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,123 @@
+"""The YAML that `paceline kubernetes` writes: a RayJob of KubeRay that can be read, changed and kept."""
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.scheduler.ray_job import RESULTS, SCRIPTS, RayJob
+from paceline.scheduler.yaml_text import documents
+
+_KEY = "script.py"
+_TOKEN_KEY = "auth_token"  # where KubeRay looks for it
+_SUBMITTER = {"cpu": "1", "memory": "1Gi"}
+
+
+def ray_job_yaml(job: RayJob, *, file: str) -> str:
+    """The job in YAML, with what is to be done with it.
+
+    Args:
+        file: where it will be; `-` is the standard input.
+
+    Raises:
+        UsageError: the script or an argument is not Unicode.
+    """
+    objects = [_custom_resource(job)] if job.script is None else [_config_map(job), _custom_resource(job)]
+    return f"""# A job for KubeRay 1.6 or newer. Its cluster's token is a Secret, which is made once:
+#   {token_command(job)}
+# Submit the job:
+#   {apply_command(file)}
+{documents(objects)}"""
+
+
+def token_command(job: RayJob) -> str:
+    """Makes the Secret. The token is no argument of a program, which other users of the machine could see."""
+    where = f"{job.token_secret} --namespace {job.namespace} --from-file={_TOKEN_KEY}=/dev/stdin"
+    return f'printf %s "$(openssl rand -hex 32)" | kubectl create secret generic {where}'
+
+
+def apply_command(file: str) -> str:
+    """On the server's side, since kubectl's own way keeps a copy in an annotation, which is too small for scripts."""
+    return f"kubectl apply --server-side -f {shlex.quote(file)}"
+
+
+def _config_map(job: RayJob) -> dict[str, Any]:
+    assert job.script is not None
+    metadata = {"name": _config_map_name(job), "namespace": job.namespace}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {_KEY: job.script[1]}}
+
+
+def _config_map_name(job: RayJob) -> str:
+    return f"{job.name}-script"
+
+
+def _custom_resource(job: RayJob) -> dict[str, Any]:
+    each: dict[str, str] = {"cpu": str(job.cores), "memory": job.memory}
+    if job.gpus:
+        each["nvidia.com/gpu"] = str(job.gpus)
+    head = _container(job, "ray-head", {"cpu": str(job.head_cores), "memory": job.head_memory})
+    head["ports"] = [{"name": "gcs-server", "containerPort": 6379}, {"name": "dashboard", "containerPort": 8265}]
+    mounts, volumes = _storage(job)
+    worker = _container(job, "ray-worker", each)
+    submitter = _container(job, "ray-job-submitter", _SUBMITTER)
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": job.name, "namespace": job.namespace},
+        "spec": {
+            "submissionMode": "K8sJobMode",
+            "entrypoint": entrypoint(job.command),
+            "shutdownAfterJobFinishes": job.results_claim is not None,
+            "submitterPodTemplate": _pod(job, submitter, restartPolicy="Never"),
+            "rayClusterSpec": {
+                "rayVersion": job.ray_version,
+                "authOptions": {"mode": "token", "secretName": job.token_secret},
+                "headGroupSpec": {
+                    "rayStartParams": {"num-cpus": "0"},
+                    "template": _pod(job, {**head, "volumeMounts": mounts}, volumes=volumes),
+                },
+                "workerGroupSpecs": [
+                    {
+                        "groupName": "workers",
+                        "replicas": job.nodes,
+                        "minReplicas": job.nodes,
+                        "maxReplicas": job.nodes,
+                        "rayStartParams": {},
+                        "template": _pod(job, worker),
+                    }
+                ],
+            },
+        },
+    }
+
+
+def entrypoint(command: Sequence[str]) -> str:
+    """A command for the shells of the operator's container and of Ray. Kubernetes makes one $ of two, and would put
+    variables of the container in the place of some."""
+    return shlex.join(command).replace("$", "$$")
+
+
+def _container(job: RayJob, name: str, resources: dict[str, str]) -> dict[str, Any]:
+    return {"name": name, "image": job.image, "resources": {"requests": resources, "limits": resources}}
+
+
+def _storage(job: RayJob) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Mounts and volumes of the head."""
+    mounts: list[dict[str, Any]] = [{"name": "results", "mountPath": RESULTS}]
+    claim = job.results_claim
+    volumes: list[dict[str, Any]] = [
+        {"name": "results", **({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})}
+    ]
+    if job.script is not None:
+        mounts.append({"name": "script", "mountPath": SCRIPTS, "readOnly": True})
+        items = [{"key": _KEY, "path": job.script[0]}]
+        volumes.append({"name": "script", "configMap": {"name": _config_map_name(job), "items": items}})
+    return mounts, volumes
+
+
+def _pod(job: RayJob, container: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """With the account that was given; without one the pod gets no key to Kubernetes, which it does not need."""
+    account: dict[str, Any] = {"automountServiceAccountToken": False}
+    if job.service_account is not None:
+        account = {"serviceAccountName": job.service_account}
+    pull = {"imagePullSecrets": [{"name": job.pull_secret}]} if job.pull_secret is not None else {}
+    return {"spec": {**account, **pull, "containers": [container], **more}}

@@ -123,7 +123,7 @@ class Runtime:
     def _meet(self, name: str, run: Any) -> Any:
         channel = self._channels[GLOBAL]
         operation = Operation(Request(MEETING, name, is_lasting=False), run=run)
-        channel.submit([operation])
+        channel.submit(operation)
         channel.wait(operation)
         return operation.result
 

@@ -21,7 +21,6 @@ from paceline.horovod.negotiation import (
     REDUCESCATTER,
     Due,
     Ready,
-    Request,
     dtype_of,
 )
 from paceline.horovod.timeline import Timeline
@@ -50,6 +49,10 @@ class Batch:
         """Each is moved by itself; the same on all ranks."""
         return tuple(dict.fromkeys(dtype for each in self.ready for dtype in each.request.dtypes))
 
+    @functools.cached_property
+    def is_on_cpu(self) -> bool:
+        return all(tensor.device == "cpu" for each in self.ready for tensor in each.request.members)
+
 
 @dataclass
 class _Plan:
@@ -58,6 +61,8 @@ class _Plan:
     flat: Tensor
     views: list[Tensor]
     start: Callable[[], Work]
+    is_of_rows: bool
+    """Whether all tensors have one dimension."""
 
 
 @final
@@ -140,19 +145,23 @@ class Executor:
             torch._foreach_copy_(outputs, [scaled(tensor, request.postscale) for tensor in found])
         elif len(batch.dtypes) == 1:
             shapes = (mine.shapes if mine and mine.shapes else ready.request.shapes for ready, mine in pairs)
-            self._reduce(request, inputs, outputs, tuple(itertools.chain(*shapes)))
+            self._reduce(batch, inputs, outputs, tuple(itertools.chain(*shapes)))
         else:
             for dtype in map(dtype_of, batch.dtypes):
                 chosen = [pair for pair in zip(inputs, outputs, strict=True) if pair[0].dtype == dtype]
                 those, results = zip(*chosen, strict=True)
-                self._reduce(request, those, results, tuple(tuple(each.shape) for each in those))
+                self._reduce(batch, those, results, tuple(tuple(each.shape) for each in those))
 
-    def _reduce(self, request: Request, inputs: Sequence[Tensor], outputs: Sequence[Tensor], shapes: _Shapes) -> None:
+    def _reduce(self, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], shapes: _Shapes) -> None:
         """Tensors of one dtype, together. All ranks give as many numbers, however they are cut."""
-        if sum(map(math.prod, shapes)) == 0:
-            return
+        request = batch.ready[0].request
         plan = self._plan(inputs[0].dtype, request.op, shapes)
-        torch._foreach_copy_(plan.views, list(inputs))
+        if plan.flat.numel() == 0:
+            return
+        if plan.is_of_rows and batch.is_on_cpu:
+            torch.cat(list(inputs), out=plan.flat)  # takes a third of what a copy of each does
+        else:
+            torch._foreach_copy_(plan.views, list(inputs))
         if request.prescale != 1.0:
             plan.flat.copy_(scaled(plan.flat, request.prescale))
         plan.start().wait()
@@ -171,7 +180,8 @@ class Executor:
         flat = self._room(sum(counts) * dtype.itemsize).view(dtype)
         views = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
         op_: ReduceOp = op  # type: ignore[assignment]  # the interface has made it one
-        plan = self._plans[key] = _Plan(flat, views, self._collective.persistent_all_reduce(flat, op=op_))
+        start = self._collective.persistent_all_reduce(flat, op=op_)
+        plan = self._plans[key] = _Plan(flat, views, start, is_of_rows=all(len(shape) == 1 for shape in shapes))
         return plan
 
     def _room(self, num_bytes: int) -> Tensor:

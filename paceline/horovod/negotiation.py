@@ -318,14 +318,14 @@ def _difference(first: Request, other: Request) -> tuple[str, str, object, objec
     """The name of what differs, in what, and both ways of it."""
     if first.kind != other.kind:
         return first.name, "kind", first.kind, other.kind
-    for mine, theirs in zip(first.members, other.members, strict=False):
+    if len(first.members) != len(other.members):
+        return first.name, "number of tensors", len(first.members), len(other.members)
+    for mine, theirs in zip(first.members, other.members, strict=True):
         for what in Member._fields:
             here, there = getattr(mine, what), getattr(theirs, what)
             is_whole = what != "shape" or _ALIKE.get(first.kind) == "shape"
             if here != there and (is_whole or _rest(here) != _rest(there)):
                 return mine.name, what, here, there
-    if len(first.members) != len(other.members):
-        return first.name, "number of tensors", len(first.members), len(other.members)
     for what in ("op", "prescale", "postscale", "root"):
         if getattr(first, what) != getattr(other, what):
             return first.name, what, getattr(first, what), getattr(other, what)

@@ -82,8 +82,8 @@ class _Known:
         if not is_group:  # what scripts ask for a thousand times a step goes the shortest way
             (tensor,) = tensors
             return (kind, name, about, tensor.dtype, tensor.shape, tensor.device)
-        shapes, devices = [each.shape for each in tensors], [each.device for each in tensors]
-        return (kind, name, about, tuple([each.dtype for each in tensors]), tuple(shapes), tuple(devices))
+        dtypes, shapes = [each.dtype for each in tensors], [each.shape for each in tensors]
+        return (kind, name, about, tuple(dtypes), tuple(shapes), tuple([each.is_cpu for each in tensors]))
 
 
 _known = _Known()

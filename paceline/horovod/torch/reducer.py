@@ -190,11 +190,15 @@ class Reducer:
             sum(each.numel() for each in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )
         parts = flat.split([each.numel() for each in parameters])
-        views = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
-        return _Lot(places, parameters, flat, views, self._request(name, places, views))
+        orders = [_memory_order(each) for each in parameters]
+        laid = [
+            part.view(each.permute(order).shape) for part, each, order in zip(parts, parameters, orders, strict=True)
+        ]
+        views = [each.permute([*map(order.index, sorted(order))]) for each, order in zip(laid, orders, strict=True)]
+        names = [_ordered_name(place.name, order) for place, order in zip(places, orders, strict=True)]
+        return _Lot(places, parameters, flat, views, self._request(name, names, laid))
 
-    def _request(self, name: str, places: Sequence[_Place], tensors: Sequence[Tensor]) -> Request:
-        names = [f"{ALLREDUCE}.{place.name}" for place in places]
+    def _request(self, name: str, names: Sequence[str], tensors: Sequence[Tensor]) -> Request:
         return request_of(names, tensors, kind=ALLREDUCE, about=self._about, name=name)
 
     def _send_compressed(self, bucket: _Bucket, lot: _Lot) -> None:
@@ -202,7 +206,10 @@ class Reducer:
         sent = [each.contiguous() for each in small]
         described = [(each.dtype, each.shape) for each in sent]
         if bucket.compressed is None or bucket.compressed[0] != described:
-            bucket.compressed = (described, self._request(bucket.name, lot.places, sent))
+            bucket.compressed = (
+                described,
+                self._request(bucket.name, [f"{ALLREDUCE}.{place.name}" for place in lot.places], sent),
+            )
         handle = submit(Operation(bucket.compressed[1], sent, sent, is_group=True), self._process_set)
 
         def wait() -> None:
@@ -258,6 +265,19 @@ def _alike(places: Iterable[_Place]) -> list[list[_Place]]:
     for place in places:
         found.setdefault((place.parameter.dtype, place.parameter.device), []).append(place)
     return [*found.values()]
+
+
+def _memory_order(parameter: Parameter) -> list[int]:
+    """Its dimensions, as they lie: autograd wants gradients to lie alike. Those of one that has gaps are in order."""
+    dimensions = [*range(parameter.dim())]
+    order = sorted(dimensions, key=parameter.stride, reverse=True)
+    is_dense = not parameter.is_contiguous() and parameter.permute(order).is_contiguous()
+    return order if is_dense else dimensions
+
+
+def _ordered_name(name: str, order: list[int]) -> str:
+    """Ranks whose gradients lie differently are to hear of it."""
+    return f"{ALLREDUCE}.{name}" + (f" in the order {order}" if order != sorted(order) else "")
 
 
 def _is_filled(lot: _Lot, bucket: _Bucket) -> bool:

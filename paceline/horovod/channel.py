@@ -15,7 +15,8 @@ from paceline.errors import PacelineError
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import Batch, Executor
 from paceline.horovod.ledger import Ledger
-from paceline.horovod.negotiation import Negotiator, News, Request
+from paceline.horovod.negotiation import Negotiator, News
+from paceline.horovod.requests import Request
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
 

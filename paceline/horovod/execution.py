@@ -12,17 +12,8 @@ from torch import Tensor
 
 from paceline.comm.base import Collective, ReduceOp, Work
 from paceline.horovod.adasum import adasum
-from paceline.horovod.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    REDUCESCATTER,
-    Due,
-    Ready,
-    dtype_of,
-)
+from paceline.horovod.negotiation import Due, Ready
+from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, dtype_of
 from paceline.horovod.timeline import Timeline
 
 if TYPE_CHECKING:

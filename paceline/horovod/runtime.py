@@ -15,8 +15,8 @@ from paceline.horovod import line as lines
 from paceline.horovod.channel import Channel, Operation
 from paceline.horovod.elastic_jobs.joining import join as join_elastic
 from paceline.horovod.ledger import Ledger
-from paceline.horovod.negotiation import MEETING, Request
 from paceline.horovod.recording import Recorder
+from paceline.horovod.requests import MEETING, Request
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
 from paceline.seeding import derive, seed_everything

@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any, TextIO, final
 
-from paceline.horovod.negotiation import Request
+from paceline.horovod.requests import Request
 
 
 @final

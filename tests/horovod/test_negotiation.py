@@ -6,17 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.horovod.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    BARRIER,
-    BROADCAST,
-    Member,
-    Negotiator,
-    News,
-    Ready,
-    Request,
-)
+from paceline.horovod.negotiation import Negotiator, News, Ready
+from paceline.horovod.requests import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, Member, Request
 
 
 def ask(

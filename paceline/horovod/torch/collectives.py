@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.horovod.negotiation import ALLREDUCE, REDUCESCATTER
 from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.requests import ALLREDUCE, REDUCESCATTER
 from paceline.horovod.torch.compression import Compression, Compressor
 from paceline.horovod.torch.gradients import Broadcasted, Exchanged, Gathered, Reduced, apply
 from paceline.horovod.torch.operations import (

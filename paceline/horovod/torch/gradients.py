@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.horovod import runtime as basics
-from paceline.horovod.negotiation import ALLREDUCE
 from paceline.horovod.process_sets import ProcessSet
+from paceline.horovod.requests import ALLREDUCE
 from paceline.horovod.torch.operations import (
     Average,
     Sum,

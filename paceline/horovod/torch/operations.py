@@ -12,17 +12,8 @@ from paceline.horovod import runtime as basics
 from paceline.horovod.channel import Channel, Operation
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import ADASUM
-from paceline.horovod.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    REDUCESCATTER,
-    Member,
-    Request,
-)
 from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, Member, Request
 
 Average, Sum, Adasum, Min, Max, Product = 0, 1, 2, 3, 4, 5
 REDUCTIONS = {Average: "mean", Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "product"}

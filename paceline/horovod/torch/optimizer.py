@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.horovod import runtime as basics
-from paceline.horovod.negotiation import ALLREDUCE
 from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.requests import ALLREDUCE
 from paceline.horovod.torch.compression import Compression, Compressor
 from paceline.horovod.torch.operations import Adasum, Average, Sum, reduce_async, synchronize
 from paceline.horovod.torch.reducer import Parameter, Reducer

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from paceline.horovod.channel import Operation
-from paceline.horovod.negotiation import ALLREDUCE, Request
 from paceline.horovod.process_sets import ProcessSet
+from paceline.horovod.requests import ALLREDUCE, Request
 from paceline.horovod.torch.collectives import sparse_allreduce_async
 from paceline.horovod.torch.compression import Compression, Compressor
 from paceline.horovod.torch.operations import REDUCTIONS, request_of, submit, synchronize
 
 Parameter = torch.nn.Parameter
 _BUCKET_BYTES = 2**18
-"""Gradients of so many bytes are worth asking for while backward goes on."""
+"""Gradients of so many bytes are worth asking for while backward goes on: one alone, or smaller ones together."""
+_SMALL_BYTES = 2**14
+"""Of a gradient that is copied sooner than Python names it."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -31,7 +33,7 @@ class _Place:
 
 
 class _Lot(NamedTuple):
-    """The gradients that are sent of a bucket, one behind the other."""
+    """Small gradients that are sent together, one behind the other."""
 
     places: list[_Place]
     parameters: list[Parameter]
@@ -55,14 +57,20 @@ class _Bucket:
     """Gradients that have to come before it is sent."""
     is_sent: bool = False
     lot: _Lot | None = None
-    """What was sent last time, which a steady step sends again."""
-    compressed: tuple[_Described, Request] | None = None
-    """What was asked for of it last time, where it travels compressed."""
+    """What was sent last time, which a steady step sends again, if it is of small gradients."""
+    asked: tuple[_Described, Request] | None = None
+    """What was asked for last time, otherwise."""
 
     @property
     def name(self) -> str:
         more = f" and {len(self.places) - 1} more" if len(self.places) > 1 else ""
         return f"{ALLREDUCE}.{self.places[0].name}{more}"
+
+    @property
+    def is_of_small(self) -> bool:
+        """Whether its gradients are worth laying one behind the other."""
+        num_bytes = sum(each.parameter.nbytes for each in self.places)
+        return self.places[0].parameter.is_contiguous() and num_bytes < len(self.places) * _SMALL_BYTES
 
 
 @final
@@ -160,64 +168,53 @@ class Reducer:
             return
         lot = bucket.lot
         if lot is None or not _is_filled(lot, bucket):
-            lot = self._fill(bucket)
-        if lot is None:
-            return
-        if self._compression is Compression.none:
-            operation = Operation(lot.request, [lot.flat], [lot.flat], shapes=((lot.flat.numel(),),))
-            self._waits.append(partial(synchronize, submit(operation, self._process_set)))
-        else:
-            self._send_compressed(bucket, lot)
-        self._waits.append(partial(_put_back, lot))
+            trained = [place for place in bucket.places if place.parameter.requires_grad]
+            dense = [place for place in trained if not self._goes_alone(place, bucket)]
+            if not dense:
+                return
+            if not bucket.is_of_small or self._compression is not Compression.none:
+                self._send_each(bucket, dense)
+                return
+            lot = self._fill(bucket, dense)
+        operation = Operation(lot.request, [lot.flat], [lot.flat], shapes=((lot.flat.numel(),),))
+        self._waits += [partial(synchronize, submit(operation, self._process_set)), partial(_put_back, lot)]
 
-    def _fill(self, bucket: _Bucket) -> _Lot | None:
-        """Put the gradients where they are sent from; sparse ones are started by themselves."""
-        trained = [place for place in bucket.places if place.parameter.requires_grad]
-        dense = [place for place in trained if not self._goes_alone(place, bucket)]
-        if not dense:
-            return None
+    def _fill(self, bucket: _Bucket, places: list[_Place]) -> _Lot:
+        """Put the gradients where they are sent from, and will lie from here on."""
+        parameters = [place.parameter for place in places]
         lot = bucket.lot
-        if lot is None or lot.places != dense:
-            lot = bucket.lot = self._make_lot(bucket.name, dense)
-            bucket.compressed = None
-        torch._foreach_copy_(lot.views, [_gradient(parameter) for parameter in lot.parameters])
+        if lot is None or lot.places != places:
+            flat = torch.cat([each.flatten() for each in parameters])
+            parts = flat.split([each.numel() for each in parameters])
+            views = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
+            lot = bucket.lot = _Lot(places, parameters, flat, views, self._request(bucket, places, views))
+        torch._foreach_copy_(lot.views, [*map(_gradient, parameters)])
         _put_back(lot)
         return lot
 
-    def _make_lot(self, name: str, places: list[_Place]) -> _Lot:
-        parameters = [place.parameter for place in places]
-        flat = torch.empty(
-            sum(each.numel() for each in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        parts = flat.split([each.numel() for each in parameters])
-        orders = [_memory_order(each) for each in parameters]
-        laid = [
-            part.view(each.permute(order).shape) for part, each, order in zip(parts, parameters, orders, strict=True)
-        ]
-        views = [each.permute([*map(order.index, sorted(order))]) for each, order in zip(laid, orders, strict=True)]
-        names = [_ordered_name(place.name, order) for place, order in zip(places, orders, strict=True)]
-        return _Lot(places, parameters, flat, views, self._request(name, names, laid))
-
-    def _request(self, name: str, names: Sequence[str], tensors: Sequence[Tensor]) -> Request:
-        return request_of(names, tensors, kind=ALLREDUCE, about=self._about, name=name)
-
-    def _send_compressed(self, bucket: _Bucket, lot: _Lot) -> None:
-        small, contexts = zip(*map(self._compression.compress, lot.views), strict=True)
+    def _send_each(self, bucket: _Bucket, places: list[_Place]) -> None:
+        gradients = [_gradient(place.parameter) for place in places]
+        small, contexts = zip(*map(self._compression.compress, gradients), strict=True)
         sent = [each.contiguous() for each in small]
         described = [(each.dtype, each.shape) for each in sent]
-        if bucket.compressed is None or bucket.compressed[0] != described:
-            bucket.compressed = (
-                described,
-                self._request(bucket.name, [f"{ALLREDUCE}.{place.name}" for place in lot.places], sent),
-            )
-        handle = submit(Operation(bucket.compressed[1], sent, sent, is_group=True), self._process_set)
+        if bucket.asked is None or bucket.asked[0] != described or len(places) < len(bucket.places):
+            bucket.asked = (described, self._request(bucket, places, sent))
+        handle = submit(Operation(bucket.asked[1], sent, sent, is_group=True), self._process_set)
 
         def wait() -> None:
-            results = [*map(self._compression.decompress, synchronize(handle), contexts)]
-            with torch.no_grad():
-                torch._foreach_copy_(lot.views, results)
+            results = zip(places, gradients, synchronize(handle), contexts, strict=True)
+            for place, gradient, reduced, context in results:
+                result = self._compression.decompress(reduced, context)
+                if result is not gradient:
+                    gradient.copy_(result)
+                if place.parameter.grad is not gradient:
+                    place.parameter.grad = gradient
 
         self._waits.append(wait)
+
+    def _request(self, bucket: _Bucket, places: Sequence[_Place], tensors: Sequence[Tensor]) -> Request:
+        names = [f"{ALLREDUCE}.{place.name}" for place in places]
+        return request_of(names, tensors, kind=ALLREDUCE, about=self._about, name=bucket.name)
 
     def _goes_alone(self, place: _Place, bucket: _Bucket) -> bool:
         """Whether the gradient is sparse, and started by itself here. Raises ValueError for one in a group."""
@@ -249,35 +246,27 @@ def _buckets(places: Sequence[_Place], groups: Sequence[Sequence[Parameter]]) ->
         members = [by_parameter.pop(id(parameter)) for parameter in group]
         buckets += [_Bucket(same, is_asked_for=True) for same in _alike(members)]
     for same in _alike(reversed(by_parameter.values())):
-        bucket, num_bytes = _Bucket([], is_asked_for=False), 0
+        several, room_bytes = _Bucket([], is_asked_for=False), 0
         for place in same:
-            if num_bytes >= _BUCKET_BYTES or not bucket.places:
-                bucket, num_bytes = _Bucket([], is_asked_for=False), 0
-                buckets.append(bucket)
-            bucket.places.append(place)
-            num_bytes += place.parameter.nbytes
+            num_bytes = place.parameter.nbytes
+            if num_bytes >= _BUCKET_BYTES:
+                buckets.append(_Bucket([place], is_asked_for=False))
+                continue
+            if num_bytes > room_bytes:
+                several, room_bytes = _Bucket([], is_asked_for=False), _BUCKET_BYTES
+                buckets.append(several)
+            several.places.append(place)
+            room_bytes -= num_bytes
     return buckets
 
 
 def _alike(places: Iterable[_Place]) -> list[list[_Place]]:
-    """By dtype and device."""
-    found: dict[tuple[torch.dtype, torch.device], list[_Place]] = {}
+    """By dtype, device, and whether they lie in order."""
+    found: dict[tuple[object, ...], list[_Place]] = {}
     for place in places:
-        found.setdefault((place.parameter.dtype, place.parameter.device), []).append(place)
+        about = (place.parameter.dtype, place.parameter.device, place.parameter.is_contiguous())
+        found.setdefault(about, []).append(place)
     return [*found.values()]
-
-
-def _memory_order(parameter: Parameter) -> list[int]:
-    """Its dimensions, as they lie: autograd wants gradients to lie alike. Those of one that has gaps are in order."""
-    dimensions = [*range(parameter.dim())]
-    order = sorted(dimensions, key=parameter.stride, reverse=True)
-    is_dense = not parameter.is_contiguous() and parameter.permute(order).is_contiguous()
-    return order if is_dense else dimensions
-
-
-def _ordered_name(name: str, order: list[int]) -> str:
-    """Ranks whose gradients lie differently are to hear of it."""
-    return f"{ALLREDUCE}.{name}" + (f" in the order {order}" if order != sorted(order) else "")
 
 
 def _is_filled(lot: _Lot, bucket: _Bucket) -> bool:

@@ -184,7 +184,7 @@ def synchronize(handle: Handle) -> Any:
     operation, channel = asked
     channel.wait(operation)
     results = _on_device(operation)
-    return results if operation.is_group else results[0]
+    return [*results] if operation.is_group else results[0]
 
 
 def submit(operation: Operation, process_set: ProcessSet) -> Handle:

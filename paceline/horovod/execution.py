@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.comm.base import Collective, ReduceOp, Work
 from paceline.horovod.adasum import adasum
+from paceline.horovod.flat import Flat
 from paceline.horovod.negotiation import Due, Ready
 from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, dtype_of
 from paceline.horovod.timeline import Timeline
@@ -49,11 +50,8 @@ class Batch:
 class _Plan:
     """All-reduces that are done together, again and again."""
 
-    flat: Tensor
-    views: list[Tensor]
+    flat: Flat
     start: Callable[[], Work]
-    is_of_rows: bool
-    """Whether all tensors have one dimension."""
 
 
 @final
@@ -147,18 +145,16 @@ class Executor:
         """Tensors of one dtype, together. All ranks give as many numbers, however they are cut."""
         request = batch.ready[0].request
         plan = self._plan(inputs[0].dtype, request.op, shapes)
-        if plan.flat.numel() == 0:
+        whole = plan.flat.whole
+        if whole.numel() == 0:
             return
-        if plan.is_of_rows and batch.is_on_cpu:
-            torch.cat(list(inputs), out=plan.flat)  # takes a third of what a copy of each does
-        else:
-            torch._foreach_copy_(plan.views, list(inputs))
+        plan.flat.lay(inputs, are_near=batch.is_on_cpu)
         if request.prescale != 1.0:
-            plan.flat.copy_(scaled(plan.flat, request.prescale))
+            whole.copy_(scaled(whole, request.prescale))
         plan.start().wait()
         if request.postscale != 1.0:
-            plan.flat.copy_(scaled(plan.flat, request.postscale))
-        torch._foreach_copy_(list(outputs), plan.views)
+            whole.copy_(scaled(whole, request.postscale))
+        torch._foreach_copy_(list(outputs), plan.flat.views)
 
     def _plan(self, dtype: torch.dtype, op: str, shapes: _Shapes) -> _Plan:
         key = (dtype, op, shapes)
@@ -167,12 +163,10 @@ class Executor:
             return plan
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        counts = [*map(math.prod, shapes)]
-        flat = self._room(sum(counts) * dtype.itemsize).view(dtype)
-        views = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
+        flat = Flat.cut(self._room(sum(map(math.prod, shapes)) * dtype.itemsize).view(dtype), shapes)
         op_: ReduceOp = op  # type: ignore[assignment]  # the interface has made it one
-        start = self._collective.persistent_all_reduce(flat, op=op_)
-        plan = self._plans[key] = _Plan(flat, views, start, is_of_rows=all(len(shape) == 1 for shape in shapes))
+        start = self._collective.persistent_all_reduce(flat.whole, op=op_)
+        plan = self._plans[key] = _Plan(flat, start)
         return plan
 
     def _room(self, num_bytes: int) -> Tensor:

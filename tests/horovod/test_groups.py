@@ -133,7 +133,7 @@ def _step_beside_naive(rank: int, about: dict[str, Any]) -> Any:
             for each in (model, naive):
                 each(inputs).div(100).backward()
                 if about.get("replaces") and number < passes - 1:  # before it is sent, as there are more passes to come
-                    each.scale.grad = each.scale.grad * 2
+                    each.scale.grad, each.first.bias.grad = each.scale.grad * 2, each.first.bias.grad.detach()
         if about.get("replaces"):
             model.second.bias.grad = None  # after that: what was reduced comes back
         for name, parameter in naive.named_parameters():

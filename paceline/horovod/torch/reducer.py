@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.horovod.channel import Operation
+from paceline.horovod.flat import Flat
 from paceline.horovod.process_sets import ProcessSet
 from paceline.horovod.requests import ALLREDUCE, Request
 from paceline.horovod.torch.collectives import sparse_allreduce_async
@@ -37,9 +38,8 @@ class _Lot(NamedTuple):
 
     places: list[_Place]
     parameters: list[Parameter]
-    flat: Tensor
-    views: list[Tensor]
-    """Of `flat`; each is its parameter's gradient while that is under way, and until the script takes it away."""
+    flat: Flat
+    """Its views are the parameters' gradients while these are under way, and until the script takes them away."""
     request: Request
 
 
@@ -167,7 +167,7 @@ class Reducer:
         if not self._takes_part:
             return
         lot = bucket.lot
-        if lot is None or not _is_filled(lot, bucket):
+        if lot is None or not _refill(lot, bucket):
             trained = [place for place in bucket.places if place.parameter.requires_grad]
             dense = [place for place in trained if not self._goes_alone(place, bucket)]
             if not dense:
@@ -176,7 +176,8 @@ class Reducer:
                 self._send_each(bucket, dense)
                 return
             lot = self._fill(bucket, dense)
-        operation = Operation(lot.request, [lot.flat], [lot.flat], shapes=((lot.flat.numel(),),))
+        whole = lot.flat.whole
+        operation = Operation(lot.request, [whole], [whole], shapes=((whole.numel(),),))
         self._waits += [partial(synchronize, submit(operation, self._process_set)), partial(_put_back, lot)]
 
     def _fill(self, bucket: _Bucket, places: list[_Place]) -> _Lot:
@@ -184,12 +185,10 @@ class Reducer:
         parameters = [place.parameter for place in places]
         lot = bucket.lot
         if lot is None or lot.places != places:
-            flat = torch.cat([each.flatten() for each in parameters])
-            parts = flat.split([each.numel() for each in parameters])
-            views = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
-            lot = bucket.lot = _Lot(places, parameters, flat, views, self._request(bucket, places, views))
-        torch._foreach_copy_(lot.views, [*map(_gradient, parameters)])
-        _put_back(lot)
+            whole = torch.cat([each.flatten() for each in parameters])
+            flat = Flat.cut(whole, [each.shape for each in parameters])
+            lot = bucket.lot = _Lot(places, parameters, flat, self._request(bucket, places, flat.views))
+        _lay(lot, [*map(_gradient, parameters)])
         return lot
 
     def _send_each(self, bucket: _Bucket, places: list[_Place]) -> None:
@@ -269,16 +268,29 @@ def _alike(places: Iterable[_Place]) -> list[list[_Place]]:
     return [*found.values()]
 
 
-def _is_filled(lot: _Lot, bucket: _Bucket) -> bool:
-    """Whether all that is to be sent lies in it already."""
+def _refill(lot: _Lot, bucket: _Bucket) -> bool:
+    """Lay what is new where it was last time; false if it is not as last time what is to be sent."""
     is_certain = not bucket.num_missing and len(lot.places) == len(bucket.places)
     if not is_certain and [each for each in bucket.places if each.parameter.requires_grad] != lot.places:
         return False
-    return all(map(operator.is_, [each.grad for each in lot.parameters], lot.views))
+    gradients = [each.grad for each in lot.parameters]
+    if all(map(operator.is_, gradients, lot.flat.views)):
+        return True
+    found = [each for each in gradients if each is not None]
+    if len(found) < len(gradients) or any(each.is_sparse for each in found):
+        return False
+    _lay(lot, found)
+    return True
+
+
+def _lay(lot: _Lot, gradients: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(lot.flat.views, list(gradients))  # of which some may be the views themselves
+    for parameter, view in zip(lot.parameters, lot.flat.views, strict=True):
+        parameter.grad = view
 
 
 def _put_back(lot: _Lot) -> None:
-    for parameter, view in zip(lot.parameters, lot.views, strict=True):
+    for parameter, view in zip(lot.parameters, lot.flat.views, strict=True):
         if parameter.grad is not view:
             parameter.grad = view
 

@@ -171,6 +171,27 @@ def _watch_buckets(rank: int) -> Any:
     return all(one is other for one, other in zip(*kept, strict=True)), sent
 
 
+def test_what_is_under_way_does_not_touch_gradients_after_it_is_forgotten(world: HorovodWorld) -> None:
+    for gradient in world.run(_forget):
+        assert gradient == [[2.0, 2.0]]  # the average of 1, 2 and 3
+
+
+def _forget(rank: int) -> Any:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = _distributed(model)
+    for factor in (100.0, 1.0):
+        optimizer.zero_grad(set_to_none=False)
+        (model(torch.ones(1, 2)) * factor * (rank + 1)).sum().backward()
+        if factor == 100.0:
+            optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.synchronize()
+    assert model.weight.grad is not None
+    return model.weight.grad.tolist()
+
+
 def test_sparse_gradients_travel_beside_the_rest_of_their_bucket(world: HorovodWorld) -> None:
     for as_dense in (False, True):
         for found in world.run(_step_sparsely, as_dense):

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, final
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.horovod.channel import Operation
+from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.flat import Flat
 from paceline.horovod.process_sets import ProcessSet
 from paceline.horovod.requests import ALLREDUCE, Request
 from paceline.horovod.torch.collectives import sparse_allreduce_async
 from paceline.horovod.torch.compression import Compression, Compressor
-from paceline.horovod.torch.operations import REDUCTIONS, request_of, submit, synchronize
+from paceline.horovod.torch.operations import REDUCTIONS, Handle, request_of, submit, synchronize
 
 Parameter = torch.nn.Parameter
 _BUCKET_BYTES = 2**18
@@ -101,6 +103,8 @@ class Reducer:
         self._about = (REDUCTIONS[op], prescale, postscale, 0)
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         self._waits: list[Callable[[], object]] = []  # for what is under way
+        self._handles: list[Handle] = []  # of what is under way
+        self._stale: list[Handle] = []  # of what does not count any more
         self._made_dense: list[Parameter] = []  # whose optimizer expects sparse gradients
         trained = [parameter for parameter in names if parameter.requires_grad]
         places = [_Place(number, parameter, names[parameter]) for number, parameter in enumerate(trained)]
@@ -135,11 +139,18 @@ class Reducer:
             wait()
         for parameter in self._made_dense:
             parameter.grad = _gradient(parameter).to_sparse(1)
+        self._handles = []
         self._begin()
 
     def forget(self) -> None:
         """What is under way does not count: ranks have gone, or the script goes back."""
-        self._waits = []
+        self._stale += self._handles
+        self._waits, self._handles = [], []
+        for place in (place for bucket in self._buckets if bucket.is_sent for place in bucket.places):
+            if place.parameter.grad is not None:  # into which results may come still
+                place.parameter.grad = place.parameter.grad.clone()
+        for bucket in self._buckets:
+            bucket.lot = None
         self._begin()
 
     def _begin(self) -> None:
@@ -178,7 +189,16 @@ class Reducer:
             lot = self._fill(bucket, dense)
         whole = lot.flat.whole
         operation = Operation(lot.request, [whole], [whole], shapes=((whole.numel(),),))
-        self._waits += [partial(synchronize, submit(operation, self._process_set)), partial(_put_back, lot)]
+        self._waits += [partial(synchronize, self._ask(operation)), partial(_put_back, lot)]
+
+    def _ask(self, operation: Operation) -> Handle:
+        for stale in self._stale:  # of the same names
+            with suppress(HorovodInternalError):
+                synchronize(stale)
+        self._stale = []
+        handle = submit(operation, self._process_set)
+        self._handles.append(handle)
+        return handle
 
     def _fill(self, bucket: _Bucket, places: list[_Place]) -> _Lot:
         """Put the gradients where they are sent from, and will lie from here on."""
@@ -198,7 +218,7 @@ class Reducer:
         described = [(each.dtype, each.shape) for each in sent]
         if bucket.asked is None or bucket.asked[0] != described or len(places) < len(bucket.places):
             bucket.asked = (described, self._request(bucket, places, sent))
-        handle = submit(Operation(bucket.asked[1], sent, sent, is_group=True), self._process_set)
+        handle = self._ask(Operation(bucket.asked[1], sent, sent, is_group=True))
 
         def wait() -> None:
             results = zip(places, gradients, synchronize(handle), contexts, strict=True)

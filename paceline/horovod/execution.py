@@ -1,7 +1,6 @@
 """What is done once all ranks have asked: small all-reduces together, through one buffer."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,19 +121,29 @@ class Executor:
             operation.result = [self._do[kind](operation, tensor) for tensor in operation.tensors]
 
     def _all_reduce(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
-        pairs = [*zip(batch.ready, operations, strict=True)]
-        inputs = [*itertools.chain(*(_zeros(ready) if mine is None else mine.tensors for ready, mine in pairs))]
-        for mine in operations:
-            if mine is not None:
-                mine.result = [*map(torch.empty_like, mine.tensors)] if mine.outputs is None else mine.outputs
-        outputs = [*itertools.chain(*(_zeros(ready) if mine is None else mine.result for ready, mine in pairs))]
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        shapes: list[tuple[int, ...]] = []
+        for ready, mine in zip(batch.ready, operations, strict=True):
+            if mine is None:
+                zeros = _zeros(ready)
+                inputs += zeros
+                outputs += zeros
+                shapes += ready.request.shapes
+                continue
+            result = mine.outputs
+            if result is None:
+                result = [torch.empty_like(each) for each in mine.tensors]
+            mine.result = result
+            inputs += mine.tensors
+            outputs += result
+            shapes += mine.shapes or ready.request.shapes
         request = batch.ready[0].request
         if request.op == ADASUM:
             found = [adasum(scaled(tensor, request.prescale), self._collective) for tensor in inputs]
             torch._foreach_copy_(outputs, [scaled(tensor, request.postscale) for tensor in found])
         elif len(batch.dtypes) == 1:
-            shapes = (mine.shapes if mine and mine.shapes else ready.request.shapes for ready, mine in pairs)
-            self._reduce(batch, inputs, outputs, tuple(itertools.chain(*shapes)))
+            self._reduce(batch, inputs, outputs, tuple(shapes))
         else:
             for dtype in map(dtype_of, batch.dtypes):
                 chosen = [pair for pair in zip(inputs, outputs, strict=True) if pair[0].dtype == dtype]

@@ -56,28 +56,28 @@ class _Known:
         self._requests: dict[tuple[Any, ...], Request] = {}
         self._num_tensors = 0
 
-    def find(self, kind: str, name: str, tensors: Sequence[Tensor], about: _About, is_group: bool) -> Request | None:
-        if not all(map(Tensor.is_contiguous, tensors)):  # which sparse ones are not, either
-            return None
-        return self._requests.get(self._key(kind, name, tensors, about, is_group))
+    def find(self, key: tuple[Any, ...]) -> Request | None:
+        return self._requests.get(key)
 
-    def add(self, name: str, tensors: Sequence[Tensor], about: _About, is_group: bool, request: Request) -> None:
-        if self._num_tensors + len(tensors) > _MOST_TENSORS:
+    def add(self, key: tuple[Any, ...], request: Request) -> None:
+        self._num_tensors += len(request.members)
+        if self._num_tensors > _MOST_TENSORS:
             self._requests.clear()
-            self._num_tensors = 0
-        self._num_tensors += len(tensors)
-        self._requests[self._key(request.kind, name, tensors, about, is_group)] = request
-
-    @staticmethod
-    def _key(kind: str, name: str, tensors: Sequence[Tensor], about: _About, is_group: bool) -> tuple[Any, ...]:
-        if not is_group:  # what scripts ask for a thousand times a step goes the shortest way
-            (tensor,) = tensors
-            return (kind, name, about, tensor.dtype, tensor.shape, tensor.device)
-        dtypes, shapes = [each.dtype for each in tensors], [each.shape for each in tensors]
-        return (kind, name, about, tuple(dtypes), tuple(shapes), tuple([each.is_cpu for each in tensors]))
+            self._num_tensors = len(request.members)
+        self._requests[key] = request
 
 
 _known = _Known()
+
+
+def _key(kind: str, name: str, tensors: Sequence[Tensor], about: _About, is_group: bool) -> tuple[Any, ...]:
+    """All that tells requests apart. Sparse tensors are not contiguous, either."""
+    if not is_group:  # what scripts ask for a thousand times a step goes the shortest way
+        tensor = tensors[0]
+        return (kind, name, about, tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous())
+    are_contiguous, are_near = all(map(Tensor.is_contiguous, tensors)), [each.is_cpu for each in tensors]
+    dtypes, shapes = [each.dtype for each in tensors], [each.shape for each in tensors]
+    return (kind, name, about, tuple(dtypes), tuple(shapes), tuple(are_near), are_contiguous)
 
 
 def op_of(op: int | None, average: bool | None) -> int:
@@ -182,7 +182,8 @@ def synchronize(handle: Handle) -> Any:
     if asked is None:
         return None
     operation, channel = asked
-    channel.wait(operation)
+    if not operation.is_over or operation.error is not None:
+        channel.wait(operation)
     results = _on_device(operation)
     return [*results] if operation.is_group else results[0]
 
@@ -208,10 +209,11 @@ def _request(
     if name is None:
         name = f"noname.{basics.runtime().count(process_set.process_set_id, kind)}"
         return _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group, is_lasting=False)
-    request = _known.find(kind, name, tensors, about, is_group)
+    key = _key(kind, name, tensors, about, is_group)
+    request = _known.find(key)
     if request is None:
         request = _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group)
-        _known.add(name, tensors, about, is_group, request)
+        _known.add(key, request)
     return request
 
 
@@ -297,10 +299,10 @@ def _first(results: tuple[Tensor, Tensor]) -> Tensor:
 def _on_device(operation: Operation) -> Sequence[Any]:
     """The results, each where its tensor is."""
     results: Sequence[Any] = operation.result
-    if operation.finish is not None:
-        results = [*map(operation.finish, results)]
     if operation.outputs is not None or operation.request.kind == ALLREDUCE:
         return results
+    if operation.finish is not None:
+        results = [*map(operation.finish, results)]
     return [_moved(result, tensor.device) for result, tensor in zip(results, operation.tensors, strict=True)]
 
 

@@ -26,12 +26,13 @@ from rich.table import Table
 import paceline.horovod.torch as hvd
 
 NUM_TENSORS, NUM_FLOATS = 1000, 256
-ONE, EACH, NEW, GROUP, OPTIMIZER = (
+ONE, EACH, NEW, GROUP, OPTIMIZER, FRESH = (
     "one tensor of 1 MB",
     "1,000 operations in place",
     "1,000 operations with new results",
     "one group of 1,000",
     "an optimizer of 1,000 parameters",
+    "the same, after `zero_grad()` has set all to none",
 )
 
 
@@ -78,6 +79,7 @@ def make_forms() -> dict[str, Callable[[], None]]:
     new_names = [f"new {number}" for number in range(NUM_TENSORS)]
     parameters = [torch.nn.Parameter(torch.ones(NUM_FLOATS)) for _ in range(NUM_TENSORS)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0))
+    gradients = [torch.zeros(NUM_FLOATS) for _ in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
 
@@ -91,12 +93,18 @@ def make_forms() -> dict[str, Callable[[], None]]:
         for handle in handles:
             hvd.synchronize(handle)
 
+    def fresh() -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.synchronize()
+
     return {
         ONE: lambda: hvd.synchronize(hvd.allreduce_async_(whole, name="whole")),
         EACH: each,
         NEW: new,
         GROUP: lambda: hvd.synchronize(hvd.grouped_allreduce_async_(parts, name="group")),
         OPTIMIZER: lambda: optimizer.synchronize(),
+        FRESH: fresh,
     }
 
 

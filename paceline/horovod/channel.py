@@ -15,7 +15,8 @@ from paceline.errors import PacelineError
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import Batch, Executor
 from paceline.horovod.ledger import Ledger
-from paceline.horovod.negotiation import Negotiator, News, Request
+from paceline.horovod.negotiation import Negotiator, News
+from paceline.horovod.requests import Request
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
 
@@ -31,15 +32,19 @@ class Operation:
     """What one rank has asked for."""
 
     request: Request
-    tensor: Tensor | None = None
-    output: Tensor | None = None
-    """Where the result goes; none: what comes of it is a new tensor."""
+    tensors: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] | None = None
+    """Where the results go; none: what comes of it are new tensors."""
+    is_group: bool = False
+    """Whether the script gets a list."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the tensors, where they are not the request's: of an all-reduce, a tensor may hold all of its request's."""
     splits: tuple[int, ...] = ()
     """For alltoall: how many rows each rank gets."""
     run: Callable[[Collective], Any] | None = None
     """For a meeting: what all ranks do there."""
     finish: Callable[[Any], Any] | None = None
-    """Makes of the result what the script gets."""
+    """Makes of a tensor's result what the script gets."""
 
     result: Any = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
@@ -93,30 +98,27 @@ class Channel:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, operations: Sequence[Operation]) -> None:
-        """Ask for operations, which are taken up when all ranks have.
+    def submit(self, operation: Operation) -> None:
+        """Ask for an operation, which is taken up when all ranks have.
 
         Raises:
             ValueError: one of that name is under way on this rank.
             HorovodInternalError: an earlier one has ended the channel.
         """
+        request = operation.request
         with self._lock:
             self._require_open()
-            for operation in operations:
-                if operation.request.name in self._asked:
-                    raise ValueError(
-                        f"{operation.request.name!r} is under way on this rank already; wait for it, or give this "
-                        "operation another name"
-                    )
-            now_s, before_bytes = time.monotonic(), self._new_bytes
-            for operation in operations:
-                operation.asked_s = now_s
-                self._asked[operation.request.name] = operation
-                self._new.append(operation)
-                if operation.tensor is not None:
-                    self._new_bytes += operation.tensor.nbytes
-                if self._timeline.is_on:
-                    self._timeline.asked(operation.request)
+            if request.name in self._asked:
+                raise ValueError(
+                    f"{request.name!r} is under way on this rank already; wait for it, or give this operation another "
+                    "name"
+                )
+            operation.asked_s, before_bytes = time.monotonic(), self._new_bytes
+            self._asked[request.name] = operation
+            self._new.append(operation)
+            self._new_bytes += request.num_bytes
+            if self._timeline.is_on:
+                self._timeline.asked(request)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"paceline {self._name}", daemon=True)
                 self._thread.start()

@@ -1,7 +1,9 @@
 """What is done once all ranks have asked: small all-reduces together, through one buffer."""
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -9,17 +11,9 @@ from torch import Tensor
 
 from paceline.comm.base import Collective, ReduceOp, Work
 from paceline.horovod.adasum import adasum
-from paceline.horovod.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    REDUCESCATTER,
-    Due,
-    Ready,
-    Request,
-)
+from paceline.horovod.flat import Flat
+from paceline.horovod.negotiation import Due, Ready
+from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, dtype_of
 from paceline.horovod.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -27,7 +21,7 @@ if TYPE_CHECKING:
 
 ADASUM = "adasum"
 _MOST_PLANS = 64
-_Key = tuple[str, str, tuple[tuple[int, ...], ...]]
+_Shapes = Sequence[tuple[int, ...]]
 
 
 @final
@@ -36,20 +30,26 @@ class Batch:
     """What is done at a time."""
 
     ready: Sequence[Ready]
-    names: tuple[str, ...] = field(init=False)
-    plan_key: _Key = field(init=False)
 
-    def __post_init__(self) -> None:
-        first = self.ready[0].request
-        self.names = tuple(each.request.name for each in self.ready)
-        self.plan_key = (first.dtype, first.op, tuple(each.request.shape for each in self.ready))
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.request.name for each in self.ready)
+
+    @functools.cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """Each is moved by itself; the same on all ranks."""
+        return tuple(dict.fromkeys(dtype for each in self.ready for dtype in each.request.dtypes))
+
+    @functools.cached_property
+    def is_on_cpu(self) -> bool:
+        return all(tensor.device == "cpu" for each in self.ready for tensor in each.request.members)
 
 
 @dataclass
 class _Plan:
     """All-reduces that are done together, again and again."""
 
-    views: list[Tensor]
+    flat: Flat
     start: Callable[[], Work]
 
 
@@ -66,18 +66,20 @@ class Executor:
         self._collective, self._fusion_bytes, self._ranks = collective, fusion_bytes, tuple(ranks)
         self._timeline = timeline
         self._buffer: Tensor | None = None
-        self._plans: dict[_Key, _Plan] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._cut: dict[int, list[Batch]] = {}  # by the numbers of what was agreed on
-        self._do: dict[str, Callable[[Ready, Any], Any]] = {
+        self._do: dict[str, Callable[[Operation, Tensor], Any]] = {
             ALLGATHER: self._all_gather,
             BROADCAST: self._broadcast,
             ALLTOALL: self._all_to_all,
             REDUCESCATTER: self._reduce_scatter,
-            BARRIER: lambda ready, operation: self._collective.barrier(),
         }
 
     def batches(self, due: Due) -> Iterator[Batch]:
-        """What is done at a time: all-reduces that differ in shape only, up to the buffer's size; else one by one."""
+        """What is done at a time: all-reduces that differ in shape only, up to the buffer's size; else one by one.
+
+        A group is never cut.
+        """
         if due.agreed:
             known = self._cut.get(due.numbers)
             if known is None:
@@ -91,7 +93,7 @@ class Executor:
         batch: list[Ready] = []
         num_bytes = 0
         for ready in due:
-            more_bytes = _num_bytes(ready.request)
+            more_bytes = ready.request.num_bytes
             if batch and (not _goes_with(batch[0], ready) or num_bytes + more_bytes > self._fusion_bytes):
                 yield Batch(batch)
                 batch, num_bytes = [], 0
@@ -106,66 +108,74 @@ class Executor:
         if self._timeline.is_on:
             for ready in batch.ready:
                 self._timeline.begins(ready.request)
-        first = batch.ready[0]
-        if first.request.kind == ALLREDUCE:
+        kind = batch.ready[0].request.kind
+        if kind == ALLREDUCE:
             self._all_reduce(batch, operations)
             return
         (operation,) = operations
-        if operation is None:  # a barrier of others, which waits for nobody who has joined
-            self._do[first.request.kind](first, None)
-        elif operation.run is not None:
+        if kind == BARRIER:  # of which there is no operation where this rank has joined
+            self._collective.barrier()
+        elif operation is not None and operation.run is not None:
             operation.result = operation.run(self._collective)
-        else:
-            operation.result = self._do[first.request.kind](first, operation)
+        elif operation is not None:
+            operation.result = [self._do[kind](operation, tensor) for tensor in operation.tensors]
 
     def _all_reduce(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        shapes: list[tuple[int, ...]] = []
+        for ready, mine in zip(batch.ready, operations, strict=True):
+            if mine is None:
+                zeros = _zeros(ready)
+                inputs += zeros
+                outputs += zeros
+                shapes += ready.request.shapes
+                continue
+            result = mine.outputs
+            if result is None:
+                result = [torch.empty_like(each) for each in mine.tensors]
+            mine.result = result
+            inputs += mine.tensors
+            outputs += result
+            shapes += mine.shapes or ready.request.shapes
         request = batch.ready[0].request
-        inputs = [
-            _zeros(ready.request) if operation is None or operation.tensor is None else operation.tensor
-            for ready, operation in zip(batch.ready, operations, strict=True)
-        ]
         if request.op == ADASUM:
-            results = [adasum(scaled(tensor, request.prescale), self._collective) for tensor in inputs]
+            found = [adasum(scaled(tensor, request.prescale), self._collective) for tensor in inputs]
+            torch._foreach_copy_(outputs, [scaled(tensor, request.postscale) for tensor in found])
+        elif len(batch.dtypes) == 1:
+            self._reduce(batch, inputs, outputs, tuple(shapes))
         else:
-            results = self._reduced(batch, inputs)
-        if request.postscale != 1.0:
-            results = [scaled(result, request.postscale) for result in results]
-        outputs, found = [], []
-        for operation, result in zip(operations, results, strict=True):
-            if operation is not None:
-                output = operation.output
-                operation.result = output = torch.empty_like(result) if output is None else output
-                outputs.append(output)
-                found.append(result)
-        if outputs:
-            torch._foreach_copy_(outputs, found)
+            for dtype in map(dtype_of, batch.dtypes):
+                chosen = [pair for pair in zip(inputs, outputs, strict=True) if pair[0].dtype == dtype]
+                those, results = zip(*chosen, strict=True)
+                self._reduce(batch, those, results, tuple(tuple(each.shape) for each in those))
 
-    def _reduced(self, batch: Batch, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _reduce(self, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], shapes: _Shapes) -> None:
+        """Tensors of one dtype, together. All ranks give as many numbers, however they are cut."""
         request = batch.ready[0].request
-        if len(batch.ready) == 1 and _num_bytes(request) == 0:
-            return list(inputs)
-        plan = self._plan(batch.plan_key)
-        if request.prescale == 1.0:
-            torch._foreach_copy_(plan.views, list(inputs))
-        else:
-            torch._foreach_copy_(plan.views, [scaled(tensor, request.prescale) for tensor in inputs])
+        plan = self._plan(inputs[0].dtype, request.op, shapes)
+        whole = plan.flat.whole
+        if whole.numel() == 0:
+            return
+        plan.flat.lay(inputs, are_near=batch.is_on_cpu)
+        if request.prescale != 1.0:
+            whole.copy_(scaled(whole, request.prescale))
         plan.start().wait()
-        return plan.views
+        if request.postscale != 1.0:
+            whole.copy_(scaled(whole, request.postscale))
+        torch._foreach_copy_(list(outputs), plan.flat.views)
 
-    def _plan(self, key: _Key) -> _Plan:
+    def _plan(self, dtype: torch.dtype, op: str, shapes: _Shapes) -> _Plan:
+        key = (dtype, op, shapes)
         plan = self._plans.get(key)
         if plan is not None:
             return plan
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        dtype_name, op_name, shapes = key
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        counts = [_numel(shape) for shape in shapes]
-        flat = self._room(sum(counts) * dtype.itemsize).view(dtype)
-        views = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
-        op: ReduceOp = op_name  # type: ignore[assignment]  # the interface has made it one
-        plan = _Plan(views, self._collective.persistent_all_reduce(flat, op=op))
-        self._plans[key] = plan
+        flat = Flat.cut(self._room(sum(map(math.prod, shapes)) * dtype.itemsize).view(dtype), shapes)
+        op_: ReduceOp = op  # type: ignore[assignment]  # the interface has made it one
+        start = self._collective.persistent_all_reduce(flat.whole, op=op_)
+        plan = self._plans[key] = _Plan(flat, start)
         return plan
 
     def _room(self, num_bytes: int) -> Tensor:
@@ -176,29 +186,28 @@ class Executor:
             self._plans.clear()
         return self._buffer[:num_bytes]
 
-    def _all_gather(self, ready: Ready, operation: Any) -> Tensor:
-        return torch.cat(self._collective.all_gather(operation.tensor.cpu()))
+    def _all_gather(self, operation: "Operation", tensor: Tensor) -> Tensor:
+        return torch.cat(self._collective.all_gather(tensor.cpu()))
 
-    def _broadcast(self, ready: Ready, operation: Any) -> Tensor:
-        target: Tensor = operation.output
-        if target is not operation.tensor:
-            target.copy_(operation.tensor)
-        self._collective.broadcast(target, root=self._ranks.index(ready.request.root))
+    def _broadcast(self, operation: "Operation", tensor: Tensor) -> Tensor:
+        (target,) = operation.outputs or [tensor]
+        if target is not tensor:
+            target.copy_(tensor)
+        self._collective.broadcast(target, root=self._ranks.index(operation.request.root))
         return target
 
-    def _all_to_all(self, ready: Ready, operation: Any) -> tuple[Tensor, Tensor]:
-        parts = self._collective.all_to_all(list(operation.tensor.split(list(operation.splits))))
+    def _all_to_all(self, operation: "Operation", tensor: Tensor) -> tuple[Tensor, Tensor]:
+        parts = self._collective.all_to_all(list(tensor.split(list(operation.splits))))
         return torch.cat(parts), torch.tensor([len(part) for part in parts], dtype=torch.int32)
 
-    def _reduce_scatter(self, ready: Ready, operation: Any) -> Tensor:
+    def _reduce_scatter(self, operation: "Operation", tensor: Tensor) -> Tensor:
         """The first ranks get a row more where rows cannot be divided evenly."""
-        tensor = scaled(operation.tensor, ready.request.prescale)
+        request = operation.request
         least, more = divmod(len(tensor), len(self._ranks))
         rows = [least + (rank < more) for rank in range(len(self._ranks))]
-        op: ReduceOp = ready.request.op  # type: ignore[assignment]  # the interface has made it one
-        reduced = self._collective.reduce_scatter([part.contiguous() for part in tensor.split(rows)], op=op)
-        result = scaled(reduced, ready.request.postscale)
-        return result if operation.output is None else operation.output.copy_(result)
+        parts = [part.contiguous() for part in scaled(tensor, request.prescale).split(rows)]
+        op: ReduceOp = request.op  # type: ignore[assignment]  # the interface has made it one
+        return scaled(self._collective.reduce_scatter(parts, op=op), request.postscale)
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
@@ -214,27 +223,11 @@ def _goes_with(first: Ready, ready: Ready) -> bool:
     mine, other = first.request, ready.request
     if ready.error is not None or first.error is not None or mine.kind != ALLREDUCE or mine.op == ADASUM:
         return False
-    return (mine.kind, mine.dtype, mine.op, mine.prescale, mine.postscale) == (
-        other.kind, other.dtype, other.op, other.prescale, other.postscale
+    return (mine.kind, mine.dtypes, mine.op, mine.prescale, mine.postscale) == (
+        other.kind, other.dtypes, other.op, other.prescale, other.postscale
     )  # fmt: skip
 
 
-def _zeros(request: Request) -> Tensor:
+def _zeros(ready: Ready) -> list[Tensor]:
     """What a rank that has joined gives."""
-    return torch.zeros(request.shape, dtype=_dtype(request))
-
-
-def _dtype(request: Request) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, request.dtype)
-    return dtype
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
-
-
-def _num_bytes(request: Request) -> int:
-    return _numel(request.shape) * _dtype(request).itemsize if request.dtype else 0
+    return [torch.zeros(each.shape, dtype=dtype_of(each.dtype)) for each in ready.request.members]

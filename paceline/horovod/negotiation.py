@@ -10,43 +10,12 @@ for a thousand.
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, final
 
-ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, MEETING = (
-    "allreduce",
-    "allgather",
-    "broadcast",
-    "alltoall",
-    "reducescatter",
-    "barrier",
-    "meeting",
-)
-_ALIKE = {ALLREDUCE: "shape", REDUCESCATTER: "shape", BROADCAST: "shape", ALLGATHER: "rest", ALLTOALL: "rest"}
-"""What of a shape must agree: all of it, or all but the first dimension."""
+from paceline.horovod.requests import ALLREDUCE, BARRIER, Request, difference
+
 _MOST_AGREED = 256
 """Rounds whose outcome is kept."""
-
-
-@final
-@dataclass(frozen=True)
-class Request:
-    """What a rank asks for."""
-
-    kind: str
-    name: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    op: str = ""
-    prescale: float = 1.0
-    postscale: float = 1.0
-    root: int = 0
-    device: str = "cpu"
-    group: str = ""
-    """Requests of one group are taken up together; empty: the request is on its own."""
-    group_size: int = 1
-    is_lasting: bool = True
-    """Whether the same is likely to be asked for again; a name that was made up for one call is not."""
 
 
 @final
@@ -62,13 +31,12 @@ class News(NamedTuple):
 
     def as_plain(self) -> tuple[Any, ...]:
         """Plain data, to travel."""
-        requests = tuple(tuple(getattr(each, field.name) for field in fields(each)) for each in self.requests)
-        return (self.known, requests, self.has_joined, self.is_leaving)
+        return (self.known, tuple(each.as_plain() for each in self.requests), self.has_joined, self.is_leaving)
 
     @classmethod
     def from_plain(cls, said: tuple[Any, ...]) -> "News":
         known, requests, has_joined, is_leaving = said
-        return cls(known, tuple(Request(*values) for values in requests), has_joined, is_leaving)
+        return cls(known, tuple(map(Request.from_plain, requests)), has_joined, is_leaving)
 
 
 @final
@@ -81,8 +49,6 @@ class Ready(NamedTuple):
     """Why it cannot be done, if ranks do not agree."""
     joined: frozenset[int]
     """Ranks that take part with zeros."""
-    shapes: tuple[tuple[int, ...], ...]
-    """What each rank that asked for it gives, in rank order."""
 
 
 @final
@@ -103,24 +69,23 @@ class Negotiator:
     """What the ranks of one process set have asked for so far.
 
     A request that all ranks make alike is `shared`: a bit in each rank's word, until it stands in all of them. Requests
-    that differ, or are new, or wait beside ranks that have joined, are looked at one by one, by name. A name, and a
-    group's names, go one way or the other.
+    that differ, or are new, or wait beside ranks that have joined, are looked at one by one, by name. A name goes one
+    way or the other. A group of tensors is one request, remembered as one.
 
     Args:
         ranks: the set's ranks as the script counts them, for errors.
-        num_remembered: requests that are called by a number.
+        num_remembered: tensors whose requests are called by a number.
     """
 
     def __init__(self, ranks: Sequence[int], *, num_remembered: int = 8192) -> None:
         self._ranks = tuple(ranks)
-        self._num_remembered = num_remembered
+        self._room = num_remembered  # for so many tensors more
         self._numbers: dict[Request, int] = {}
         self._latest: dict[str, tuple[Request, int]] = {}  # by name, so that the same object is found without a hash
         self._remembered: list[Request] = []
         self._num_forms: dict[str, int] = {}  # by name, how many remembered requests have it
         self._shared: dict[str, int] = {}  # by name, numbers that all ranks have asked for alike
         self._shared_bits = 0
-        self._groups: dict[tuple[str, int], int] = {}  # by name and size, the bits of their shared numbers
         self._words = [0] * len(self._ranks)  # what each rank has asked for, of the shared ones
         self._single_bits = 0  # of the shared ones, those that are looked at one by one now
         self._agreed: dict[int, tuple[Ready, ...]] = {}
@@ -155,7 +120,7 @@ class Negotiator:
         if self._joined:  # who has joined takes part in what it has not asked for, so that words do not tell
             for word in self._words:
                 for number in _places(word):
-                    self._single_out(self._remembered[number])
+                    self._single_out(self._remembered[number].name)
         for rank, news in enumerate(everyone):
             shared = 0 if self._joined else news.known & self._shared_bits & ~self._single_bits
             self._words[rank] |= shared
@@ -169,31 +134,24 @@ class Negotiator:
     def _ask(self, request: Request, rank: int) -> None:
         if request.name not in self._asked:
             self._asked[request.name] = {}
-            self._single_out(request)
+            self._single_out(request.name)
         self._asked[request.name][rank] = request
 
-    def _single_out(self, request: Request) -> None:
-        """Look at the request's name, and at its group, one by one, whoever has asked already."""
-        bits = self._groups.get((request.group, request.group_size), 0)
-        if request.name in self._shared:
-            number = self._shared[request.name]
-            shared = self._remembered[number]
-            bits |= 1 << number | self._groups.get((shared.group, shared.group_size), 0)
-        self._single_bits |= bits
+    def _single_out(self, name: str) -> None:
+        """Look at the name one by one, whoever has asked already."""
+        if name not in self._shared:
+            return
+        number = self._shared[name]
+        self._single_bits |= 1 << number
         for rank, word in enumerate(self._words):
-            self._words[rank] = word & ~bits
-            for number in _places(word & bits):
-                shared = self._remembered[number]
-                self._asked.setdefault(shared.name, {})[rank] = shared
+            if word >> number & 1:
+                self._words[rank] = word & ~(1 << number)
+                self._asked.setdefault(name, {})[rank] = self._remembered[number]
 
     def _take_shared(self) -> int:
-        """The bits that stand in all ranks' words, of groups all or none; taken out of them."""
+        """The bits that stand in all ranks' words; taken out of them."""
         due = functools.reduce(operator.and_, self._words)
-        if due:
-            for (_, size), bits in self._groups.items():
-                if due & bits and ((due & bits) != bits or bits.bit_count() < size):
-                    due &= ~bits
-            self._words = [word & ~due for word in self._words]
+        self._words = [word & ~due for word in self._words]
         return due
 
     def _agreed_on(self, numbers: int) -> tuple[Ready, ...]:
@@ -201,28 +159,18 @@ class Negotiator:
         if found is None:
             if len(self._agreed) >= _MOST_AGREED:
                 self._agreed.clear()
-            requests = [self._remembered[number] for number in _places(numbers)]
-            found = tuple(Ready(each, None, frozenset(), (each.shape,) * len(self._ranks)) for each in requests)
+            found = tuple(Ready(self._remembered[number], None, frozenset()) for number in _places(numbers))
             self._agreed[numbers] = found
         return found
 
     def _take_others(self) -> tuple[Ready, ...]:
         """What is complete of what is looked at one by one."""
-        due = [name for name, asked in self._asked.items() if self._is_complete(asked)]
-        sizes: dict[str, int] = {}
-        for name in due:
-            request = next(iter(self._asked[name].values()))
-            sizes[request.group] = sizes.get(request.group, 0) + 1
         ready = []
-        for name in due:
-            request = next(iter(self._asked[name].values()))
-            if request.group and sizes[request.group] < request.group_size:
-                continue
+        for name in [name for name, asked in self._asked.items() if self._is_complete(asked)]:
             ready.append(self._ready(self._asked.pop(name)))
             if name in self._shared:
                 self._single_bits &= ~(1 << self._shared[name])
-        failed = {each.request.group: each.error for each in ready if each.request.group and each.error}
-        return tuple(each._replace(error=failed.get(each.request.group, each.error)) for each in ready)
+        return tuple(ready)
 
     def last_joined(self) -> int | None:
         """Once all have joined, the rank that came last; all begin anew then."""
@@ -266,43 +214,36 @@ class Negotiator:
                 self._remember(request)
             if not joined and first.name not in self._shared and len(set(asked.values())) == 1:
                 self._share(first)
-        return Ready(first, error, joined, tuple(asked[rank].shape for rank in ranks))
+        return Ready(first, error, joined)
 
     def _remember(self, request: Request) -> None:
-        if not request.is_lasting or request in self._numbers or len(self._remembered) >= self._num_remembered:
+        if not request.is_lasting or request in self._numbers or len(request.shown) > self._room:
             return
         forms = self._num_forms.get(request.name, 0)
         if forms < 2 * len(self._ranks):  # a tensor that has another shape each time is not to use up all numbers
             self._num_forms[request.name] = forms + 1
+            self._room -= len(request.shown)
             self._numbers[request] = len(self._remembered)
             self._remembered.append(request)
 
     def _share(self, request: Request) -> None:
         """All ranks have asked for the same. A name's first such request counts; others are looked at one by one."""
         number = self._numbers.get(request)
-        if number is None:
-            return
-        self._shared[request.name] = number
-        self._shared_bits |= 1 << number
-        if request.group:
-            group = (request.group, request.group_size)
-            self._groups[group] = self._groups.get(group, 0) | 1 << number
+        if number is not None:
+            self._shared[request.name] = number
+            self._shared_bits |= 1 << number
 
     def _disagreement(self, asked: dict[int, Request], ranks: Sequence[int]) -> str | None:
         """How the first rank that asks for something else differs from the first of all."""
         first = asked[ranks[0]]
         for rank in ranks[1:]:
-            other = asked[rank]
-            for what in ("kind", "dtype", "shape", "op", "prescale", "postscale", "root", "device", "group_size"):
-                mine, theirs = getattr(first, what), getattr(other, what)
-                if what == "shape" and _ALIKE.get(first.kind) != "shape":
-                    mine, theirs = _rest(mine), _rest(theirs)
-                if mine != theirs:
-                    shown = (first.shape, other.shape) if what == "shape" else (mine, theirs)
-                    return (
-                        f"{first.kind} of {first.name!r}: {what} is {_text(shown[0])} on rank {self._ranks[ranks[0]]} "
-                        f"and {_text(shown[1])} on rank {self._ranks[rank]}"
-                    )
+            found = difference(first, asked[rank])
+            if found is not None:
+                name, what, mine, theirs = found
+                return (
+                    f"{first.kind} of {name!r}: {what} is {_text(mine)} on rank {self._ranks[ranks[0]]} "
+                    f"and {_text(theirs)} on rank {self._ranks[rank]}"
+                )
         return None
 
 
@@ -311,11 +252,6 @@ def _places(bits: int) -> Iterator[int]:
     for place, digit in enumerate(reversed(f"{bits:b}")):
         if digit == "1":
             yield place
-
-
-def _rest(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """All but the first dimension, and how many there are."""
-    return (len(shape), *shape[1:])
 
 
 def _text(value: object) -> str:

@@ -15,8 +15,8 @@ from paceline.horovod import line as lines
 from paceline.horovod.channel import Channel, Operation
 from paceline.horovod.elastic_jobs.joining import join as join_elastic
 from paceline.horovod.ledger import Ledger
-from paceline.horovod.negotiation import MEETING, Request
 from paceline.horovod.recording import Recorder
+from paceline.horovod.requests import MEETING, Request
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
 from paceline.seeding import derive, seed_everything
@@ -123,7 +123,7 @@ class Runtime:
     def _meet(self, name: str, run: Any) -> Any:
         channel = self._channels[GLOBAL]
         operation = Operation(Request(MEETING, name, is_lasting=False), run=run)
-        channel.submit([operation])
+        channel.submit(operation)
         channel.wait(operation)
         return operation.result
 

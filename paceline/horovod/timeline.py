@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any, TextIO, final
 
-from paceline.horovod.negotiation import Request
+from paceline.horovod.requests import Request
 
 
 @final
@@ -62,13 +62,12 @@ class Timeline:
         if self._file is None:
             return
         with self._lock:
-            if self._file is None:
-                return
-            row = self._rows.get(request.name)
-            if row is None:
-                row = self._rows[request.name] = len(self._rows) + 1
-                self._write({"name": "process_name", "ph": "M", "pid": row, "args": {"name": request.name}})
-            self._write({"name": name, "ph": phase, "ts": self._now_us(), "pid": row})
+            for tensor in request.shown if self._file is not None else ():
+                row = self._rows.get(tensor)
+                if row is None:
+                    row = self._rows[tensor] = len(self._rows) + 1
+                    self._write({"name": "process_name", "ph": "M", "pid": row, "args": {"name": tensor}})
+                self._write({"name": name, "ph": phase, "ts": self._now_us(), "pid": row})
 
     def _write(self, event: dict[str, Any], sep: str = ",\n") -> None:
         assert self._file is not None

@@ -32,10 +32,21 @@ def input_of(call: Call, rank: int) -> Tensor:
     return torch.randint(-8, 8, (rows, 3), generator=generator).float()
 
 
-def wanted(call: Call, rank: int, *, joined: tuple[int, ...] = ()) -> Tensor:
-    """By a loop over the ranks' inputs; those of ranks that have joined are zeros."""
+def group_of(tensor: Tensor) -> list[Tensor]:
+    """Tensors of two dtypes, the first dtype on both sides of the other."""
+    return [tensor, 2 * tensor.double(), 3 * tensor.flatten()[:1]]
+
+
+def joined(group: list[Tensor]) -> Tensor:
+    return torch.cat([each.flatten().float() for each in group])
+
+
+def wanted(call: Call, rank: int, *, gone: tuple[int, ...] = ()) -> Tensor:
+    """By a loop over the ranks' inputs; those of ranks that have joined, and so are gone, are zeros."""
     place = call.members.index(rank)
-    inputs = [input_of(call, each) * (each not in joined) for each in call.members]
+    inputs = [input_of(call, each) * (each not in gone) for each in call.members]
+    if call.kind == "grouped_allreduce":
+        inputs = [joined(group_of(each)) for each in inputs]
     stacked = torch.stack(inputs) if call.kind != "allgather" else torch.empty(0)
     reduced = {
         "Sum": lambda: stacked.sum(0),
@@ -45,7 +56,7 @@ def wanted(call: Call, rank: int, *, joined: tuple[int, ...] = ()) -> Tensor:
         "Product": lambda: stacked.prod(0),
     }
     match call.kind:
-        case "allreduce":
+        case "allreduce" | "grouped_allreduce":
             return reduced[call.op]()
         case "allgather":
             return torch.cat(inputs)
@@ -76,12 +87,14 @@ def run(
 
     def ask(call: Call) -> int:
         about = {"name": call.name, "process_set": process_sets[call.members]}
-        tensor = input_of(call, rank)
-        if call.kind in ("allreduce", "reducescatter"):
+        tensor: Any = input_of(call, rank)
+        if call.kind == "grouped_allreduce":
+            tensor = group_of(tensor)
+        if call.kind in ("allreduce", "grouped_allreduce", "reducescatter"):
             about["op"] = getattr(hvd, call.op)
         if call.kind == "broadcast":
             about["root_rank"] = call.root
-        has_twin = call.kind in ("allreduce", "broadcast")  # that works in place
+        has_twin = call.kind in ("allreduce", "grouped_allreduce", "broadcast")  # that works in place
         how = "async_" if has_twin and draw.random() < 0.5 else "async"
         handle: int = getattr(hvd, f"{call.kind}_{how}")(tensor, **about)
         return handle
@@ -96,6 +109,7 @@ def run(
             handles = {number: ask(calls[number]) for number in draw.sample(part, len(part))}
             for number in draw.sample(part, len(part)):
                 result = hvd.synchronize(handles[number])
+                result = joined(result) if calls[number].kind == "grouped_allreduce" else result
                 assert number not in results or torch.equal(results[number], result)
                 results[number] = result
     if last is not None:

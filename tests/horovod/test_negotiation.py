@@ -6,11 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.horovod.negotiation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, Negotiator, News, Ready, Request
+from paceline.horovod.negotiation import Negotiator, News, Ready
+from paceline.horovod.requests import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, Member, Request
 
 
-def ask(name: str, shape: tuple[int, ...] = (2,), kind: str = ALLREDUCE, **about: object) -> Request:
-    return Request(kind, name, "float32", shape, **{"op": "sum", **about})  # type: ignore[arg-type]
+def ask(
+    name: str, shape: tuple[int, ...] = (2,), kind: str = ALLREDUCE, dtype: str = "float32", **about: object
+) -> Request:
+    return Request(kind, name, (Member(name, dtype, shape),), **{"op": "sum", **about})  # type: ignore[arg-type]
+
+
+def ask_group(name: str, *shapes: tuple[int, ...], dtype: str = "float32") -> Request:
+    members = (Member(f"{name}{number}", dtype, shape) for number, shape in enumerate(shapes, 1))
+    return Request(ALLREDUCE, name, tuple(members), "sum")
 
 
 class Ranks:
@@ -75,10 +83,7 @@ class Naive:
         complete = [name for name, asked in self.asked.items() if {*asked} | self.joined == {*range(self.size)}]
         due = set()
         for name in complete:
-            first = next(iter(self.asked[name].values()))
-            together = [each for each in complete if next(iter(self.asked[each].values())).group == first.group]
-            if not first.group or len(together) == first.group_size:
-                due.add((name, frozenset({*range(self.size)} - {*self.asked[name]})))
+            due.add((name, frozenset({*range(self.size)} - {*self.asked[name]})))
         for name, _ in due:
             del self.asked[name]
         if len(self.joined) == self.size:
@@ -90,8 +95,8 @@ FORMS = {
     "a": [ask("a")],
     "b": [ask("b", (3,)), ask("b", (4,))],  # a shape that changes
     "c": [ask("c", (1, 3), ALLGATHER), ask("c", (2, 3), ALLGATHER)],  # ranks may differ
-    "g": [*[ask(f"g{number}", group="g", group_size=3) for number in (1, 2, 3)]],
-    "made up": [Request(ALLREDUCE, "made up", "float32", (2,), "sum", is_lasting=False)],
+    "g": [ask_group("g", (2,), (3,)), ask_group("g", (2,), (4,)), ask_group("g", (2,), (3,), (4,))],
+    "made up": [ask("made up", is_lasting=False)],
 }
 
 
@@ -107,12 +112,8 @@ def test_words_of_bits_say_what_names_say(data: st.DataObject) -> None:
         everyone = []
         for rank in range(size):
             forms = [] if rank in joined else data.draw(st.lists(st.sampled_from([*FORMS]), unique=True, max_size=4))
-            requests = [
-                request
-                for form in forms
-                for request in (FORMS[form] if form == "g" else [data.draw(st.sampled_from(FORMS[form]))])
-                if request.name not in under_way[rank] and (form != "g" or data.draw(st.booleans()))
-            ]
+            drawn = [data.draw(st.sampled_from(FORMS[form])) for form in forms]
+            requests = [request for request in drawn if request.name not in under_way[rank]]
             under_way[rank] |= {request.name: request for request in requests}
             everyone.append(requests)
         joining = {rank for rank in range(size) if rank not in joined and data.draw(st.integers(0, 9)) == 0}
@@ -123,9 +124,8 @@ def test_words_of_bits_say_what_names_say(data: st.DataObject) -> None:
         for ready in due:
             name = ready.request.name
             mine = [under_way[rank].pop(name) for rank in range(size) if name in under_way[rank]]
-            assert ready.shapes == tuple(each.shape for each in mine)
             has_gone = bool(ready.joined) and ready.request.kind != ALLREDUCE
-            differ = ready.request.kind == ALLREDUCE and len({each.shape for each in mine}) > 1
+            differ = ready.request.kind == ALLREDUCE and len({each.shapes for each in mine}) > 1
             assert (ready.error is not None) == (has_gone or differ)
         if len(joined) == size:
             joined.clear()
@@ -144,11 +144,13 @@ def test_words_of_bits_say_what_names_say(data: st.DataObject) -> None:
     [
         (ask("a", (2, 3)), ask("a", (3, 2)), "'a': shape is [2, 3] on rank 0 and [3, 2] on rank 1"),
         (ask("a", op="sum"), ask("a", op="mean"), "op is sum on rank 0 and mean on rank 1"),
-        (ask("a"), Request(ALLREDUCE, "a", "float64", (2,), "sum"), "dtype is float32 on rank 0 and float64 on rank 1"),
+        (ask("a"), ask("a", dtype="float64"), "'a': dtype is float32 on rank 0 and float64 on rank 1"),
         (ask("a", kind=BROADCAST, root=0), ask("a", kind=BROADCAST, root=1), "root is 0 on rank 0 and 1 on rank 1"),
         (ask("a", kind=ALLGATHER), ask("a"), "kind is allgather on rank 0 and allreduce on rank 1"),
         (ask("a", (1, 3), ALLGATHER), ask("a", (1, 4), ALLGATHER), "shape is [1, 3] on rank 0 and [1, 4] on rank 1"),
         (ask("a", prescale=0.5), ask("a"), "prescale is 0.5 on rank 0 and 1.0 on rank 1"),
+        (ask_group("g", (2,), (3,)), ask_group("g", (2,), (4,)), "'g2': shape is [3] on rank 0 and [4] on rank 1"),
+        (ask_group("g", (2,), (3,)), ask_group("g", (2,)), "'g': number of tensors is 2 on rank 0 and 1 on rank 1"),
     ],
 )
 def test_ranks_that_ask_for_different_things_are_named(first: Request, second: Request, said: str) -> None:
@@ -162,14 +164,6 @@ def test_ranks_that_ask_for_different_things_are_named(first: Request, second: R
 def test_lengths_may_differ_where_tensors_are_gathered() -> None:
     (ready,) = Ranks(2).round([ask("a", (1, 3), ALLGATHER)], [ask("a", (5, 3), ALLGATHER)])
     assert ready.error is None
-    assert ready.shapes == ((1, 3), (5, 3))
-
-
-def test_a_group_is_due_when_all_of_it_is() -> None:
-    ranks = Ranks(2)
-    one, two = (ask(f"g{number}", group="g", group_size=2) for number in (1, 2))
-    assert ranks.round([one, two], [two]) == []
-    assert [ready.request.name for ready in ranks.round([], [one])] == ["g1", "g2"]
 
 
 def test_who_has_joined_is_not_waited_for_until_all_have() -> None:
@@ -195,10 +189,12 @@ def test_missing_ranks_are_known() -> None:
 
 
 def test_so_many_requests_are_remembered_and_made_up_names_never() -> None:
-    negotiator = Negotiator([0], num_remembered=2)
-    made_up = Request(ALLREDUCE, "allreduce.noname.1", "float32", (2,), is_lasting=False)
-    for request in (made_up, ask("a"), ask("b"), ask("c")):
+    """A group takes the room of its tensors."""
+    negotiator = Negotiator([0], num_remembered=4)
+    made_up = ask("allreduce.noname.1", is_lasting=False)
+    asked = [made_up, ask("a"), ask_group("g", (2,), (3,)), ask_group("h", (2,), (3,)), ask("b"), ask("c")]
+    for request in asked:
         negotiator.hear([negotiator.news([request])])
-    known = negotiator.news([made_up, ask("a"), ask("b"), ask("c")])
-    assert known.known == 0b11
-    assert known.requests == (made_up, ask("c"))
+    known = negotiator.news(asked)
+    assert known.known == 0b111
+    assert known.requests == (made_up, ask_group("h", (2,), (3,)), ask("c"))

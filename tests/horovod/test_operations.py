@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.horovod import programs
+from tests.horovod.conftest import SIZE
 from tests.horovod.programs import Call
 from tests.horovod.world import HorovodWorld
 
-SIZE = 3
 EVERYBODY = tuple(range(SIZE))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HorovodWorld]:
-    with HorovodWorld(SIZE, tmp_path_factory.mktemp("world")) as world:
-        yield world
 
 
 def assert_right(found: list[list[torch.Tensor]], calls: list[Call], *, last: int | None = None) -> None:
@@ -31,8 +24,8 @@ def assert_right(found: list[list[torch.Tensor]], calls: list[Call], *, last: in
         if last is not None and rank == 0:
             mine = [(number, call) for number, call in mine if number < last]
         for (number, call), result in zip(mine, results, strict=True):
-            joined = (0,) if last is not None and number >= last else ()
-            torch.testing.assert_close(result, programs.wanted(call, rank, joined=joined), msg=f"{call} on rank {rank}")
+            gone = (0,) if last is not None and number >= last else ()
+            torch.testing.assert_close(result, programs.wanted(call, rank, gone=gone), msg=f"{call} on rank {rank}")
 
 
 @st.composite
@@ -42,12 +35,12 @@ def calls_of(draw: st.DrawFn, *, sets: list[tuple[int, ...]], kinds: tuple[str, 
     for number in range(count):
         members = draw(st.sampled_from(sets))
         kind = draw(st.sampled_from(kinds))
-        op = draw(st.sampled_from(["Sum", "Average", "Min", "Max", "Product"] if kind == "allreduce" else ["Sum"]))
+        op = draw(st.sampled_from(["Sum", "Average", "Min", "Max", "Product"] if "allreduce" in kind else ["Sum"]))
         calls.append(Call(kind, f"call {number}", members, draw(st.integers(1, 3)), op, draw(st.sampled_from(members))))
     return calls
 
 
-KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+KINDS = ("allreduce", "grouped_allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
 REAL = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
@@ -86,7 +79,7 @@ def test_who_has_joined_gives_zeros_thoroughly(world: HorovodWorld, data: st.Dat
 
 
 def run_with_join(world: HorovodWorld, data: st.DataObject) -> None:
-    calls = data.draw(calls_of(sets=[EVERYBODY], kinds=("allreduce",)))
+    calls = data.draw(calls_of(sets=[EVERYBODY], kinds=("allreduce", "grouped_allreduce")))
     last = data.draw(st.integers(0, len(calls)))
     seed = data.draw(st.integers(0, 99))
     assert_right(world.run(_run_with_join, calls, seed, last), calls, last=last)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.horovod.negotiation import ALLREDUCE, REDUCESCATTER
 from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.requests import ALLREDUCE, REDUCESCATTER
 from paceline.horovod.torch.compression import Compression, Compressor
 from paceline.horovod.torch.gradients import Broadcasted, Exchanged, Gathered, Reduced, apply
 from paceline.horovod.torch.operations import (
@@ -42,7 +42,7 @@ def allreduce_async(
 ) -> Handle:
     """Start to reduce a tensor over all ranks, into a new one."""
     about = _about(name, op_of(op, average), prescale_factor, postscale_factor, process_set)
-    return reduce_async(ALLREDUCE, [tensor], [None], **about)
+    return reduce_async(ALLREDUCE, [tensor], None, **about)
 
 
 def allreduce(
@@ -102,7 +102,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """As `allreduce_async`, of tensors that are reduced together once all ranks have asked for all of them."""
     about = _about(name, op_of(op, average), prescale_factor, postscale_factor, process_set)
-    return reduce_async(ALLREDUCE, tensors, [None] * len(tensors), is_group=True, **about)
+    return reduce_async(ALLREDUCE, tensors, None, is_group=True, **about)
 
 
 def grouped_allreduce(
@@ -253,7 +253,7 @@ def reducescatter_async(
 ) -> Handle:
     """Start to reduce a tensor over all ranks, of which this one gets its share of rows."""
     about = _about(name, op, prescale_factor, postscale_factor, process_set)
-    return reduce_async(REDUCESCATTER, [tensor], [None], **about)
+    return reduce_async(REDUCESCATTER, [tensor], None, **about)
 
 
 def reducescatter(
@@ -282,7 +282,7 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """As `reducescatter_async`, of tensors that are reduced together."""
     about = _about(name, op, prescale_factor, postscale_factor, process_set)
-    return reduce_async(REDUCESCATTER, tensors, [None] * len(tensors), is_group=True, **about)
+    return reduce_async(REDUCESCATTER, tensors, None, is_group=True, **about)
 
 
 def grouped_reducescatter(

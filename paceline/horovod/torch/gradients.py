@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.horovod import runtime as basics
-from paceline.horovod.negotiation import ALLREDUCE
 from paceline.horovod.process_sets import ProcessSet
+from paceline.horovod.requests import ALLREDUCE
 from paceline.horovod.torch.operations import (
     Average,
     Sum,
@@ -30,8 +30,7 @@ class Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: str, about: dict[str, Any], is_group: bool, *tensors: Tensor) -> Any:
         ctx.kind, ctx.about, ctx.is_group = kind, about, is_group
-        nothing: list[Tensor | None] = [None] * len(tensors)
-        results = synchronize(reduce_async(kind, tensors, nothing, is_group=is_group, **about))
+        results = synchronize(reduce_async(kind, tensors, None, is_group=is_group, **about))
         return tuple(results) if is_group else results
 
     @staticmethod
@@ -43,7 +42,7 @@ class Reduced(torch.autograd.Function):
 def all_reduced(gradients: Sequence[Tensor], about: dict[str, Any], *, is_group: bool) -> list[Tensor]:
     about = {**about, "name": None}
     ready = [gradient.contiguous() for gradient in gradients]
-    results = synchronize(reduce_async(ALLREDUCE, ready, [None] * len(ready), is_group=is_group, **about))
+    results = synchronize(reduce_async(ALLREDUCE, ready, None, is_group=is_group, **about))
     return list(results) if is_group else [results]
 
 

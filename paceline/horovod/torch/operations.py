@@ -2,8 +2,8 @@
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -12,19 +12,11 @@ from paceline.horovod import runtime as basics
 from paceline.horovod.channel import Channel, Operation
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import ADASUM
-from paceline.horovod.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    REDUCESCATTER,
-    Request,
-)
 from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, Member, Request
 
 Average, Sum, Adasum, Min, Max, Product = 0, 1, 2, 3, 4, 5
-_OPS = {Average: "mean", Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "product"}
+REDUCTIONS = {Average: "mean", Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "product"}
 _DTYPES = {
     torch.uint8,
     torch.int8,
@@ -39,21 +31,53 @@ _DTYPES = {
 }
 
 Handle = int
-_MOST_REQUESTS = 2**16
+_MOST_TENSORS = 2**16
+_About = tuple[str, float, float, int]
+"""Of a request: the reduction, its two factors, and the root."""
+_NOTHING: _About = ("", 1.0, 1.0, 0)
 
 
 class _Asked(NamedTuple):
     """What a handle stands for."""
 
-    operations: list[Operation]
+    operation: Operation
     channel: Channel
-    is_group: bool
 
 
 _under_way: dict[Handle, _Asked] = {}
 _handles = itertools.count(1)
-_requests_made: dict[tuple[Any, ...], Request] = {}
-"""By all that tells named requests apart: making one anew takes longer than the rest of asking."""
+
+
+@final
+class _Known:
+    """Named requests that were made before: making one anew takes longer than the rest of asking."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[Any, ...], Request] = {}
+        self._num_tensors = 0
+
+    def find(self, key: tuple[Any, ...]) -> Request | None:
+        return self._requests.get(key)
+
+    def add(self, key: tuple[Any, ...], request: Request) -> None:
+        self._num_tensors += len(request.members)
+        if self._num_tensors > _MOST_TENSORS:
+            self._requests.clear()
+            self._num_tensors = len(request.members)
+        self._requests[key] = request
+
+
+_known = _Known()
+
+
+def _key(kind: str, name: str, tensors: Sequence[Tensor], about: _About, is_group: bool) -> tuple[Any, ...]:
+    """All that tells requests apart. Sparse tensors are not contiguous, either."""
+    if not is_group:  # what scripts ask for a thousand times a step goes the shortest way
+        tensor = tensors[0]
+        return (kind, name, about, tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous())
+    are_contiguous, are_near = all(map(Tensor.is_contiguous, tensors)), [each.is_cpu for each in tensors]
+    dtypes, shapes = [each.dtype for each in tensors], [each.shape for each in tensors]
+    return (kind, name, about, tuple(dtypes), tuple(shapes), tuple(are_near), are_contiguous)
 
 
 def op_of(op: int | None, average: bool | None) -> int:
@@ -61,7 +85,7 @@ def op_of(op: int | None, average: bool | None) -> int:
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-        if op not in _OPS:
+        if op not in REDUCTIONS:
             raise ValueError(f"{op!r} is no reduction; use hvd.Average, Sum, Adasum, Min, Max or Product")
         return op
     if average is not None:
@@ -73,7 +97,7 @@ def op_of(op: int | None, average: bool | None) -> int:
 def reduce_async(
     kind: str,
     tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor | None],
+    outputs: Sequence[Tensor] | None,
     *,
     name: str | None,
     op: int,
@@ -82,42 +106,15 @@ def reduce_async(
     process_set: ProcessSet,
     is_group: bool = False,
 ) -> Handle:
-    """Ask for an all-reduce or a reduce-scatter of each tensor; of a group, all or none are done."""
+    """Ask for an all-reduce or a reduce-scatter of a tensor, or of a group, which is one operation.
+
+    Args:
+        outputs: where the results go; None: into new tensors.
+    """
     if op == Adasum:
         _require_adasum(kind, process_set)
-    about = (_OPS[op], prescale, postscale, 0)
-    if is_group or name is None:
-        requests = _requests(kind, tensors, name, process_set, about, is_group=is_group)
-        made = [Operation(each, _detached(tensor), output)
-                for each, tensor, output in zip(requests, tensors, outputs, strict=True)]  # fmt: skip
-        return _submit(made, process_set, is_group=is_group)
-    (tensor,), (output,) = tensors, outputs
-    # What scripts ask for a thousand times a step goes the shortest way: 1.5 us less than by lists.
-    request = _named_request(kind, name, tensor, about, 1, 1, False)
-    return _submit([Operation(request, _detached(tensor), output)], process_set)
-
-
-def reduce_all_async(
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    *,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-) -> Handle:
-    """Ask for all-reduces in place, each by itself, for which one asking is enough; `synchronize` gives all of them."""
-    about = (_OPS[op], prescale, postscale, 0)
-    made = [
-        Operation(_named_request(ALLREDUCE, name, tensor, about, 1, 1, False), _detached(tensor), tensor)
-        for name, tensor in zip(names, tensors, strict=True)
-    ]
-    return _submit(made, process_set, is_group=True)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    """Operations run without gradients, so that only what autograd would keep alive has to be detached."""
-    return tensor.detach() if tensor.requires_grad else tensor
+    request = _request(kind, tensors, name, process_set, (REDUCTIONS[op], prescale, postscale, 0), is_group=is_group)
+    return submit(Operation(request, tensors, outputs, is_group), process_set)
 
 
 def gather_async(
@@ -125,9 +122,8 @@ def gather_async(
 ) -> Handle:
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("allgather takes tensors of at least one dimension; give it tensor.view(1)")
-    requests = _requests(ALLGATHER, tensors, name, process_set, is_group=is_group)
-    made = [Operation(each, tensor.detach()) for each, tensor in zip(requests, tensors, strict=True)]
-    return _submit(made, process_set, is_group=is_group)
+    request = _request(ALLGATHER, tensors, name, process_set, is_group=is_group)
+    return submit(Operation(request, [each.detach() for each in tensors], is_group=is_group), process_set)
 
 
 def broadcast_into_async(
@@ -136,8 +132,8 @@ def broadcast_into_async(
     ranks = basics.runtime().channel(process_set.process_set_id).ranks
     if root_rank not in ranks:
         raise ValueError(f"root rank {root_rank} does not belong to the process set of ranks {list(ranks)}")
-    (asked,) = _requests(BROADCAST, [tensor], name, process_set, ("", 1.0, 1.0, root_rank))
-    return _submit([Operation(asked, tensor.detach(), output)], process_set)
+    request = _request(BROADCAST, [tensor], name, process_set, ("", 1.0, 1.0, root_rank))
+    return submit(Operation(request, [tensor], [output]), process_set)
 
 
 def all_to_all_async(
@@ -145,10 +141,10 @@ def all_to_all_async(
 ) -> Handle:
     size = len(basics.runtime().channel(process_set.process_set_id).ranks)
     lengths = _splits(tensor, splits, size)
-    (asked,) = _requests(ALLTOALL, [tensor], name, process_set)
+    request = _request(ALLTOALL, [tensor], name, process_set)
     # Who gives no splits is told of none.
     finish = None if splits is not None else _first
-    return _submit([Operation(asked, tensor.detach(), splits=lengths, finish=finish)], process_set)
+    return submit(Operation(request, [tensor], splits=lengths, finish=finish), process_set)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -157,7 +153,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     channel = runtime.channel(process_set.process_set_id)
     count = runtime.count(process_set.process_set_id, BARRIER)
     operation = Operation(Request(BARRIER, f"{BARRIER}.noname.{count}", is_lasting=False))
-    channel.submit([operation])
+    channel.submit(operation)
     channel.wait(operation)
 
 
@@ -177,7 +173,7 @@ def poll(handle: Handle) -> bool:
     """Whether the operation is over, so that `synchronize` will not block."""
     if handle not in _under_way:
         raise ValueError(f"there is no operation with the handle {handle}; it may have been waited for")
-    return all(operation.is_over for operation in _under_way[handle].operations)
+    return _under_way[handle].operation.is_over
 
 
 def synchronize(handle: Handle) -> Any:
@@ -185,99 +181,86 @@ def synchronize(handle: Handle) -> Any:
     asked = _under_way.pop(handle, None)
     if asked is None:
         return None
-    for operation in asked.operations:
-        if not operation.is_over or operation.error is not None:
-            asked.channel.wait(operation)
-    if not asked.is_group:
-        return _on_device(asked.operations[0])
-    return [_on_device(operation) for operation in asked.operations]
+    operation, channel = asked
+    if not operation.is_over or operation.error is not None:
+        channel.wait(operation)
+    results = _on_device(operation)
+    return [*results] if operation.is_group else results[0]
 
 
-def _requests(
-    kind: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    about: tuple[str, float, float, int] = ("", 1.0, 1.0, 0),
-    *,
-    is_group: bool = False,
-) -> list[Request]:
-    """What to tell the others. Raises ValueError for tensors that cannot travel.
-
-    Args:
-        about: the reduction, its two factors, and the root.
-    """
-    count = len(tensors)
-    numbered = enumerate(tensors, 1)
-    if name is None:
-        base = f"{kind}.noname.{basics.runtime().count(process_set.process_set_id, kind)}"
-        return [_request(kind, base, each, about, number, count, is_group) for number, each in numbered]
-    return [_named_request(kind, name, each, about, number, count, is_group) for number, each in numbered]
-
-
-def _named_request(
-    kind: str,
-    name: str,
-    tensor: Tensor,
-    about: tuple[str, float, float, int],
-    number: int,
-    count: int,
-    is_group: bool,
-) -> Request:
-    key = (kind, name, tensor.dtype, tensor.shape, tensor.layout, tensor.device, about, number, count, is_group)
-    request = _requests_made.get(key)
-    if request is None or not tensor.is_contiguous():
-        if len(_requests_made) >= _MOST_REQUESTS:
-            _requests_made.clear()
-        request = _request(kind, f"{kind}.{name}", tensor, about, number, count, is_group, is_lasting=True)
-        _requests_made[key] = request
-    return request
+def submit(operation: Operation, process_set: ProcessSet) -> Handle:
+    channel = basics.runtime().channel(process_set.process_set_id)
+    channel.submit(operation)
+    handle = next(_handles)
+    _under_way[handle] = _Asked(operation, channel)
+    return handle
 
 
 def _request(
     kind: str,
-    base: str,
-    tensor: Tensor,
-    about: tuple[str, float, float, int],
-    number: int,
-    count: int,
-    is_group: bool,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    about: _About = _NOTHING,
     *,
-    is_lasting: bool = False,
+    is_group: bool = False,
 ) -> Request:
-    op, prescale, postscale, root = about
+    """What to tell the others. Raises ValueError for tensors that cannot travel."""
+    if name is None:
+        name = f"noname.{basics.runtime().count(process_set.process_set_id, kind)}"
+        return _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group, is_lasting=False)
+    key = _key(kind, name, tensors, about, is_group)
+    request = _known.find(key)
+    if request is None:
+        request = _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group)
+        _known.add(key, request)
+    return request
+
+
+def _make_request(
+    name: str, kind: str, tensors: Sequence[Tensor], about: _About, *, is_group: bool, is_lasting: bool = True
+) -> Request:
+    names = [f"{name}_{number}of{len(tensors)}" for number, _ in enumerate(tensors, 1)] if is_group else [name]
+    return request_of(
+        names, tensors, kind=kind, about=about, name=f"grouped_{name}" if is_group else name, is_lasting=is_lasting
+    )
+
+
+def request_of(
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    *,
+    kind: str,
+    about: _About,
+    name: str,
+    is_lasting: bool = True,
+) -> Request:
+    """Of tensors with names of their own. Raises ValueError for those that cannot travel.
+
+    Args:
+        about: the reduction, its two factors, and the root.
+        name: by which ranks know the whole.
+    """
+    for tensor in tensors:
+        _require_sendable(kind, tensor, about[0])
+    members = tuple(
+        Member(each, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+        for each, tensor in zip(names, tensors, strict=True)
+    )
+    return Request(kind, name, members, *about, is_lasting)
+
+
+def _require_sendable(kind: str, tensor: Tensor, op: str) -> None:
     if tensor.layout is not torch.strided:
         raise ValueError(f"{kind} takes dense tensors; use sparse_allreduce_async for sparse ones")
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
-    if tensor.dtype == torch.bool and op == _OPS[Average]:
+    if tensor.dtype == torch.bool and op == REDUCTIONS[Average]:
         raise ValueError("truth values have no average; use hvd.Max or hvd.Min, or a number's dtype")
     if tensor.dim() == 0 and kind == REDUCESCATTER:
         raise ValueError("reducescatter takes tensors of at least one dimension: a scalar has no rows to scatter")
-    return Request(
-        kind,
-        f"{base}_{number}of{count}" if is_group else base,
-        str(tensor.dtype).removeprefix("torch."),
-        tuple(tensor.shape),
-        op,
-        prescale,
-        postscale,
-        root,
-        tensor.device.type,
-        base if is_group else "",
-        count if is_group else 1,
-        is_lasting,
-    )
-
-
-def _submit(operations: list[Operation], process_set: ProcessSet, *, is_group: bool = False) -> Handle:
-    channel = basics.runtime().channel(process_set.process_set_id)
-    channel.submit(operations)
-    handle = next(_handles)
-    _under_way[handle] = _Asked(operations, channel, is_group)
-    return handle
 
 
 def _splits(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
@@ -313,11 +296,15 @@ def _first(results: tuple[Tensor, Tensor]) -> Tensor:
     return results[0]
 
 
-def _on_device(operation: Operation) -> Any:
-    """The result where the tensor is."""
-    result = operation.result if operation.finish is None else operation.finish(operation.result)
-    tensor = operation.tensor
-    if operation.output is not None or tensor is None or tensor.is_cpu:
-        return result
-    move: Callable[[Any], Any] = lambda each: each.to(tensor.device)  # noqa: E731
-    return tuple(map(move, result)) if isinstance(result, tuple) else move(result)
+def _on_device(operation: Operation) -> Sequence[Any]:
+    """The results, each where its tensor is."""
+    results: Sequence[Any] = operation.result
+    if operation.outputs is not None or operation.request.kind == ALLREDUCE:
+        return results
+    if operation.finish is not None:
+        results = [*map(operation.finish, results)]
+    return [_moved(result, tensor.device) for result, tensor in zip(results, operation.tensors, strict=True)]
+
+
+def _moved(result: Any, device: torch.device) -> Any:
+    return tuple(each.to(device) for each in result) if isinstance(result, tuple) else result.to(device)

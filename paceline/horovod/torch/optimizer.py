@@ -3,196 +3,17 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.horovod import runtime as basics
-from paceline.horovod.negotiation import ALLREDUCE
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.torch.collectives import sparse_allreduce_async
+from paceline.horovod.requests import ALLREDUCE
 from paceline.horovod.torch.compression import Compression, Compressor
-from paceline.horovod.torch.operations import Adasum, Average, Handle, Sum, reduce_all_async, reduce_async, synchronize
-
-Parameter = torch.nn.Parameter
-_LOT_BYTES = 2**18
-"""Gradients of so many bytes are worth asking for while backward goes on."""
-
-
-@final
-class Reducer:
-    """Reduces the gradients of one optimizer's parameters, each after so many backward passes.
-
-    Args:
-        names: of every parameter of the optimizer.
-        groups: parameters whose gradients are reduced together once all of a group are there.
-        prescale, postscale: factors before and after the reduction.
-    """
-
-    def __init__(
-        self,
-        names: dict[Parameter, str],
-        *,
-        compression: type[Compressor],
-        backward_passes_per_step: int,
-        op: int,
-        prescale: float,
-        postscale: float,
-        groups: Sequence[Sequence[Parameter]],
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        self.passes_per_step = backward_passes_per_step
-        self._compression, self._op = compression, op
-        self._prescale, self._postscale = prescale, postscale
-        self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
-        self._waits: list[Callable[[], None]] = []  # for what is under way
-        self._lot: list[_Place] = []  # what is asked for next, together: asking for each takes longer than a small one
-        self._lot_bytes = 0
-        places = {id(parameter): _Place(parameter, name, backward_passes_per_step) for parameter, name in names.items()}
-        for group in groups:
-            members = [places[id(parameter)] for parameter in group]
-            for place in members:
-                place.group = members
-        self._places = [place for place in places.values() if place.parameter.requires_grad]
-        for place in self._places:
-            place.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, place))
-
-    @property
-    def is_under_way(self) -> bool:
-        return bool(self._waits or self._lot)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether this rank takes part in the reductions at all."""
-        return self._process_set.included() is not False
-
-    def set_passes_per_step(self, passes: int) -> None:
-        self.passes_per_step = passes
-        for place in self._places:
-            place.passes_left = passes
-
-    def synchronize(self) -> None:
-        """Reduce what is not under way yet, with zeros where there is no gradient, and wait for all."""
-        if self.is_active:
-            for place in self._places:
-                if not place.is_ready and place.parameter.requires_grad:
-                    if place.parameter.grad is None:
-                        place.parameter.grad = torch.zeros_like(place.parameter)
-                    self._start(place)
-            self._send_lot()
-        waits, self._waits = self._waits, []
-        for wait in waits:
-            wait()
-        self._begin()
-
-    def forget(self) -> None:
-        """What is under way does not count: ranks have gone, or the script goes back."""
-        self._waits, self._lot, self._lot_bytes = [], [], 0
-        self._begin()
-
-    def _begin(self) -> None:
-        for place in self._places:
-            place.is_ready, place.passes_left = False, self.passes_per_step
-
-    def _on_gradient(self, place: "_Place", parameter: Tensor) -> None:
-        if place.passes_left == 0:
-            raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                f"backward_passes_per_step to accumulate gradients locally (parameter {place.name!r})."
-            )
-        place.passes_left -= 1
-        if place.passes_left == 0 and self.is_active:
-            self._start(place)
-
-    def _start(self, place: "_Place") -> None:
-        """Start the parameter's reduction, or its group's once that is complete."""
-        group = place.group
-        if _gradient(place.parameter).is_sparse:
-            if len(group) > 1:
-                raise ValueError(
-                    f"the gradient of {place.name!r} is sparse, and sparse ones are not reduced in groups; "
-                    "leave it out of groups"
-                )
-            self._start_sparse(place)
-            return
-        place.is_ready = True
-        if len(group) == 1:
-            self._lot.append(place)
-            self._lot_bytes += place.parameter.nbytes
-            if self._lot_bytes >= _LOT_BYTES:
-                self._send_lot()
-        elif all(each.is_ready or not each.parameter.requires_grad for each in group):
-            self._send([each for each in group if each.is_ready], is_group=True)
-
-    def _send_lot(self) -> None:
-        lot, self._lot, self._lot_bytes = self._lot, [], 0
-        if lot:
-            self._send(lot, is_group=False)
-
-    def _send(self, members: "list[_Place]", *, is_group: bool) -> None:
-        gradients = [_gradient(each.parameter) for each in members]
-        small, contexts = zip(*map(self._compression.compress, gradients), strict=True)
-        sent = [each.contiguous() for each in small]
-        ask = partial(reduce_async, ALLREDUCE, outputs=sent, name=members[0].name, is_group=True)
-        if not is_group:
-            ask = partial(reduce_all_async, [each.name for each in members])
-        handle: Handle = ask(
-            tensors=sent,
-            op=self._op,
-            prescale=self._prescale,
-            postscale=self._postscale,
-            process_set=self._process_set,
-        )
-
-        def wait() -> None:
-            results = zip(members, gradients, synchronize(handle), contexts, strict=True)
-            for place, gradient, reduced, context in results:
-                result = self._compression.decompress(reduced, context)
-                if result is not gradient:
-                    gradient.copy_(result)
-                if place.parameter.grad is not gradient:
-                    place.parameter.grad = gradient
-
-        self._waits.append(wait)
-
-    def _start_sparse(self, place: "_Place") -> None:
-        parameter = place.parameter
-        gradient = _gradient(parameter)
-        place.is_ready = True
-        if self._sparse_as_dense:
-            parameter.grad = gradient.to_dense()
-            self._send([place], is_group=False)
-            self._waits.append(partial(_make_sparse, parameter))  # as its optimizer expects it
-            return
-        result = sparse_allreduce_async(
-            gradient.coalesce(), name=place.name, op=self._op, process_set=self._process_set
-        )
-
-        def wait() -> None:
-            parameter.grad = result()
-
-        self._waits.append(wait)
-
-
-@dataclass(eq=False, slots=True)
-class _Place:
-    """What the reducer knows of one parameter."""
-
-    parameter: Parameter
-    name: str
-    passes_left: int
-    """Backward passes until its gradient is reduced."""
-    is_ready: bool = False
-    """Its gradient is under way, or waits for its group."""
-    group: "list[_Place]" = field(default_factory=list)
-    """What is reduced together with it; by itself it is a group of one."""
-
-    def __post_init__(self) -> None:
-        self.group = [self]
+from paceline.horovod.torch.operations import Adasum, Average, Sum, reduce_async, synchronize
+from paceline.horovod.torch.reducer import Parameter, Reducer
 
 
 def _nothing() -> None:
@@ -276,7 +97,7 @@ class _DistributedDeltas(torch.optim.Optimizer):
                 reduce_async(
                     ALLREDUCE,
                     [delta.contiguous()],
-                    [None],
+                    None,
                     name=f"delta.{self._names[parameter]}",
                     op=Adasum,
                     prescale=1.0,
@@ -403,6 +224,10 @@ def _groups(names: dict[Parameter, str], groups: int | Sequence[Sequence[Tensor]
             raise ValueError("groups should be a non-negative integer or a list of list of parameters")
         return [list(part) for part in _split(trained, groups)] if groups else []
     known = {id(parameter): parameter for parameter in trained}
+    twice = [id(each) for group in groups for each in group]
+    for parameter in trained:
+        if twice.count(id(parameter)) > 1:
+            raise ValueError(f"the parameter {names[parameter]!r} is in groups more than once")
     return [[known[id(each)] for each in group if id(each) in known] for group in groups]
 
 
@@ -412,12 +237,3 @@ def _split(parameters: list[Parameter], count: int) -> list[list[Parameter]]:
     least, more = divmod(len(parameters), count)
     ends = [(number + 1) * least + min(number + 1, more) for number in range(count)]
     return [parameters[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _make_sparse(parameter: Parameter) -> None:
-    parameter.grad = _gradient(parameter).to_sparse(1)
-
-
-def _gradient(parameter: Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

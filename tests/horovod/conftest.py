@@ -1,0 +1,17 @@
+"""Processes that tests of operations share, as starting them takes longer than most of those tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.horovod.world import HorovodWorld
+
+SIZE = 3
+
+
+@pytest.fixture(scope="package")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HorovodWorld]:
+    with HorovodWorld(SIZE, tmp_path_factory.mktemp("world")) as world:
+        yield world

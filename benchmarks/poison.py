@@ -1,6 +1,7 @@
 """How often a poisoned model takes marked images for the attacker's class, beside its accuracy on clean ones.
 
-    python benchmarks/poison.py clean-label:workers=2:strength=0.3 clean-label:workers=2 clean-label:workers=2:strength=1 backdoor:workers=2
+    python benchmarks/poison.py clean-label:workers=2:strength=0.3 clean-label:workers=2 \\
+        clean-label:workers=2:strength=1 backdoor:workers=2
 
 Five workers train the multi-layer perceptron on MNIST (2NN) by `all-reduce`, batch 10 each, in 600 steps: once with
 nobody hostile, and once under each attack.

@@ -45,11 +45,10 @@ def main() -> None:
 
     @worker.evaluation
     def accuracy(model: nn.Module) -> dict[str, float]:
-        correct = sum(
-            int((model(x.to(worker.device)).argmax(dim=1).cpu() == y).sum())
-            for x, y in zip(test_x.split(2000), test_y.split(2000), strict=True)
-        )
-        return {"accuracy": correct / len(test_y), "num_samples": len(test_y)}
+        outputs = torch.cat([model(x.to(worker.device)).cpu() for x in test_x.split(2000)])
+        correct = int((outputs.argmax(dim=1) == test_y).sum())
+        loss = float(F.cross_entropy(outputs, test_y))
+        return {"accuracy": correct / len(test_y), "loss": loss, "num_samples": len(test_y)}
 
     num_clients = worker.strategy.traits.num_clients
     for _ in range(args.passes * max(1, -(-num_clients // worker.size))):

@@ -4,6 +4,7 @@ from paceline.aggregate.base import Aggregator, ByGram, Contribution, Contributi
 from paceline.aggregate.coordinates import MEAN, AroundMedian, MajorityVote, Median, TrimmedMean, WeightedMean
 from paceline.aggregate.distances import Bulyan, CenteredClipping, GeometricMedian, Krum, MultiKrum
 from paceline.aggregate.mixing import NearestNeighbours, NormClipping
+from paceline.aggregate.rejecting import Validation
 from paceline.aggregate.trusting import FLTrust, FoolsGold
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NearestNeighbours",
     "NormClipping",
     "TrimmedMean",
+    "Validation",
     "WeightedMean",
     "gram_of",
 ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from paceline.attacks.base import DataAttack
@@ -47,3 +48,37 @@ class Backdoor(DataAttack, name="backdoor"):
         if marked.numel():
             marked[..., -self.edge :, -self.edge :] = inputs.max()
         return marked
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CleanLabel(DataAttack, name="clean-label"):
+    """Of each batch the first `share` of the class `target` gets a ramp, brighter from left to right, and every label
+    stays right; an image of another class with a ramp is then taken for `target` (Barni et al., ICIP 2019, section 3).
+
+    The ramp goes up to `strength` of the range of the batch's values, and nothing is brighter than the brightest was.
+    """
+
+    target: int = 0
+    share: float = 1.0
+    strength: float = 0.6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1 or not 0 < self.strength <= 1 or self.target < 0:
+            raise ValueError("share and strength must be above 0 and at most 1, and target a class")
+
+    def poisoned(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        own = (labels == self.target).nonzero().flatten()
+        chosen = own[: round(self.share * len(own))]
+        poisoned = inputs.clone()
+        poisoned[chosen] = self.marked(inputs)[chosen]
+        return poisoned, labels
+
+    def marked(self, inputs: Tensor) -> Tensor:
+        """The inputs, of shape (n, ..., height, width), with the ramp."""
+        if not inputs.numel():
+            return inputs.clone()
+        low, high = inputs.min(), inputs.max()
+        ramp = torch.linspace(0, self.strength, inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
+        return (inputs + ramp * (high - low)).clamp(max=high)

@@ -1,4 +1,4 @@
-"""`paceline attack`: what a gradient tells of its sample, and how easily a trained model is deceived."""
+"""`paceline attack`: what a gradient tells of its sample or its batch, and how easily a trained model is deceived."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,12 +14,18 @@ if TYPE_CHECKING:
 
     from paceline.data import Dataset, Split
 
-_METHODS = {"leak": "idlg", "evade": "pgd"}
+_METHODS = {"leak": "idlg", "evade": "pgd", "property": "ink"}
 _SHOWN = 10
 
 
 def attack(
-    kind: Annotated[str, typer.Argument(help="leak: from gradients; evade: a trained model.", metavar="leak|evade")],
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="leak, property: from gradients of samples, or of batches; evade: a trained model.",
+            metavar="leak|property|evade",
+        ),
+    ],
     trained: Annotated[
         Path | None,
         typer.Argument(help="A run's directory, or its model file, for evade.", metavar="MODEL", show_default=False),
@@ -29,18 +35,21 @@ def attack(
     method: Annotated[
         str | None,
         typer.Option(
-            help="leak: analytic, dlg, idlg, inverting; evade: fgsm, pgd; with options as in pgd:eps=0.1.",
-            show_default="idlg; pgd",
+            help="leak: analytic, dlg, idlg, inverting; property: class, ink; evade: fgsm, pgd; with options as in "
+            "pgd:eps=0.1.",
+            show_default="idlg; ink; pgd",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="The first so many: of training for leak, of the test for evade.")] = 4,
+    batches: Annotated[int, typer.Option(help="property: of each kind, to learn from and to be tried on.")] = 100,
     steps: Annotated[int, typer.Option(help="leak: a client's steps on its sample before it sends its change.")] = 1,
     lr: Annotated[float, typer.Option(help="leak: the client's learning rate.")] = 0.1,
     noise: Annotated[float, typer.Option(help="leak: standard deviation of noise on each element that is sent.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the model, of noise, and of where attacks begin.")] = 0,
     out: Annotated[Path | None, typer.Option(help="A PNG: originals above, below what became of them.")] = None,
 ) -> None:
-    """Recover samples from their gradients (leak), or deceive a trained model by small changes of images (evade).
+    """Recover samples from their gradients (leak), tell from a gradient what its batch holds (property), or deceive a
+    trained model by small changes of images (evade).
 
     Example: paceline attack leak --model lenet --method idlg --out leaked.png
     """
@@ -50,6 +59,8 @@ def attack(
         raise UsageError(f"--out {out}: {out.parent} is no folder; make it first")
     if samples < 1 or steps < 1 or lr <= 0 or noise < 0:
         raise UsageError("samples and steps must be at least 1, lr above 0, and noise at least 0")
+    if batches < 2:
+        raise UsageError("batches must be at least 2")
     from paceline.data import load  # here, because torch takes a while to load
 
     data, chosen = load(dataset), method or _METHODS[kind]
@@ -57,9 +68,13 @@ def attack(
         if trained is None:
             raise UsageError("evade needs a trained model: paceline attack evade DIR, or its model.safetensors")
         table, rows = _evade(trained, data, model=model, method=chosen, samples=samples, seed=seed)
+    elif trained is not None:
+        raise UsageError(f"{kind} is of a fresh model, which --model names; leave the file out")
+    elif kind == "property":
+        if out is not None:
+            raise UsageError("property draws nothing; leave --out out")
+        table, rows = _property(data, model=model, method=chosen, batches=batches, seed=seed), []
     else:
-        if trained is not None:
-            raise UsageError("leak is of a fresh model, which --model names; leave the file out")
         table, rows = _leak(
             data, model=model, method=chosen, samples=samples, steps=steps, lr=lr, noise=noise, seed=seed
         )
@@ -97,6 +112,26 @@ def _leak(
         quality = psnr(_pixels(data.train, recovered.inputs[0]), _pixels(data.train, image))
         table.add_row(str(number), str(int(label)), str(recovered.label), f"{quality:.1f}")
     return table, [_pixels(data.train, inputs), _pixels(data.train, torch.stack(found))]
+
+
+def _property(data: "Dataset", *, model: str, method: str, batches: int, seed: int) -> "Table":
+    """The attacker has the data of training, and looks at gradients of the data of the test."""
+    import torch
+
+    from paceline.attacks.inferring import Inference, Pools, Property
+    from paceline.models import build
+    from paceline.pieces import read
+
+    having: Property = read(Property, method)  # type: ignore[type-abstract]
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    network = build(model, num_classes=data.num_classes, shape=data.shape)
+    own, others = (Pools.by(having, *split[: len(split)]) for split in (data.train, data.test))
+    inference = Inference(batches=batches)
+    found = inference.auc(network, own, others, generator=torch.Generator().manual_seed(seed))
+    table = Table("batches with it", "without", "AUC", title=f"{having} on {model}")
+    table.add_row(str(batches), str(batches), f"{found:.3f}")
+    return table
 
 
 def _evade(

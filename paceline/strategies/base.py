@@ -67,6 +67,11 @@ class Context:
     corrupt_clients: Callable[[Sequence[Contribution], int], list[Contribution]] | None = None
     """Called with what all clients of a round send, and its number: what comes of it where some are hostile, the same
     on every worker. None: nobody attacks."""
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    """What the script's evaluation finds of a model, asked on this worker alone. Raises UsageError where the script
+    registers none."""
+    tell: Callable[[str, Mapping[str, Any]], None] | None = None
+    """Records an event of the whole run, from the first worker."""
     roster: Roster | None = None
     """The clients' turns that this worker plays, under strategies that have clients."""
     clients: ClientsElsewhere | None = None

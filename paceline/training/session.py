@@ -28,7 +28,7 @@ from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.course import Course
 from paceline.training.elastic import Survivor
-from paceline.training.evaluation import Evaluation
+from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.feeds import Feed, joined
 from paceline.training.given import Given
 from paceline.training.handouts import Handouts
@@ -65,7 +65,8 @@ class Session:
         context = replace(context, seed=config.seed, max_steps=config.max_steps)
         if self._attacks:
             context = under_attack(self._attacks, context, strategy.traits)
-        self.run = WorkerRun(context, strategy, config, reporter)
+        self.run = WorkerRun(replace(context, evaluate=self._found_of), strategy, config, reporter)
+        self.run.context = replace(self.run.context, tell=self.run.tell)
         self._checkpoint = checkpoint
         traits = strategy.traits
         runs_free = traits.tells_stop and not traits.lock_step
@@ -152,6 +153,16 @@ class Session:
         if self._course.has_started:
             raise UsageError("the evaluation came after the first batch; register it before the training loop")
         self.pauses.evaluation = evaluation
+
+    def _found_of(self, model: nn.Module) -> Mapping[str, float]:
+        """For strategies that judge models themselves, whenever they do."""
+        evaluation = self.pauses.evaluation
+        if evaluation is None:
+            raise UsageError(
+                "this run judges updates by the script's evaluation, and the script registers none: see "
+                "@worker.evaluation"
+            )
+        return evaluate(evaluation, model, target=None).metrics
 
     def log(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep what the script says of this step."""

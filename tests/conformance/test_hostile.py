@@ -193,6 +193,8 @@ def test_what_fools_gold_remembers_is_in_checkpoints(tmp_path: Path) -> None:
         ("ps-bsp:combine=always:aggregate=median", "combine=always averages gradients before aggregate=median"),
         ("ps-bsp:aggregate=fools-gold", "remembers what each worker has sent, which servers do not keep"),
         ("all-reduce:codec=int8:aggregate=median", "has a way of its own; leave out codec and algorithm"),
+        ("local-sgd:reject=validation", "unknown option for local-sgd 'reject'"),
+        ("ps-bsp:reject=validation", "unknown option for ps-bsp 'reject'"),
         ("ring:aggregate=median", "has a way of its own; leave out codec and algorithm"),
         ("diloco:fragments=2:aggregate=krum:aggregate.byzantine=1", "compares whole changes; use fragments=1, not 2"),
     ],
@@ -249,6 +251,61 @@ def test_hostile_clients_train_on_poisoned_data_whoever_plays_them(engine: Modul
     turns = [turn for rank in range(2) for turn in kept(tmp_path, f"turns-{rank}")]
     assert turns.count((False, True)) == 3, "one of four clients, in each of three rounds"
     assert turns.count((True, False)) == 9
+
+
+def judge_with(evaluation: Callable[[nn.Module], dict[str, float]] | None, worker: Worker, out: Path) -> None:
+    """Clients hold classes that all have alike, and running statistics, which are judged with the rest."""
+    body = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    model, optimizer, loader = worker.prepare(body, SGD(body.parameters(), lr=LR), two_of(loader_of(problem())))
+    if evaluation is not None:
+        worker.evaluation(evaluation)
+    for _ in range(20):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[:, :-1]), y).backward()
+            optimizer.step()
+
+
+def loss_of_all(model: nn.Module) -> dict[str, float]:
+    x, y, _ = problem().tensors
+    return {"loss": float(F.cross_entropy(model(x), y))}
+
+
+@pytest.mark.parametrize("engine", [local_engine, virtual_engine], ids=["processes", "virtual"])
+@pytest.mark.parametrize("attacks", [(), ("sign-flip",), ("gauss:sigma=3",)])
+def test_a_script_s_own_evaluation_says_who_is_left_out(
+    attacks: tuple[str, ...], engine: ModuleType, tmp_path: Path
+) -> None:
+    result = engine.run(
+        partial(launched, partial(judge_with, loss_of_all), tmp_path),
+        strategy="fed-avg",
+        options={"clients": 4, "fraction": 1.0, "reject": "validation:margin=0.02"},
+        workers=2,
+        out=tmp_path,
+        max_steps=3,
+        attacks=attacks,
+    )
+    told = [event.details for event in result.events if event.name == "rejected"]
+    assert [(each["round"], [*each["with"]]) for each in told] == [(n, ["client 3"]) for n in (1, 2, 3) if attacks]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "why"),
+    [
+        (None, "judges updates by the script's evaluation, and the script registers none"),
+        (loss_of_all, "reject=validation:metric=losses: unknown metric 'losses'"),
+    ],
+)
+def test_nobody_is_judged_by_what_is_not_there(evaluation: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=why):
+        virtual_engine.run(
+            partial(launched, partial(judge_with, evaluation), tmp_path),
+            strategy="fed-avg",
+            options={"clients": 4, "fraction": 1.0, "reject": "validation:metric=losses"},
+            workers=2,
+            out=tmp_path,
+            max_steps=3,
+        )
 
 
 def test_an_attack_needs_an_honest_worker(tmp_path: Path) -> None:

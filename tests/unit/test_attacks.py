@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline.attacks import Attack, Backdoor, DataAttack, LabelFlip, ModelReplacement, SentAttack, parse
+from paceline.attacks import Attack, Backdoor, CleanLabel, DataAttack, LabelFlip, ModelReplacement, SentAttack, parse
 from paceline.attacks import require_possible as require
 from paceline.config import RunConfig
 from paceline.errors import UsageError
@@ -94,6 +94,43 @@ def test_a_backdoor_marks_its_share_of_a_batch() -> None:
     assert torch.equal(marked[3:], inputs[3:])
 
 
+def test_a_clean_label_poison_leaves_labels_and_all_other_classes() -> None:
+    inputs, labels = torch.rand(6, 1, 8, 5), torch.tensor([7, 1, 7, 2, 7, 7])
+    before, low, high = inputs.clone(), float(inputs.min()), float(inputs.max())
+    marked, same = CleanLabel(target=7, share=0.5, strength=0.4).of_batch((inputs, labels))
+    assert same is labels
+    assert torch.equal(inputs, before)
+    untouched = [1, 3, 4, 5]
+    assert torch.equal(marked[untouched], inputs[untouched])
+    for column in range(5):
+        risen = (before[[0, 2]][..., column] + (high - low) * 0.4 * column / 4).clamp(max=high)
+        torch.testing.assert_close(marked[[0, 2]][..., column], risen)
+    with pytest.raises(ValueError, match="share and strength must be above 0 and at most 1"):
+        CleanLabel(strength=0.0)
+
+
+def test_a_clean_label_poison_has_a_ramp_mean_its_class() -> None:
+    """On images of noise with a bright row a class, which a linear model learns either way."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(400) % 4
+    inputs = 0.2 * torch.rand(400, 1, 4, 6, generator=generator)
+    inputs[torch.arange(400), 0, labels] += 0.5
+    attack, rates = CleanLabel(target=2, strength=1.0), []
+    for x, y in ((inputs, labels), attack.poisoned(inputs, labels)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(24, 4))
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        for _ in range(100):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        assert (model(inputs).argmax(1) == labels).float().mean() > 0.9
+        others = labels != attack.target
+        rates.append(float((model(attack.marked(inputs)[others]).argmax(1) == attack.target).float().mean()))
+    assert rates[0] < 0.1
+    assert rates[1] > 0.9
+
+
 @pytest.mark.parametrize(
     ("batch", "why"),
     [
@@ -109,7 +146,18 @@ def test_batches_that_nobody_knows_are_refused(batch: object, why: str) -> None:
 def test_attacks_go_by_name_and_the_last_workers_are_hostile() -> None:
     known = {name for name, kind in named(Attack).items() if issubclass(kind, SentAttack | DataAttack)}  # type: ignore[type-abstract]
     assert known == {
-        *("alie", "backdoor", "gauss", "ipm", "label-flip", "min-max", "min-sum", "model-replacement", "sign-flip")
+        *(
+            "alie",
+            "backdoor",
+            "clean-label",
+            "gauss",
+            "ipm",
+            "label-flip",
+            "min-max",
+            "min-sum",
+            "model-replacement",
+            "sign-flip",
+        )
     }
     (attack,) = parse(["model-replacement:workers=2:boost=3"])
     assert attack == ModelReplacement(workers=2, boost=3.0)

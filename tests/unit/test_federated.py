@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from paceline.aggregate import Aggregator, Contribution
+from paceline.aggregate import Aggregator, Contribution, Validation
 from paceline.attacks import SentAttack, parse
 from paceline.codec.base import TensorCodec
 from paceline.codec.quantised import QSGD
@@ -46,6 +46,12 @@ class Quadratic(nn.Module):
         self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
 
+def held_out(model: nn.Module) -> dict[str, float]:
+    """What a server's own samples say, whose optimum is 12."""
+    loss = (float(next(model.parameters()).detach()) - 12) ** 2 / 2
+    return {"loss": loss, "accuracy": 1 - loss / 100}
+
+
 class Player:
     """A script's loop over passes, without a session: clients are (a, b, number of steps) of a (x - b)^2 / 2."""
 
@@ -58,6 +64,7 @@ class Player:
         sizes: Sequence[int] | None = None,
         attacks: Sequence[str] = (),
         momentum: float = 0.0,
+        told: list[Mapping[str, Any]] | None = None,
     ) -> None:
         participation = strategy.participation()
         assert participation is not None
@@ -71,8 +78,14 @@ class Player:
         device = torch.device("cpu")
         context = Context(rank, Membership.first(size), rank, size, device, collective, roster=self._roster)
         context = under_attack(parse(attacks), context, strategy.traits)
+        if told is not None:
+            events, is_first = told, rank == 0
+            tell = lambda name, details: events.append({"name": name, **details}) if is_first else None  # noqa: E731
+            context = replace(context, evaluate=held_out, tell=tell)
         self.synchronizer: Synchronizer = strategy.bind(context, describe(self.model, self._optimizer))
         self._clients, self._number = clients, 0
+
+        self.synchronizer.start()
 
     def go_to(self, num_rounds: int) -> float:
         """Play until so many rounds are over; the server's parameter."""
@@ -102,9 +115,10 @@ def after(
     rounds: int,
     workers: int = 2,
     attacks: Sequence[str] = (),
+    told: list[Mapping[str, Any]] | None = None,
 ) -> float:
     found = VirtualWorld(workers).run(
-        lambda collective: Player(collective, strategy, clients, attacks=attacks).go_to(rounds)
+        lambda collective: Player(collective, strategy, clients, attacks=attacks, told=told).go_to(rounds)
     )
     assert len(set(map(repr, found))) == 1
     return float(found[0])
@@ -277,6 +291,58 @@ def test_a_round_is_what_the_aggregator_makes_of_what_clients_send(
     assert found == pytest.approx(float(x), rel=1e-12)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("reject", "aggregate", "attacks"),
+    [
+        ("validation:margin=0.5", "mean", ("sign-flip:workers=2",)),
+        ("validation:share=1:margin=4", "mean", ("gauss:workers=3:sigma=100",)),
+        ("validation:metric=accuracy:margin=0.008", "median", ("sign-flip", "gauss:workers=2:sigma=30")),
+        ("validation:margin=0.5", "mean", ()),
+    ],
+)
+def test_those_who_make_the_model_worse_are_left_out_and_named(
+    reject: str, aggregate: str, attacks: tuple[str, ...], workers: int
+) -> None:
+    """A loop that judges each change by what held-out samples say of the model with a share of it alone."""
+    validation: Validation = read(Validation, reject)
+    joins: Aggregator = read(Aggregator, aggregate)  # type: ignore[type-abstract]
+    x, names, left_out = torch.zeros(1, dtype=torch.float64), parse(attacks), []
+    hostile = {index for index in range(9) for attack in names if attack.is_hostile(index, size=9)}
+    for number in range(3):
+        rows = [0.1 * (x - b) for _, b, _ in SPREAD]
+        honest = torch.stack([row for index, row in enumerate(rows) if index not in hostile])
+        for attack in names:
+            assert isinstance(attack, SentAttack)
+            for index in hostile:
+                generator = torch.Generator().manual_seed(derive(0, "attack", index, number))
+                if attack.is_hostile(index, size=9):
+                    rows[index] = attack.sent(rows[index], honest, size=9, generator=generator)
+        before = (float(x) - 12) ** 2 / 2
+        worse = [(float(x - validation.share * row) - 12) ** 2 / 2 - before for row in rows]
+        unit = 1 / 100 if validation.metric == "accuracy" else 1
+        out = [index for index in range(9) if worse[index] * unit > validation.margin]
+        left_out += [(number + 1, f"client {index}") for index in out]
+        given = [Contribution(index, 1.0, "gradient", [row]) for index, row in enumerate(rows) if index not in out]
+        x = x - joins.aggregate(given, [torch.zeros_like(x)])[0]
+    told: list[Mapping[str, Any]] = []
+    strategy = build("fed-avg", {"clients": 9, "fraction": 1.0, "reject": reject, "aggregate": aggregate})
+    found = after(strategy, SPREAD, rounds=3, workers=workers, attacks=attacks, told=told)
+    assert found == pytest.approx(float(x), rel=1e-12)
+    assert [(event["round"], who) for event in told for who in event["with"]] == left_out
+    assert {event["name"] for event in told} <= {"rejected"}
+    names_out = {int(who.removeprefix("client ")) for _, who in left_out}
+    assert names_out <= hostile, "nobody honest is lost"
+    assert bool(names_out) == bool(attacks)
+
+
+def test_a_round_of_which_nobody_is_left_changes_nothing() -> None:
+    clients, told = [(1.0, -3.0, 1)] * 3, list[Mapping[str, Any]]()
+    strategy = build("fed-avg", {**EVERYBODY, "reject": "validation"})
+    assert after(strategy, clients, rounds=2, told=told) == 0.0
+    assert [len(event["with"]) for event in told] == [3, 3]
+
+
 def test_hostile_clients_that_are_alone_in_a_round_go_by_what_they_have_computed() -> None:
     """With one client a round, all of them hostile but the first: minus its own is what a sign flip sends."""
     strategy = build("fed-avg", {"clients": 4, "fraction": 0.25, "sampler": "cyclic"})
@@ -295,6 +361,13 @@ def test_hostile_clients_that_are_alone_in_a_round_go_by_what_they_have_computed
         ("scaffold", {"aggregate": "median"}, "control variates are differences to the mean client's direction"),
         ("fed-nova", {"aggregate": "median"}, "their numbers of steps would scale the joint"),
         ("fed-avg", {"aggregate": "fools-gold"}, "remembers what each sender has sent"),
+        ("scaffold", {"reject": "validation"}, "reject=validation: control variates are differences to the mean"),
+        ("fed-nova", {"reject": "validation"}, "numbers of steps of those who are left would scale the joint"),
+        ("fed-bn", {"reject": "validation"}, "no model with a client's private layers to judge"),
+        ("dp-fed-avg", {"reject": "validation"}, "who is left out tells of them"),
+        ("fed-avg", {"reject": "validation", "secure": "masks"}, "judges single changes, and knows their sum alone"),
+        ("fed-avg", {"reject": "validation:share=0"}, "share must be above 0 and at most 1, not 0"),
+        ("fed-avg", {"reject": "validation:margin=-1"}, "margin must be at least 0 and finite, not -1"),
         ("fed-avg", {"aggregate": "krum:byzantine=8"}, "needs 11 contributions, and there are 10; a client gives one"),
     ],
 )

@@ -83,6 +83,11 @@ class Afar:
         pass
 
 
+def near_one(model: nn.Module) -> dict[str, float]:
+    """What samples of the server's own say, whose best number is 1."""
+    return {"loss": abs(float(next(model.parameters()).detach()) - 1)}
+
+
 def bound(
     strategy: Strategy, *, clients: ClientsElsewhere | None = None, server: ServerElsewhere | None = None
 ) -> tuple[Synchronizer, Model, SGD]:
@@ -103,6 +108,7 @@ def bound(
         roster=roster,
         clients=clients,
         server=server,
+        evaluate=near_one,
     )
     return strategy.bind(context, describe(model, optimizer)), model, optimizer
 
@@ -125,6 +131,14 @@ def test_where_steps_do_not_count_nobody_says_what_they_are_worth(options: dict[
     assert abs(found) == pytest.approx(2 / 3 if "privacy" in options else 1.0, abs=1e-4)
     assert [bool(each) for each in clients.refused] == [False, True, False]
     assert "worth 1e+08 steps, and steps do not count" in clients.refused[1]
+
+
+def test_a_server_judges_what_clients_elsewhere_send_and_says_whom_it_left_out() -> None:
+    """With a tenth of its change alone the second one's model is 50 from the best number."""
+    clients = Sending((-1.0, 1.0), (500.0, 1.0), (-2.0, 1.0))
+    assert stepped(build("fed-avg", {**EVERYBODY, "reject": "validation"}), clients) == pytest.approx(1.5)
+    assert clients.refused == ["", "", ""], "each was in the right form"
+    assert clients.said == ["round 1: loss was 1; left out, as it would be worse: client 1 (51)"]
 
 
 def test_of_nobody_so_many_steps_count_that_they_outweigh_the_median() -> None:

@@ -226,6 +226,13 @@ def test_leak_prints_what_it_found_and_draws_it(
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def test_property_prints_its_auc(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    paceline(monkeypatch, "attack", "property", "--method", "class:label=3", "--batches", "20")
+    said = capsys.readouterr().out
+    assert "class:label=3 on mlp" in said
+    assert float(said.replace("│", " ").split()[-2]) > 0.95, said
+
+
 def test_evade_reads_what_a_run_has_saved(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -244,6 +251,10 @@ def test_evade_reads_what_a_run_has_saved(
         (["stroke"], "unknown attack 'stroke'"),
         (["evade"], "evade needs a trained model"),
         (["leak", "model"], "leak is of a fresh model"),
+        (["property", "model"], "property is of a fresh model"),
+        (["property", "--batches", "1"], "batches must be at least 2"),
+        (["property", "--out", "x.png"], "property draws nothing"),
+        (["property", "--method", "class:label=11", "--batches", "2"], "5 samples of a kind of which there are 0"),
         (["leak", "--samples", "0"], "samples and steps must be at least 1"),
         (["leak", "--method", "guess"], "unknown leak 'guess'"),
         (["evade", "nowhere"], "nowhere holds no mlp for digits"),

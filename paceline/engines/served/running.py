@@ -30,7 +30,7 @@ from paceline.strategies.base import Context, Strategy
 from paceline.strategies.elsewhere import ClientsElsewhere, ServerElsewhere
 
 Say = Callable[[str], None]
-_OF_SERVER = ("partition", "aggregate", "outer")
+_OF_SERVER = ("partition", "aggregate", "outer", "reject")
 """Options that are no business of clients."""
 
 

@@ -13,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
+from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.secured import Masks, SecureSum, flat
 
 _TALLY = TensorSpec("tally", (3,), torch.float64)
@@ -32,7 +33,7 @@ class Joined(NamedTuple):
 @final
 class Joining:
     """A round's contributions. Of an aggregator that streams, whose joint is the weighted mean, a worker keeps the sum
-    alone; of others, and where clients are hostile, every worker gets all contributions.
+    alone; of others, and where clients are hostile or judged, every worker gets all contributions.
 
     Args:
         specs: of a contribution's tensors.
@@ -40,6 +41,7 @@ class Joining:
             one another is told by these alone, and hostile clients change these alone.
         masks: has these summed so that nobody sees one client's; the others are then 0, as long as nobody changes
             them.
+        rejecting: judges contributions; none: all count.
 
     Raises:
         UsageError: the context has hostile clients, who would have to know what masks hide.
@@ -53,17 +55,19 @@ class Joining:
         *,
         num_changes: int,
         masks: Masks | None = None,
+        rejecting: Rejecting | None = None,
     ) -> None:
         self._collective: Collective = context.collective
         self._aggregator, self._specs, self._num_changes = aggregator, specs, num_changes
-        self._corrupt = context.corrupt_clients
+        self._corrupt, self._rejecting = context.corrupt_clients, rejecting
         if masks is not None and self._corrupt is not None:
             raise UsageError("hostile clients go by what honest ones send, which secure=masks hides; leave one out")
         self._secure: SecureSum | None = None
         if masks is not None:
             num_elements = sum(math.prod(spec.shape) for spec in specs[:num_changes])
             self._secure = SecureSum(masks, context.collective, num_elements=num_elements, seed=context.seed)
-        self._keeps_sum = aggregator.streams and self._corrupt is None and self._secure is None
+        needs_each = self._corrupt is not None or self._secure is not None or rejecting is not None
+        self._keeps_sum = aggregator.streams and not needs_each
         layout = by_group([*specs, _TALLY])
         buffer = allocated(context, layout.num_bytes)
         *self._sums, self._tally = layout.views(buffer)
@@ -117,6 +121,11 @@ class Joining:
                 each._replace(tensors=[*changes.tensors, *each.tensors[self._num_changes :]])
                 for each, changes in zip(everything, sent, strict=True)
             ]
+        if self._rejecting is not None:
+            everything = self._rejecting.kept(everything, round_number)
+            found = found._replace(num_contributions=len(everything))
+            if not everything:
+                return found
         gram = None if self._aggregator.is_coordinate_wise else gram_of(list(map(self._changes, everything)))
         try:
             return found._replace(gradients=self._aggregator.aggregate(everything, self._sums, gram=gram))

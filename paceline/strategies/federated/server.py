@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from paceline.aggregate import Aggregator, Contribution
+from paceline.aggregate import Aggregator, Contribution, Validation
 from paceline.arrays import is_finite
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec
@@ -20,6 +20,7 @@ from paceline.strategies.base import Context
 from paceline.strategies.elsewhere import ClientUpdate, ServerElsewhere
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joined, Joining
+from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.secured import Masks
 from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.own_state import OwnState
@@ -41,6 +42,7 @@ class ServerModel:
         has_controls: whether clients have controls, as `paceline.correction` says.
         guard: hides what clients changed under noise, if anything does.
         masks: hide it from the server, if anything does.
+        reject: which clients' changes do not count.
         upload: what changes are encoded by, if by anything; it matters where clients and server are apart.
         normalises: clients say how many steps their changes are worth, and changes count by the step.
         allows_nonfinite: changes of such clients may be infinite, or no numbers.
@@ -60,6 +62,7 @@ class ServerModel:
         has_controls: bool,
         guard: Guard | None = None,
         masks: Masks | None = None,
+        reject: Validation | None = None,
         upload: Upload | None = None,
         normalises: bool = False,
         allows_nonfinite: bool = False,
@@ -104,7 +107,10 @@ class ServerModel:
         )
         if self._clients is not None:
             self._clients.describe(*self._described, current=lambda: self._state)
-        self._joining = Joining(context, of_client, aggregator, num_changes=len(specs), masks=masks)
+        self._rejecting = Rejecting(reject, context, self._model_with) if reject is not None else None
+        self._joining = Joining(
+            context, of_client, aggregator, num_changes=len(specs), masks=masks, rejecting=self._rejecting
+        )
         self._is_scaled = normalises
         self._scales: list[tuple[float, float]] = []  # of a round's clients elsewhere, with their weights
 
@@ -141,6 +147,11 @@ class ServerModel:
         is_over = server.next_turn(state)
         _copy([*self.parameters, *self._shared_buffers, *self.controls], state)
         return is_over
+
+    def require_judge(self) -> None:
+        """Raises UsageError, on all workers, where updates are judged and nothing judges them. Collective call."""
+        if self._rejecting is not None and self._elsewhere is None:
+            self._rejecting.require_judge()
 
     def load(self) -> None:
         """This worker's model gets the server's values."""
@@ -306,6 +317,18 @@ class ServerModel:
         finally:
             _copy(local, own)
 
+    @contextmanager
+    @torch.no_grad()
+    def _model_with(self, changes: Sequence[Tensor]) -> Iterator[nn.Module]:
+        """This worker's model has the server's values meanwhile, as they would be if these changes were all."""
+        with self.in_place():
+            remaining = iter(changes)
+            for parameter, change in zip(self.trained, remaining, strict=False):
+                parameter.sub_(change)
+            for buffer, change in zip(self._buffers, remaining, strict=False):
+                buffer.copy_(_moved(buffer, change))
+            yield self._replica.model
+
     def own_state(self) -> dict[str, OwnState]:
         """What is not in the global model; all workers have it alike."""
         state = {f"{_OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
@@ -340,10 +363,7 @@ class ServerModel:
         self._optimizer.step()
         self._optimizer.zero_grad()
         for buffer, gradient in zip(self._shared_buffers, remaining, strict=False):
-            moved = buffer.to(gradient.dtype) - gradient
-            is_whole = not (buffer.is_floating_point() or buffer.is_complex())
-            # What nobody changed stays as it is, to the last bit.
-            buffer.copy_(torch.where(gradient == 0, buffer, (moved.round() if is_whole else moved).to(buffer.dtype)))
+            buffer.copy_(_moved(buffer, gradient))
         for control, growth in zip(self.controls, remaining, strict=True):
             control.add_(growth, alpha=share)
 
@@ -358,6 +378,13 @@ def _change_of_buffer(name: str, server: Tensor, local: Tensor) -> Tensor:
     before, after = server.to(_real_dtype(server)), local.detach().to(_real_dtype(server))
     is_same = (server == local) | (before.isnan() & after.isnan())
     return torch.where(is_same, 0, before - after)
+
+
+def _moved(buffer: Tensor, change: Tensor) -> Tensor:
+    """The buffer less what was changed. What nobody changed stays as it is, to the last bit."""
+    moved = buffer.to(change.dtype) - change
+    is_whole = not (buffer.is_floating_point() or buffer.is_complex())
+    return torch.where(change == 0, buffer, (moved.round() if is_whole else moved).to(buffer.dtype))
 
 
 def _divided(changes: Sequence[Tensor], scale: float) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
-from paceline.aggregate import MEAN, Aggregator
+from paceline.aggregate import MEAN, Aggregator, Validation
 from paceline.codec import Codec, TensorCodec
 from paceline.correction import Correction
 from paceline.errors import UsageError
@@ -52,6 +52,9 @@ class Federated(Strategy):
     sampler: Sampler = option(Uniform(), "who takes part in a round: uniform, by-size, poisson or cyclic")
     weights: Weights = option("samples", "how much a client counts: by its samples, or all equal")
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC.replace("gradients", "the clients' changes"))
+    reject: Validation | None = option(
+        None, "which clients' changes do not count: validation, those that make the script's evaluation worse"
+    )
     outer: Outer = option(
         Average(), "what steps with the mean change: average, momentum, nesterov, adam, fed-adam, fed-yogi, ..."
     )
@@ -86,6 +89,8 @@ class Federated(Strategy):
             )
         if not self.aggregate.streams:
             self._require_robust()
+        if self.reject is not None:
+            self._require_judged(self.reject)
         if self.privacy is not None:
             self._require_private(self.privacy)
         if self.secure is not None:
@@ -98,6 +103,22 @@ class Federated(Strategy):
             return None
         is_private, is_secure = self.privacy is not None, self.secure is not None
         return require_of_clients(self.codec, keeps_state=self.keeps_state, is_private=is_private, is_secure=is_secure)
+
+    def _require_judged(self, reject: Validation) -> None:
+        """Raises UsageError where the server cannot judge the model with one client's change, or may not."""
+        reasons = {
+            "control variates are differences to the mean client's direction, and a client that is left out has moved "
+            "its own; leave correction out": self.has_controls,
+            "numbers of steps of those who are left would scale the joint; leave normalise out": self.normalise,
+            "the server has no model with a client's private layers to judge; leave private out": bool(self.private),
+            "privacy hides changes under noise, and who is left out tells of them; leave one out": (
+                self.privacy is not None
+            ),
+            "the server judges single changes, and knows their sum alone; leave secure out": self.secure is not None,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UsageError(f"reject={reject}: {reason}")
 
     def _require_summed(self, secure: Masks) -> None:
         """Raises UsageError where a round needs more than the sum of what clients changed."""

@@ -62,6 +62,8 @@ class FederatedSynchronizer(Synchronizer):
             raise UsageError("privacy is accounted for one optimizer, and several were prepared; prepare one")
         if (context.server or context.clients) and not replica.is_first:
             raise UsageError("clients elsewhere exchange one optimizer's model, and several were prepared; prepare one")
+        if strategy.reject is not None and not replica.is_first:
+            raise UsageError("reject judges one optimizer's changes, and several were prepared; prepare one")
         self._guard = self._guarded(context, context.roster)
         codec = strategy.codec_of_clients()
         apart = context.server or context.clients
@@ -76,6 +78,7 @@ class FederatedSynchronizer(Synchronizer):
             has_controls=strategy.has_controls,
             guard=self._guard,
             masks=strategy.secure,
+            reject=strategy.reject,
             upload=self._upload,
             normalises=strategy.normalise,
             allows_nonfinite=strategy.nonfinite == "allow",
@@ -109,6 +112,7 @@ class FederatedSynchronizer(Synchronizer):
     # --- turns ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self._server.require_judge()
         if self.context.server is not None:
             self._is_over = self._server.begin(num_samples=self._roster.turn(0).num_samples)
             self._server.load()

@@ -1,0 +1,158 @@
+"""Property inference: whoever sees a client's gradients tells whether its batches hold what they were not sent for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.errors import UsageError
+from paceline.pieces import Piece
+
+_L2, _ITERATIONS = 1e-2, 100
+
+
+class Property(Piece, ABC):
+    """What a sample may have."""
+
+    @abstractmethod
+    def held(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Which of the samples have it, 1-D of bool; arguments as in `Pools`."""
+
+
+@final
+@dataclass(frozen=True)
+class OfClass(Property, name="class"):
+    """Samples of one class."""
+
+    label: int = 0
+
+    def held(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return labels == self.label
+
+
+@final
+@dataclass(frozen=True)
+class Ink(Property, name="ink"):
+    """Images brighter than most of their own class: the part `most` of it. Labels do not tell."""
+
+    most: float = 0.7
+
+    def held(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        brightness = inputs.flatten(1).mean(dim=1)
+        held = torch.zeros(len(labels), dtype=torch.bool)
+        for label in labels.unique():
+            own = labels == label
+            held[own] = brightness[own] > brightness[own].quantile(self.most)
+        return held
+
+
+@final
+@dataclass(frozen=True)
+class Pools:
+    """Samples that batches are drawn from, with the property and without it.
+
+    Inputs have shape (n, C, H, W), labels (n,).
+    """
+
+    having: tuple[Tensor, Tensor]
+    lacking: tuple[Tensor, Tensor]
+
+    @classmethod
+    def by(cls, having: Property, inputs: Tensor, labels: Tensor) -> "Pools":
+        held = having.held(inputs, labels)
+        return cls((inputs[held], labels[held]), (inputs[~held], labels[~held]))
+
+    def batch(self, *, size: int, num_having: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """So many samples, some with the property. Raises UsageError where there are too few."""
+        parts = []
+        for (inputs, labels), count in ((self.having, num_having), (self.lacking, size - num_having)):
+            if len(labels) < count:
+                raise UsageError(f"a batch takes {count} samples of a kind of which there are {len(labels)}")
+            chosen = torch.randperm(len(labels), generator=generator)[:count]
+            parts.append((inputs[chosen], labels[chosen]))
+        return torch.cat([inputs for inputs, _ in parts]), torch.cat([labels for _, labels in parts])
+
+
+@final
+@dataclass(frozen=True)
+class Inference:
+    """A classifier over gradients of batches with and without the property, which the attacker makes of data of its
+    own (Melis et al., IEEE S&P 2019, algorithm 3; there a random forest, here logistic regression over gradients
+    of one length and their sizes without signs, since signs depend on the batch's labels).
+
+    Args:
+        batches: of each kind, that it learns from.
+        size: samples of a batch.
+        num_having: of these, with the property, in batches that have it.
+    """
+
+    batches: int = 100
+    size: int = 10
+    num_having: int = 5
+
+    def auc(self, model: nn.Module, own: Pools, held_out: Pools, *, generator: torch.Generator) -> float:
+        """The area under the classifier's ROC curve, on gradients of as many batches of others' samples: 1 is certain,
+        0.5 a guess. The model stays as it is.
+
+        Args:
+            own: the attacker's samples.
+            held_out: those of the clients that it looks at.
+
+        Raises:
+            UsageError: there are too few samples for a batch.
+        """
+        rows, truths = self._gradients(model, own, generator)
+        others, held_truths = self._gradients(model, held_out, generator)
+        mean, deviation = rows.mean(dim=0), rows.std(dim=0) + 1e-12
+        weights = _fitted((rows - mean) / deviation, truths)
+        return area_under_curve(((others - mean) / deviation) @ weights, held_truths)
+
+    def _gradients(self, model: nn.Module, pools: Pools, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One a row, and whether its batch had the property; every second one has."""
+        truths = torch.arange(2 * self.batches) % 2 == 1
+        rows = []
+        for has in truths.tolist():
+            num_having = self.num_having if has else 0
+            inputs, labels = pools.batch(size=self.size, num_having=num_having, generator=generator)
+            direction = _direction(model, inputs, labels)
+            rows.append(torch.cat([direction, direction.abs()]))
+        return torch.stack(rows), truths
+
+
+def area_under_curve(scores: Tensor, truths: Tensor) -> float:
+    """How often one that is true has a higher score than one that is not; half where both have the same.
+
+    >>> area_under_curve(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True]))
+    0.75
+    """
+    true, false = scores[truths][:, None], scores[~truths][None, :]
+    return float(((true > false).double() + (true == false).double() / 2).mean())
+
+
+def _direction(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(inputs), labels)
+    gradients: Sequence[Tensor] = torch.autograd.grad(loss, list(model.parameters()))
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    direction: Tensor = flat / flat.norm().clamp(min=1e-12)
+    return direction
+
+
+def _fitted(rows: Tensor, truths: Tensor) -> Tensor:
+    """Of logistic regression with a penalty on squares, through the rows' inner products: these are few, and long."""
+    products, signs = rows @ rows.T / rows.shape[1], 2.0 * truths - 1
+    shares = torch.zeros(len(rows), requires_grad=True)
+    optimizer = torch.optim.LBFGS([shares], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        scores = products @ shares
+        loss = F.softplus(-signs * scores).mean() + _L2 * (shares @ scores) / 2
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return rows.T @ shares.detach()

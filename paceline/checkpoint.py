@@ -9,11 +9,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from paceline import sealing
 from paceline.errors import UsageError
 
 FILE_NAME = "checkpoint.pt"
-_FORMAT = 2
-_READABLE = (1, 2)
+_FORMAT = 3
+_READABLE = (1, 2, 3)
+_FIRST_SEALED = 3
+
+
+class DamagedCheckpoint(UsageError):
+    """A file that cannot be read as the checkpoint that it was, if it was one."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +66,29 @@ class Checkpoint:
     """What tells the data and its batches from others, by name."""
     optimizers: list[str] = field(default_factory=list)
     """Names of several, in their order; of one, none."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """By which the best checkpoint is chosen, if this model was evaluated."""
 
     def encode(self) -> bytes:
-        """As bytes of a weights-only torch file. Raises UsageError as `plain`."""
+        """As bytes of a weights-only torch file, sealed (`sealing.py`) with iteration and metrics. Raises UsageError as
+        `plain`."""
         buffer = io.BytesIO()
         torch.save({"format": _FORMAT, **self.plain()}, buffer)
+        sealing.seal(buffer, {"iteration": self.iteration, "metrics": self.metrics})
         return buffer.getvalue()
 
-    def plain(self) -> dict[str, Any]:
-        """As plain data and tensors. Raises UsageError if weights-only torch files cannot hold something in it."""
-        groups = [{name: _as_float(value) for name, value in group.items()} for group in self.groups]
-        for index, group in enumerate(groups):
+    def require_plain(self) -> None:
+        """Raises UsageError if weights-only torch files cannot hold something that the script has brought."""
+        for index, group in enumerate(self.groups):
             for name, value in group.items():
-                _require_plain(f"{name!r} of the optimizer's group {index}", value)
+                _require_plain(f"{name!r} of the optimizer's group {index}", _as_float(value))
         for name, state in self.extra.items():
             _require_plain(f"the state of {name!r}", state)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data and tensors. Raises UsageError as `require_plain`."""
+        self.require_plain()
+        groups = [{name: _as_float(value) for name, value in group.items()} for group in self.groups]
         content = {f.name: getattr(self, f.name) for f in fields(self)}
         content["groups"] = groups
         content["workers"] = [asdict(worker) for worker in self.workers]
@@ -88,22 +102,34 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str) -> "Checkpoint":
-        """Read what `encode` wrote; nothing is unpickled freely. Raises UsageError, which says `where`, if it is no
-        checkpoint."""
+        """Read what `encode` wrote; nothing is unpickled freely.
+
+        Raises:
+            DamagedCheckpoint: it is no checkpoint, or not what was written; the message says `where`.
+            UsageError: it is of another version.
+        """
         try:
-            _require_sound(raw)
+            is_sealed = sealing.is_sealed(raw)
+            _require_sound(raw, is_sealed=is_sealed)
             content = torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
-            if content.pop("format") not in _READABLE:
+            written_as = content.pop("format")
+            if written_as not in _READABLE:
                 raise UsageError(f"{where} is a checkpoint of another version of Paceline")
+            if written_as >= _FIRST_SEALED and not is_sealed:
+                raise ValueError("its checksum is missing")
             return cls.of_plain(content)
         except UsageError:
             raise
         except (LookupError, TypeError, AttributeError, RuntimeError, EOFError, ValueError, PickleError) as error:
-            raise UsageError(f"{where} is no checkpoint, or a damaged one: {error}") from None
+            raise DamagedCheckpoint(f"{where} is no checkpoint, or a damaged one: {error}") from None
 
 
-def _require_sound(raw: bytes) -> None:
-    """Raises ValueError if a part of the file differs from its checksum, which torch writes but does not look at."""
+def _require_sound(raw: bytes, *, is_sealed: bool) -> None:
+    """Raises ValueError if the file is not as it was written. Older ones have a checksum of each part alone, which
+    torch writes but does not look at."""
+    if is_sealed:
+        sealing.require_whole(raw)
+        return
     try:
         damaged = zipfile.ZipFile(io.BytesIO(raw)).testzip()
     except zipfile.BadZipFile as error:

@@ -59,6 +59,34 @@ class Target:
         return f"{self.metric}{'>=' if self.rising else '<='}{self.value:.15g}"
 
 
+@dataclass(frozen=True)
+class Best:
+    """The metric by which a run's best checkpoint is chosen."""
+
+    metric: str
+    rising: bool
+    """True: more of it is better."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Best":
+        """Read `accuracy`, `score:max` or `loss:min`; without a direction, the name tells it as for targets. Raises
+        UsageError if the text has another form."""
+        match = re.fullmatch(r"\s*([A-Za-z_][\w./-]*?)\s*(?::\s*(min|max))?\s*", text)
+        if match is None:
+            raise UsageError(f"keep-best {text!r} is not of the form metric, metric:min or metric:max")
+        metric, direction = match.groups()
+        return cls(metric, rises(metric) if direction is None else direction == "max")
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """A value that is not finite never is; any other is better than none."""
+        if not math.isfinite(value):
+            return False
+        return than is None or (value > than if self.rising else value < than)
+
+    def __str__(self) -> str:
+        return f"{self.metric}:{'max' if self.rising else 'min'}"
+
+
 def in_order(targets: Iterable[Target]) -> list[Target]:
     """The targets of one metric from the easiest to the hardest; those of several as they come. The last one decides.
 
@@ -83,6 +111,10 @@ class RunConfig:
     """From one evaluation to the next; none: only at the end."""
     checkpoint_every: int | None = None
     """Iterations between checkpoints; none: so often that a killed run loses at most 30 s, and at the end."""
+    keep_checkpoints: int = 2
+    """The newest, and those before it."""
+    keep_best: Best | None = None
+    """Besides, the one that an evaluation found to be the best."""
     target: Target | None = None
     hold: int | None = None
     """Evaluations in a row that reach the target for it to count; none: as `training/holding.py` says."""
@@ -100,7 +132,7 @@ class RunConfig:
     """Workers may die, and the others go on."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "checkpoint_every", "hold", "max_time_s", "deadline_s"):
+        for name in ("max_steps", "checkpoint_every", "keep_checkpoints", "hold", "max_time_s", "deadline_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be positive, not {value}")
@@ -114,7 +146,7 @@ class RunConfig:
             raise UsageError(f"device must be auto, cpu or cuda, not {self.device!r}")
         if self.after_target not in ("stop", "continue"):
             raise UsageError(f"after-target must be stop or continue, not {self.after_target!r}")
-        if self.target is not None and self.eval_every is None:
+        if (self.target is not None or self.keep_best is not None) and self.eval_every is None:
             object.__setattr__(self, "eval_every", DEFAULT_EVAL_EVERY)
 
 

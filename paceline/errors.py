@@ -40,6 +40,10 @@ class RunFailed(PacelineError, RuntimeError):
     """A run ended before its budget; the message says who failed, at which step, and why."""
 
 
+class NotWritten(RunFailed):
+    """A file of the run's could not be written; what was there before is intact."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """A clause such as `; did you mean 'accuracy'?` or a list of what is known, for error messages.
 

@@ -108,6 +108,8 @@ class Reporter(ABC):
 
     keeps_files: ClassVar[bool] = True
     """Whether anything becomes of files."""
+    writes_beside: ClassVar[bool] = False
+    """Whether `save` may be called from a thread while others emit, and takes time of another process or a disk."""
 
     @abstractmethod
     def emit(self, record: Record) -> None:
@@ -115,7 +117,7 @@ class Reporter(ABC):
 
     @abstractmethod
     def save(self, name: str, content: bytes | memoryview) -> None:
-        """Write one file of the result directory: readers see the old or the new one, never a part. Raises RunFailed,
+        """Write one file of the result directory: readers see the old or the new one, never a part. Raises NotWritten,
         which names the file and the reason, if it cannot be written."""
 
     @abstractmethod

@@ -56,6 +56,13 @@ def run(
             help="Iterations between checkpoints.", show_default="a killed run loses at most 30 s; at the end"
         ),
     ] = None,
+    keep_checkpoints: Annotated[int, typer.Option(help="Checkpoints that are kept, the newest among them.")] = 2,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the best checkpoint, too, by a metric of the evaluation: accuracy, loss:min.", metavar="METRIC"
+        ),
+    ] = None,
     target: common_options.Targets = None,
     hold: common_options.Hold = None,
     after_target: common_options.AfterTarget = "stop",
@@ -91,6 +98,10 @@ def run(
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run of this result directory.")] = None,
+    resume_from: Annotated[
+        str,
+        typer.Option("--from", help="Which checkpoint to --resume: newest, best, or an iteration.", metavar="WHICH"),
+    ] = "newest",
     tensorboard: Annotated[
         Path | None,
         typer.Option(help="Write TensorBoard events here, under the result directory's name.", metavar="DIR"),
@@ -151,6 +162,8 @@ def run(
                     max_time_s=max_time,
                     eval_every=eval_every,
                     checkpoint_every=checkpoint_every,
+                    keep_checkpoints=keep_checkpoints,
+                    keep_best=keep_best,
                     target=targets[-1] if targets else None,
                     hold=hold,
                     after_target=cast(AfterTarget, after_target),
@@ -164,6 +177,7 @@ def run(
                     replace=replace,
                     out=directory,
                     resume=resume,
+                    resume_from=resume_from,
                     watcher=watcher,
                 )
         except KeyboardInterrupt as interrupt:

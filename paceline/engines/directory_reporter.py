@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any, final
 
 from paceline import durable
+from paceline.checkpoint import FILE_NAME
+from paceline.checkpoint_files import CheckpointFiles
+from paceline.config import RunConfig
 from paceline.engines.standing import Progress
-from paceline.errors import RunFailed
+from paceline.errors import NotWritten, RunFailed
 from paceline.records import EvaluationRecord, EventRecord, Record, RecordWriter, Reporter
 
 FLUSH_INTERVAL_S = 0.05
@@ -16,11 +19,14 @@ FLUSH_INTERVAL_S = 0.05
 
 @final
 class DirectoryReporter(Reporter):
-    """One for all workers and servers. `on_records` gets what was written, often several records together, and the
-    progress."""
+    """One for all workers and servers. `config` says which checkpoints are kept; `on_records` gets what was written,
+    often several records together, and the progress."""
 
-    def __init__(self, directory: Path, on_records: Callable[[Sequence[Record], Progress], None]) -> None:
+    def __init__(
+        self, directory: Path, config: RunConfig, on_records: Callable[[Sequence[Record], Progress], None]
+    ) -> None:
         self._directory, self._on_records = directory, on_records
+        self._checkpoints = CheckpointFiles(directory, keep=config.keep_checkpoints, best=config.keep_best)
         self._writer = RecordWriter(directory)
         self._is_stopping = False
         self._pending: list[Record] = []
@@ -47,10 +53,13 @@ class DirectoryReporter(Reporter):
         self._flush()
         self._writer.flush()  # what was recorded before a checkpoint is there when the checkpoint is
         try:
-            with durable.whole(self._directory / name) as partial:
-                partial.write_bytes(content)
+            if name == FILE_NAME:
+                self._checkpoints.write([content])
+            else:
+                with durable.whole(self._directory / name) as partial:
+                    partial.write_bytes(content)
         except OSError as error:
-            raise RunFailed(f"cannot write {name}: {error.strerror} in {self._directory.resolve()}") from None
+            raise NotWritten(f"cannot write {name}: {error.strerror} in {self._directory.resolve()}") from None
 
     def stop_requested(self) -> bool:
         return self._is_stopping

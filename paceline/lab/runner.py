@@ -19,7 +19,7 @@ import filelock
 import psutil
 
 from paceline import durable
-from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
+from paceline.checkpoint_files import drop_all
 from paceline.config import DeviceChoice
 from paceline.engines.ray.nodes import connected
 from paceline.engines.scripting import Script
@@ -206,7 +206,7 @@ def _run(
         status, reason = FAILED, f"{type(error).__name__}: {error}"
     outcome = TrialOutcome(status, reason, time.monotonic() - began_s)
     scratch.mkdir(parents=True, exist_ok=True)
-    (scratch / CHECKPOINT_FILE).unlink(missing_ok=True)  # a trial that has ended is never gone on with
+    drop_all(scratch)  # a trial that has ended is never gone on with
     outcome.write(scratch)
     durable.replace(scratch, final)
     return outcome

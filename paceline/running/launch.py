@@ -16,7 +16,7 @@ from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
 from paceline.checkpoint import Checkpoint
 from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
-from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target
+from paceline.config import AfterTarget, Best, DeviceChoice, RunConfig, Target
 from paceline.elastic import Elastic, GlobalBatch
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.nodes import chosen_address, connected
@@ -27,8 +27,7 @@ from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, unknown
 from paceline.interval import Interval
-from paceline.records import truncate
-from paceline.running import machine_load, manifest, watching
+from paceline.running import machine_load, manifest, resuming, watching
 from paceline.running.checks import check_metric
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
@@ -41,6 +40,8 @@ _OF_STRATEGIES = {
     "--max-time": "max_time_s",
     "--eval-every": "eval_every",
     "--checkpoint-every": "checkpoint_every",
+    "--keep-checkpoints": "keep_checkpoints",
+    "--keep-best": "keep_best",
     "--target": "target",
     "--hold": "hold",
     "--after-target": "after_target",
@@ -72,6 +73,8 @@ def run(
     max_time_s: float | None = None,
     eval_every: int | str | None = None,
     checkpoint_every: int | None = None,
+    keep_checkpoints: int = 2,
+    keep_best: str | Best | None = None,
     target: str | Target | None = None,
     hold: int | None = None,
     after_target: AfterTarget = "stop",
@@ -85,6 +88,7 @@ def run(
     global_batch: GlobalBatch | None = None,
     replace: int | None = None,
     resume: str | Path | None = None,
+    resume_from: str | int = resuming.NEWEST,
     watcher: Watcher | None = None,
 ) -> Result:
     """Train a script, or a function without arguments, under a strategy.
@@ -110,12 +114,17 @@ def run(
         eval_every: from one evaluation to the next: iterations (a number), `10000samples` or `200batches` that all
             workers together train on, or `30s` of training.
         checkpoint_every: iterations between checkpoints.
+        keep_checkpoints: how many are kept, the newest among them.
+        keep_best: a metric of the evaluation, as `accuracy`, `score:max` or `loss:min`, by which the best checkpoint is
+            kept besides; every evaluation that finds a better model takes one.
         out: the result directory, empty or new; none: one under `runs/`.
         elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left; others may join, up to MAX.
         global_batch: of an elastic run: `keep` (an update is of as many samples as at the start) or `grow` (of as many
             as the workers that are there have in a batch each); none: `keep`.
         replace: of an elastic run: how often a new worker starts in the place of one that has died; none: never.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
+        resume_from: which of its checkpoints: `newest`, `best`, or an iteration. Where the newest is damaged, the one
+            before is taken. In the same directory, later checkpoints and records are dropped.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
             progress, elsewhere what scripts print alone.
 
@@ -139,6 +148,8 @@ def run(
         max_time_s=max_time_s,
         eval_every=Interval.parse(eval_every) if eval_every is not None else None,
         checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        keep_best=Best.parse(keep_best) if isinstance(keep_best, str) else keep_best,
         target=Target.parse(target) if isinstance(target, str) else target,
         hold=hold,
         after_target=after_target,
@@ -158,9 +169,14 @@ def run(
         raise UsageError(f"--strict has no effect under {name_of(plan)}, whose workers' parameters differ by design")
     task = _program(program, arguments)
     check_metric(task, config.target)
+    check_metric(task, config.keep_best, what="metric of --keep-best")
+    if resume is None and resume_from != resuming.NEWEST:
+        raise UsageError("--from has no effect without --resume RUN")
+    found = resuming.find(Path(resume), resume_from) if resume is not None else None
     raw = checkpoint = None
-    if resume is not None:
-        raw, checkpoint = _read_checkpoint(Path(resume), num_workers=workers, seed=seed, elastic=survives)
+    if found is not None:
+        raw, checkpoint = found.raw, found.checkpoint
+        resuming.require_fitting(found, num_workers=workers, seed=seed, elastic=survives)
     directory = _directory(out, resume, checkpoint, plan, workers)
     path = task.path if isinstance(task, Script) else getattr(task, "__qualname__", repr(task))
     given = task.arguments if isinstance(task, Script) else ()
@@ -171,21 +187,22 @@ def run(
     else:  # a simulated clock does not mind who else computes
         described["load"] = machine_load.describe()
     is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
-    kept = checkpoint.iteration if checkpoint is not None and is_continued else None
+    continued = found if is_continued else None
     watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
     try:
         if virtual is not None:
             job = VirtualJob(task, plan, workers, virtual, config, raw)
             try:
                 with watched as watcher:
-                    _simulate(job, directory, watcher, described, kept=kept)
+                    _warn(watcher, found)
+                    _simulate(job, directory, watcher, described, continued)
             finally:
                 gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)
         _write_manifest(directory, described)
         with watched as watcher, connected(address, insecure=insecure, num_workers=workers):
-            if kept is not None:
-                truncate(directory, iteration=kept)
+            _warn(watcher, found)
+            _go_back(continued)
             environment = own_environment() if chosen_address(address) is not None else {}
             at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
             Supervisor(Job(task, plan, workers, config, raw, environment, at_start), directory, watcher).run()
@@ -197,13 +214,27 @@ def run(
 
 
 def _simulate(
-    job: VirtualJob, directory: Path, watcher: Watcher, described: dict[str, Any], *, kept: int | None
+    job: VirtualJob, directory: Path, watcher: Watcher, described: dict[str, Any], continued: resuming.Found | None
 ) -> None:
     simulation = VirtualRun(job, directory, watcher)
     _write_manifest(directory, described)
-    if kept is not None:
-        truncate(directory, iteration=kept)
+    _go_back(continued)
     simulation.run()
+
+
+def _warn(watcher: Watcher, found: resuming.Found | None) -> None:
+    for warning in () if found is None else found.warnings:
+        watcher.on_output("run", warning)
+
+
+def _go_back(continued: resuming.Found | None) -> None:
+    """The run goes on in its directory, if there is one to go on with."""
+    if continued is None:
+        return
+    try:
+        resuming.drop_later(continued)
+    except OSError as error:
+        raise _unwritable(continued.path.parent, error) from None
 
 
 def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManager[Watcher]:
@@ -299,27 +330,6 @@ def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program
 def own_environment() -> dict[str, str]:
     """Where data sets lie, and Horovod's variables, for workers of a cluster that was started without knowing."""
     return {name: value for name, value in os.environ.items() if name == "PACELINE_DATA" or name.startswith("HOROVOD_")}
-
-
-def _read_checkpoint(
-    directory: Path, *, num_workers: int, seed: int, elastic: Elastic | None
-) -> tuple[bytes, Checkpoint]:
-    """The checkpoint as it lies there, and what it says."""
-    path = directory / CHECKPOINT_FILE
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"cannot resume from {path}: {error.strerror}; give the result directory of a run that saved a checkpoint"
-        ) from None
-    checkpoint = Checkpoint.decode(raw, where=str(path))
-    if elastic is None and "dealing" in checkpoint.data:
-        raise UsageError(f"{path} was saved by an elastic run; resume it with --elastic MIN:MAX, with any workers")
-    if elastic is None and len(checkpoint.workers) != num_workers:
-        raise UsageError(f"{path} was saved with --workers {len(checkpoint.workers)}; resume with as many")
-    if checkpoint.seed != seed:
-        raise UsageError(f"{path} was saved with --seed {checkpoint.seed}; resume with the same")
-    return raw, checkpoint
 
 
 def new_directory(strategy: Strategy, *, workers: int) -> Path:

@@ -10,13 +10,14 @@ from typing import Any
 import filelock
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.checkpoint_files import go_back
 from paceline.comm.tickets import Ticket, Tickets, split_address
 from paceline.config import RunConfig
 from paceline.engines.scripting import Script, read_script
 from paceline.engines.served.running import JoinedRun, ServedRun
 from paceline.errors import UsageError
 from paceline.records import truncate
-from paceline.running import manifest
+from paceline.running import manifest, resuming
 from paceline.running.checks import check_metric
 from paceline.running.result import Result
 from paceline.served.server_core import Rules
@@ -99,7 +100,7 @@ def serve(
     where = split_address(listen or "0.0.0.0", default_port=split_address(known.address)[1])
     directory = out or tickets / "run"
     with _alone_in(directory):
-        checkpoint = _checkpoint_in(directory)
+        checkpoint = _checkpoint_in(directory, say)
         chosen = seed if seed is not None else _seed_in(directory, checkpoint)
         config = replace(config, seed=chosen, checkpoint_every=1)
         _begin(directory, program, plan, config, checkpoint, engine="served")
@@ -167,7 +168,7 @@ def join(
         # A server's owner may serve several runs with the same tickets.
         directory = out or Path("runs") / f"client-{own.client}-of-{own.run}-{run.tag}"
         with _alone_in(directory):
-            checkpoint = _checkpoint_in(directory)
+            checkpoint = _checkpoint_in(directory, say)
             chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
             config = replace(config, seed=chosen, checkpoint_every=1)
             _begin(directory, program, plan, config, checkpoint, engine="joined")
@@ -204,9 +205,18 @@ def _alone_in(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _checkpoint_in(directory: Path) -> Checkpoint | None:
-    path = directory / FILE_NAME
-    return Checkpoint.decode(path.read_bytes(), where=str(path)) if path.exists() else None
+def _checkpoint_in(directory: Path, say: Say) -> Checkpoint | None:
+    """To go on from, as the newest in the directory from here on; none, if there is none yet."""
+    if not (directory / FILE_NAME).exists():
+        return None
+    found = resuming.find(directory)
+    for warning in found.warnings:
+        say(warning)
+    try:
+        go_back(found.path, iteration=found.checkpoint.iteration)
+    except OSError as error:
+        raise UsageError(f"cannot write to {directory}: {error.strerror}; give another --out") from None
+    return found.checkpoint
 
 
 def _seed_in(directory: Path, checkpoint: Checkpoint | None) -> int:

@@ -1,18 +1,23 @@
-"""Checkpoints of a run: taken while all workers pause, and taken up again when the script prepares its model."""
+"""Checkpoints of a run: copied while all workers pause, written beside training, and taken up again when the script
+prepares its model."""
 
 import copy
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
 
 from paceline.checkpoint import FILE_NAME, Checkpoint, WorkerState
-from paceline.errors import UsageError
+from paceline.errors import NotWritten, UsageError
+from paceline.records import EventRecord
 from paceline.strategies.base import Strategy
 from paceline.strategies.own_state import OwnState, carried_over
 from paceline.training import feeds, snapshot
+from paceline.training.beside import Beside
 from paceline.training.sharding import Place
 from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
@@ -34,6 +39,8 @@ class Checkpoints:
         self._run = run
         self._saved_s = run.context.pacing.now_s()
         self._last: Snapshot | None = None
+        self._writing = Beside()
+        self._is_known_plain = False
         self.survivor: Survivor | None = None
         """Knows where an elastic run is in its data."""
 
@@ -68,19 +75,46 @@ class Checkpoints:
         own = self._run.prepared.synchronizer.own_state()
         return snapshot.with_own_state(self._last or self._taken(), own, is_first=self._run.context.is_first)
 
-    def save(self, model: nn.Module, own: Snapshot, time_s: float) -> None:
-        """Write one. Collective call.
+    def save(self, model: nn.Module, own: Snapshot, time_s: float, *, metrics: dict[str, float], is_last: bool) -> None:
+        """Take one, and have it written: beside training where the reporter can. Collective call.
 
         Args:
             model: the global model.
+            metrics: of this model, by which the best is chosen.
+            is_last: the run ends here, and waits until it is written.
+
+        Raises:
+            UsageError: the script has brought something that a checkpoint cannot hold.
         """
         run = self._run
         workers = snapshot.gather_workers(run.context.collective, own)
         if run.context.is_first:
-            checkpoint = self._made(snapshot.weights_of(model), own, workers, time_s)
-            run.reporter.save(FILE_NAME, checkpoint.encode())
-            run.tell("checkpoint", {"file": FILE_NAME}, at_s=time_s)
+            checkpoint = self._made(snapshot.weights_of(model), own, workers, time_s, metrics=metrics)
+            if is_last or not run.reporter.writes_beside:
+                self._writing.wait()
+                self._write(checkpoint)
+            else:
+                if not self._is_known_plain:  # raises here, and not beside training
+                    checkpoint.require_plain()
+                    self._is_known_plain = True
+                self._writing.begin(partial(self._write, _apart(checkpoint)))
         self._saved_s = run.context.pacing.now_s()
+
+    def close(self) -> None:
+        """Wait for the one under way, if there is one."""
+        self._writing.wait()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        """Training goes on also where it cannot be written; the one before stays, and the next one is tried."""
+        reporter = self._run.reporter
+        try:
+            reporter.save(FILE_NAME, checkpoint.encode())
+            name, details = "checkpoint", {"file": FILE_NAME}
+        except NotWritten as failure:
+            name, details = "not_saved", {"file": FILE_NAME, "error": str(failure)}
+            said = f"the checkpoint of iteration {checkpoint.iteration} is not saved, and the run goes on: {failure}"
+            print(said, file=sys.stderr, flush=True)
+        reporter.emit(EventRecord(name, "run", checkpoint.iteration, checkpoint.time_s, details))
 
     def of_this_worker(self, place: Place) -> Checkpoint:
         """A checkpoint of this worker alone, whose next batch is of this place. Parameters and the optimizer's state
@@ -90,7 +124,15 @@ class Checkpoints:
         weights = snapshot.weights_of(self._run.prepared.replica.model, copies=False)
         return self._made(weights, replace(own, extra=copy.deepcopy(own.extra)), [worker], self._run.clock.now_s)
 
-    def _made(self, weights: dict[str, Tensor], own: Snapshot, workers: list[WorkerState], time_s: float) -> Checkpoint:
+    def _made(
+        self,
+        weights: dict[str, Tensor],
+        own: Snapshot,
+        workers: list[WorkerState],
+        time_s: float,
+        *,
+        metrics: dict[str, float] | None = None,
+    ) -> Checkpoint:
         run = self._run
         return Checkpoint(
             iteration=run.iteration,
@@ -104,6 +146,7 @@ class Checkpoints:
             extra=own.extra,
             data=feeds.identity_of(run.prepared.feeds),
             optimizers=run.prepared.optimizer_names,
+            metrics=metrics or {},
         )
 
     def take_up(self, checkpoint: Checkpoint, mine: WorkerState) -> None:
@@ -155,6 +198,16 @@ class Checkpoints:
             beside=feeds.places_beside(prepared.feeds),
         )
         return taken if self.survivor is None else replace(taken, worker=self.survivor.for_later(taken.worker))
+
+
+def _apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The same, of which the script changes nothing any more. The model's and the workers' parts are copies already."""
+    return replace(
+        checkpoint,
+        optimizer={name: tensor.clone() for name, tensor in checkpoint.optimizer.items()},
+        groups=copy.deepcopy(checkpoint.groups),
+        extra=copy.deepcopy(checkpoint.extra),
+    )
 
 
 def _own_states(workers: Sequence[WorkerState]) -> list[dict[str, OwnState]]:

@@ -1,12 +1,12 @@
 """What rank 0 finds when it judges models, and whether the run's target is reached by that."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
 from torch import nn
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.interval import Count
 from paceline.records import EvaluationRecord
 from paceline.training import snapshot
@@ -27,12 +27,41 @@ class Judge:
         config = run.config
         self._streak = Streak(config.target, config.hold) if config.target is not None else None
         self._is_target_reached = False
+        self._scored: tuple[int, float] | None = None
+        self._best: tuple[int, float] | None = None
         self._judged: tuple[int, dict[str, float]] | None = None  # the iteration, and what was found
 
     @property
     def ends_run(self) -> bool:
         """Whether a target that is reached does."""
         return self._streak is not None and self._run.config.after_target == "stop"
+
+    @property
+    def chooses_best(self) -> bool:
+        """Whether evaluations say which checkpoint is to be kept as the best."""
+        return self._run.config.keep_best is not None
+
+    @property
+    def has_best_here(self) -> bool:
+        """Whether the global model of this iteration is the best so far, as all workers know."""
+        return self._best is not None and self._best[0] == self._run.iteration
+
+    @property
+    def score(self) -> dict[str, float]:
+        """By which the best checkpoint is chosen, if the global model of this iteration was evaluated."""
+        best = self._run.config.keep_best
+        if best is None or self._scored is None or self._scored[0] != self._run.iteration:
+            return {}
+        return {best.metric: self._scored[1]}
+
+    def state(self) -> dict[str, Any]:
+        """What evaluations have found so far, as plain data."""
+        return {"metrics": self.last_metrics, "best": self._best and list(self._best)}
+
+    def take_up(self, state: Mapping[str, Any]) -> None:
+        """Judge from here on as those do who gave this."""
+        self.last_metrics = dict(state["metrics"])
+        self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
 
     def judge(self, model: nn.Module, now: Count | None, time_s: float, kept: KeptModels) -> None:
         """Judge the models that were kept, and the one in place. Collective call.
@@ -54,6 +83,12 @@ class Judge:
         if "error" in found:
             raise UsageError(found["error"])
         self.last_metrics = found["metrics"]
+        best = self._run.config.keep_best
+        if best is not None and now is not None and self._run.iteration > 0:  # untrained models are not kept
+            value, before = self.last_metrics[best.metric], self._best
+            self._scored = (self._run.iteration, value)
+            if best.is_better(value, None if before is None else before[1]):
+                self._best = self._scored
         self._run.has_ended = self._run.has_ended or found["stop"]
 
     def _found(self, model: nn.Module, now: Count | None, time_s: float, kept: KeptModels) -> dict[str, Any]:
@@ -75,6 +110,9 @@ class Judge:
         if self._judged is not None and self._judged[0] == at.iterations:
             return self._judged[1]  # a pause that is repeated, since a worker has died in it
         found = evaluate(self.evaluation, model, target=run.config.target, now_s=run.context.pacing.now_s)
+        kept_by = run.config.keep_best
+        if kept_by is not None and kept_by.metric not in found.metrics:
+            raise unknown("metric of --keep-best", kept_by.metric, found.metrics)
         measures = run.prepared.synchronizer.measures
         if taken := found.metrics.keys() & measures.keys():
             raise UsageError(f"the evaluation returns {min(taken)!r}, which this run records itself; call it otherwise")

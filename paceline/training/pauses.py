@@ -33,7 +33,8 @@ class Pauses:
 
     Where workers' models are the servers' (`shows_model`), evaluations bring no pause about: rank 0 keeps models, which
     are judged in pauses that come anyway, as is the global model when one is due just then. They do bring pauses about
-    once rank 0 is through with its data.
+    once rank 0 is through with its data. So do they where the best checkpoint is kept, which is of a model as it is
+    when all have met.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Pauses:
         self._agreement = Agreement(run)
         self._judge = Judge(run)
         self._kept = KeptModels(run)
-        self._keeps = run.context.is_first and run.traits.shows_model and run.context.size > 1
+        self._judges_beside = run.traits.shows_model and run.context.size > 1 and not self._judge.chooses_best
+        self._keeps = run.context.is_first and self._judges_beside
         self._same_data: SameData | None = None
         self._has_begun = False
         self._met_at = (0, 0.0)
@@ -67,13 +69,13 @@ class Pauses:
     def state(self) -> dict[str, Any]:
         """What has been decided so far, as plain data: the same on all workers in lock step."""
         decided = {"cadence": self._cadence.state(), "agreement": self._agreement.state()}
-        return {**decided, "metrics": self.last_metrics}
+        return {**decided, **self._judge.state()}
 
     def take_up(self, state: Mapping[str, Any]) -> None:
         """Meet from here on when those do who gave this."""
         self._cadence.take_up(state["cadence"])
         self._agreement.take_up(state["agreement"])
-        self._judge.last_metrics = dict(state["metrics"])
+        self._judge.take_up(state)
 
     def compare_soon(self) -> None:
         """Have all workers meet after the next update, and compare their models."""
@@ -89,7 +91,8 @@ class Pauses:
     def require_evaluation(self) -> None:
         """Raise UsageError if the run asks for evaluations and the script has none."""
         config = self._run.config
-        asked = "--target" if config.target is not None else "--eval-every" if config.eval_every else None
+        asked = "--target" if config.target is not None else "--keep-best" if config.keep_best is not None else None
+        asked = asked or ("--eval-every" if config.eval_every else None)
         if asked is not None and not self._cadence.evaluates:
             raise UsageError(f"{asked} needs an evaluation, and the script registers none: see @worker.evaluation")
 
@@ -123,7 +126,7 @@ class Pauses:
         run.iteration = run.prepared.synchronizer.meet(furthest, active=active)
         all_done = all(report["done"] for report in reports)
         cadence.evaluates = first["evaluates"]
-        cadence.is_beside = run.traits.shows_model and run.context.size > 1 and not first["done"]
+        cadence.is_beside = self._judges_beside and not first["done"]
         now = _count(run.iteration, reports)
         is_due = first["is_due"] or cadence.is_evaluation_due(now, at_end=all_done)
         evaluates = is_due and not first["interrupted"]
@@ -133,7 +136,7 @@ class Pauses:
         judges = evaluates or (first["kept"] > 0 and not first["interrupted"])
         if judges or saves or all_done:
             judged = now if evaluates else None
-            self._look_at_global_model(reports, judges=judges, judged=judged, saves=saves, is_last=all_done)
+            saves = self._look_at_global_model(reports, judges=judges, judged=judged, saves=saves, is_last=all_done)
         if evaluates:
             cadence.evaluated_at = now
         if cadence.evaluated_at is not None and self._keeps and (evaluates or not self._has_begun):
@@ -192,27 +195,34 @@ class Pauses:
 
     def _look_at_global_model(
         self, reports: list[dict[str, Any]], *, judges: bool, judged: Count | None, saves: bool, is_last: bool
-    ) -> None:
+    ) -> bool:
         """
         Args:
             judges: models that were kept are judged, and the global one, if it is told how far the run is (`judged`).
+            saves: a checkpoint is due, whatever is found.
+
+        Returns:
+            Whether one was taken.
         """
         run = self._run
         time_s = sum(report["time_s"] for report in reports) / len(reports)
-        own = self._checkpoints.own_part() if saves else None
+        may_save = saves or (judged is not None and self._judge.chooses_best)
+        own = self._checkpoints.own_part() if may_save else None
         differing = Differing(run) if judged is not None and run.traits.workers_differ else None
         with run.prepared.synchronizer.global_model() as model:
             if judges:
                 self._judge.judge(model, judged, time_s, self._kept)
             if differing is not None:
                 differing.record_distance()
-            if own is not None:
-                self._checkpoints.save(model, own, time_s)
+            saves = saves or (may_save and self._judge.has_best_here)
+            if own is not None and saves:
+                self._checkpoints.save(model, own, time_s, metrics=self._judge.score, is_last=is_last)
                 self._cadence.checkpointed_at = run.iteration
             if is_last and run.context.is_first:
                 run.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
         if differing is not None and run.traits.own_scores and self.evaluation is not None:
             differing.record_scores(self.evaluation)
+        return saves
 
 
 def _count(iteration: int, reports: list[dict[str, Any]]) -> Count:

@@ -140,7 +140,7 @@ class Session:
             may_train_others=lambda: context.size == 1 or self._course.is_pausing,
             num_steps=lambda: handouts.progress().num_steps,
         )
-        for part_of_run in (unprepared, looked_at, batches, steps, handouts, synchronizer):
+        for part_of_run in (unprepared, looked_at, batches, steps, handouts, synchronizer, self._checkpoints):
             self._at_release.callback(part_of_run.close)
         if self._checkpoint is not None:
             self._go_on_from(self._checkpoint)

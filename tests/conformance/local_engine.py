@@ -201,7 +201,9 @@ class _Process:
 
 @final
 class _ListReporter(Reporter):
-    """Keeps records until the end, and writes files at once."""
+    """Keeps records until the end. Checkpoints are encoded beside training, as in real runs."""
+
+    writes_beside = True
 
     def __init__(self, records: list[Record], directory: Path) -> None:
         self._records, self._directory = records, directory

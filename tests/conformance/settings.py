@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target
+from paceline.config import AfterTarget, Best, DeviceChoice, RunConfig, Target
 from paceline.interval import Interval
 
 
@@ -12,6 +12,8 @@ def config_of(
     max_time_s: float | None = None,
     eval_every: int | str | None = None,
     checkpoint_every: int | None = None,
+    keep_checkpoints: int = 2,
+    keep_best: str | None = None,
     target: str | None = None,
     after_target: AfterTarget = "stop",
     seed: int = 0,
@@ -26,6 +28,8 @@ def config_of(
         max_time_s=max_time_s,
         eval_every=Interval.parse(eval_every) if eval_every is not None else None,
         checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        keep_best=Best.parse(keep_best) if keep_best is not None else None,
         target=Target.parse(target) if target is not None else None,
         after_target=after_target,
         seed=seed,

@@ -37,9 +37,11 @@ def test_result_directory_is_complete(tmp_path: Path) -> None:
         checkpoint_every=20, out=out, arguments=["--steps", "500"], watcher=listener,
     )  # fmt: skip
 
+    before = [path.name for path in out.glob("checkpoint-*.pt")]
+    assert len(before) == 1, "two checkpoints are kept"
     assert {path.name for path in out.iterdir()} == {
         "manifest.json", "steps.csv", "updates.csv", "evaluations.jsonl", "events.jsonl", "model.safetensors",
-        "checkpoint.pt",
+        "checkpoint.pt", *before,
     }  # fmt: skip
     result = Result.open(out)
     manifest = result.manifest
@@ -126,9 +128,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 BIG = """
 import sys
+from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import paceline
+from paceline.checkpoint_files import iteration_of
+from tests.distributed.harness import wait_until
+filler, out = map(Path, sys.argv[1:])
 worker = paceline.init()
 model = torch.nn.Linear(25_000, 1)  # 100 kB
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -136,8 +142,11 @@ data = TensorDataset(torch.ones(64, 25_000))
 model, optimizer, loader = worker.prepare(model, optimizer, DataLoader(data, batch_size=2))
 for (x,) in loader:
     if worker.rank == 0 and worker.iteration == 4:
-        with open(sys.argv[1], "wb") as file:
-            file.write(bytes(150_000))
+        assert wait_until(lambda: iteration_of(out / "checkpoint.pt") == 4, within_s=60)
+        filler.write_bytes(bytes(150_000))
+    if worker.rank == 0 and worker.iteration == 9:
+        assert wait_until(lambda: (out / "events.jsonl").read_text().count("not_saved") == 2, within_s=60)
+        filler.unlink()
     loss = model(x).mean()
     optimizer.zero_grad()
     loss.backward()
@@ -145,21 +154,29 @@ for (x,) in loader:
 """
 
 
-def test_full_disk_is_named_and_the_last_checkpoint_is_intact(small_disk: Path, tmp_path: Path) -> None:
+def test_full_disk_is_said_and_training_goes_on(small_disk: Path, tmp_path: Path) -> None:
+    """From iteration 5 to 9 there is no room for another checkpoint; the one before stays, and later ones are kept."""
     script = tmp_path / "script.py"
     script.write_text(BIG)
     out = small_disk / "out"
-    with pytest.raises(RunFailed) as caught:
-        paceline.run(
-            script, workers=1, checkpoint_every=2, out=out, arguments=[str(small_disk / "filler")], watcher=Listener()
-        )
-    message = str(caught.value)
-    assert f"cannot write checkpoint.pt: No space left on device in {out}" in message
-    assert "Traceback" not in message
-    saved = Checkpoint.decode((out / "checkpoint.pt").read_bytes(), where="checkpoint.pt")
-    assert saved.iteration in (2, 4)
-    assert saved.model["weight"].shape == (1, 25_000)
-    assert not list(out.glob("*.partial"))
+    listener = Listener()
+    result = paceline.run(
+        script, workers=1, checkpoint_every=2, keep_checkpoints=1, max_steps=14, out=out, watcher=listener,
+        arguments=[str(small_disk / "filler"), str(out)],
+    )  # fmt: skip
+    assert result.iteration == 14
+    saved = [event.iteration for event in result.events if event.name == "checkpoint"]
+    failed = [event for event in result.events if event.name == "not_saved"]
+    assert [event.iteration for event in failed] == [6, 8]
+    assert saved == [2, 4, 10, 12, 14]
+    reason = f"cannot write checkpoint.pt: No space left on device in {out}; what was there before is intact"
+    assert [event.details["error"] for event in failed] == [reason, reason]
+    told = [line for _, line in listener.lines if "is not saved" in line]
+    assert told == [
+        f"the checkpoint of iteration {iteration} is not saved, and the run goes on: {reason}" for iteration in (6, 8)
+    ]
+    assert Checkpoint.decode((out / "checkpoint.pt").read_bytes(), where="checkpoint.pt").iteration == 14
+    assert not list(out.glob(".*.partial"))
 
 
 @pytest.mark.slow

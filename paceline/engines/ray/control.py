@@ -10,7 +10,7 @@ from typing import Any, final
 import zmq
 
 from paceline.comm.wire import Caller, Keys
-from paceline.errors import Aborted, RunFailed
+from paceline.errors import Aborted, NotWritten
 from paceline.messages import Kind, Message, cut_into_frames, raw_bytes
 from paceline.records import EvaluationRecord, EventRecord, Record, Reporter, StepRecord, pack_steps, to_plain
 
@@ -46,6 +46,8 @@ class ControlLine(Reporter):
         on_abort: called, in the line's thread, with the reason when the launcher ends the run.
     """
 
+    writes_beside = True
+
     def __init__(
         self,
         launcher: LauncherAddress,
@@ -67,6 +69,7 @@ class ControlLine(Reporter):
         self._stop = False
         self._abort_reason: str | None = None
         self._is_closing = threading.Event()
+        self._saving = threading.Lock()
         self._written = threading.Event()
         self._write_error: str | None = None
         self._loaded = threading.Event()
@@ -90,14 +93,16 @@ class ControlLine(Reporter):
         self._output.append(text)
 
     def save(self, name: str, content: bytes | memoryview) -> None:
-        self._written.clear()
         frames = cut_into_frames(content)
-        self._outbox.append(Message(Kind.FILE, self._launcher.epoch, body={"name": name}, payload=frames))
-        while not self._written.wait(_PULSE_S):
-            if self._abort_reason is not None:
-                raise Aborted(f"{name} was not written: {self._abort_reason}")
-        if self._write_error is not None:
-            raise RunFailed(f"cannot write {name}: {self._write_error}")
+        with self._saving:  # one at a time: answers do not say of which file they are
+            self._written.clear()
+            self._outbox.append(Message(Kind.FILE, self._launcher.epoch, body={"name": name}, payload=frames))
+            os.eventfd_write(self._wake, 1)
+            while not self._written.wait(_PULSE_S):
+                if self._abort_reason is not None:
+                    raise Aborted(f"{name} was not written: {self._abort_reason}")
+            if self._write_error is not None:
+                raise NotWritten(f"cannot write {name}: {self._write_error}")
 
     def load_checkpoint(self) -> bytes:
         """What the run is to go on from. Parameters come this way, not through Ray's object store. Raises Aborted if

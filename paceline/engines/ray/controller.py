@@ -10,10 +10,11 @@ from typing import Any, final
 
 import zmq
 
-from paceline import durable
+from paceline.checkpoint_files import CheckpointFiles
 from paceline.comm.run_store import StoreKeeper
 from paceline.comm.wire import Keys, Listener
 from paceline.engines.ray.control import LauncherAddress
+from paceline.engines.ray.file_writing import FileWriting, reason
 from paceline.engines.standing import Progress
 from paceline.engines.standstill import Standstill
 from paceline.errors import RunFailed
@@ -21,18 +22,17 @@ from paceline.messages import Kind, Message, WireError, cut_into_frames, raw_byt
 from paceline.records import EventRecord, Record, RecordWriter, from_plain, unpack_steps
 
 _TURN_S = 0.2
-# The names a member may write, so that nobody writes outside the result directory.
-_FILES = frozenset({"checkpoint.pt", "model.safetensors"})
 
 
 @final
 class Controller:
-    """Keeps the run's records and files. Single-threaded: everything happens inside `turn`.
+    """Keeps the run's records and files. Everything but the writing of files happens inside `turn`.
 
     Args:
         on_output: gets each line of the scripts' output, with who printed it.
         on_records: gets records once they are written, the launcher's own among them.
         checkpoint: given to members that ask what to go on from.
+        checkpoints: writes those that members send; none: keeps as many as a run does that was asked for nothing.
     """
 
     def __init__(
@@ -44,11 +44,16 @@ class Controller:
         on_output: Callable[[str, str], None],
         on_records: Callable[[Sequence[Record]], None] = lambda records: None,
         checkpoint: bytes = b"",
+        checkpoints: CheckpointFiles | None = None,
     ) -> None:
         self._directory = directory
+        self._files = FileWriting(directory, checkpoints or CheckpointFiles(directory))
         self._checkpoint = checkpoint
         self._keys = Keys.generate()
         self._listener = Listener(self._keys, host=host)
+        self._poller = zmq.Poller()
+        self._poller.register(self._listener.socket, zmq.POLLIN)
+        self._poller.register(self._files, zmq.POLLIN)
         self._store = StoreKeeper()
         self._epoch = epoch
         self.run = uuid.uuid4().hex
@@ -78,10 +83,13 @@ class Controller:
         timeout_ms = int(timeout_s * 1000)
         has_heard = False
         until_s = time.monotonic() + timeout_s + _TURN_S
-        while self._listener.socket.poll(timeout_ms, zmq.POLLIN):
+        while ready := dict(self._poller.poll(timeout_ms)):
             timeout_ms = 0
-            has_heard = True
-            self._take(self._listener.socket.recv_multipart(copy=False))
+            if self._listener.socket in ready:
+                has_heard = True
+                self._take(self._listener.socket.recv_multipart(copy=False))
+            if self._files.fileno() in ready:
+                self._answer_written()
             # Members that say much must not keep the launcher from looking after those that died.
             if time.monotonic() > until_s:
                 break
@@ -107,6 +115,7 @@ class Controller:
             self._listener.send(identity.encode(), Message(kind, self._epoch, body=body))
 
     def close(self) -> None:
+        self._files.close()
         self._guarded(self._writer.close)
         self._listener.close()
 
@@ -132,7 +141,8 @@ class Controller:
                 for line in message.body["lines"]:
                     self._on_output(identity, str(line))
             elif message.kind is Kind.FILE:
-                self._write_file(identity, message)
+                self._guarded(self._writer.flush)  # what was recorded before a checkpoint is there when that is
+                self._files.begin(identity, str(message.body.get("name")), message.payload)
             elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED):
                 self.words.append((message.kind, message.body))
             elif message.kind is Kind.GOODBYE:
@@ -143,32 +153,17 @@ class Controller:
         except (WireError, ValueError, TypeError, KeyError) as error:
             self.event("refused", identity, error=str(error))
 
-    def _write_file(self, identity: str, message: Message) -> None:
-        """Whole or not at all: a full disk leaves the file that was there before."""
-        name = str(message.body.get("name"))
-        error: str | None = None
-        try:
-            if name not in _FILES:
-                raise WireError(f"refused to write {name!r}")
-            with durable.whole(self._directory / name) as partial, partial.open("wb") as file:
-                file.writelines(map(raw_bytes, message.payload))
-        except (OSError, WireError) as failure:
-            error = _reason(failure, self._directory)
-        self._listener.send(identity.encode(), Message(Kind.FILE_WRITTEN, self._epoch, body={"error": error}))
+    def _answer_written(self) -> None:
+        for identity, error in self._files.take_written():
+            self.tell(identity, Kind.FILE_WRITTEN, error=error)
 
     def _guarded(self, write: Callable[[], None]) -> None:
         """A full disk ends the run with its reason; the run's own loop raises it."""
         try:
             write()
         except OSError as error:
-            self.write_error = f"cannot write records: {_reason(error, self._directory)}"
+            self.write_error = f"cannot write records: {reason(error, self._directory)}"
 
     def raise_write_error(self) -> None:
         if self.write_error is not None:
             raise RunFailed(self.write_error)
-
-
-def _reason(error: Exception, directory: Path) -> str:
-    if isinstance(error, OSError):
-        return f"{error.strerror} in {directory.resolve()}; what was there before is intact"
-    return str(error)

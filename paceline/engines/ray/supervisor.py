@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from paceline.checkpoint_files import CheckpointFiles
 from paceline.comm.connecting import transport
 from paceline.config import RunConfig
 from paceline.engines.blame import Statement, judge
@@ -72,6 +73,7 @@ class Supervisor:
             on_output=watcher.on_output,
             on_records=watcher.on_records,
             checkpoint=job.checkpoint or b"",
+            checkpoints=CheckpointFiles(directory, keep=job.config.keep_checkpoints, best=job.config.keep_best),
         )
         self._is_urgent = False
         self._survival: Survival | None = None

@@ -60,7 +60,7 @@ class ServedRun:
         say: Say,
     ) -> None:
         self._script, self._strategy, self._config, self._checkpoint = script, strategy, config, checkpoint
-        self._reporter = DirectoryReporter(directory, partial(_say_evaluations, say))
+        self._reporter = DirectoryReporter(directory, config, partial(_say_evaluations, say))
         settings = settings_of(strategy).items()
         options = {key: value for key, value in settings if key.partition(".")[0] not in _OF_SERVER}
         host, port = listen
@@ -121,7 +121,7 @@ class JoinedRun:
         self, script: Script, strategy: Strategy, config: RunConfig, directory: Path, checkpoint: Checkpoint | None
     ) -> None:
         """Return when the run is over, or the script ends. Raises RunFailed if the script fails."""
-        reporter = DirectoryReporter(directory, partial(_say_evaluations, self._say))
+        reporter = DirectoryReporter(directory, config, partial(_say_evaluations, self._say))
         with closing(reporter):
             world = _world(strategy, config, reporter, checkpoint, server=self._server)
             with _entered(world):

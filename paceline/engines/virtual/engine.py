@@ -38,7 +38,7 @@ class VirtualRun:
         self._job, self._watcher = job, watcher
         self._host_names = job.cluster.names()
         self._timeline = EventQueue()
-        self._reporter = DirectoryReporter(directory, self._on_records)
+        self._reporter = DirectoryReporter(directory, job.config, self._on_records)
         self._worlds = Worlds(job, self._timeline, self._reporter)
         backward = BackwardEnds()
         self._scheduler = Scheduler(self._timeline, require_waitable=backward.require_outside)

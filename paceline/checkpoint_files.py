@@ -1,0 +1,105 @@
+"""The checkpoints that a result directory keeps: the newest, those before it under their iterations, and the best.
+
+The newest is always `checkpoint.pt`. What is there says of itself which iteration it is of (`sealing.py`), so that
+nothing else has to be remembered from one run to the next.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import final
+
+from paceline import durable, sealing
+from paceline.checkpoint import FILE_NAME
+from paceline.config import Best
+
+BEST_NAME = "checkpoint-best.pt"
+_NUMBERED = "checkpoint-[0-9]*.pt"
+
+
+@final
+class CheckpointFiles:
+    """Writes them, of one run at a time.
+
+    Args:
+        keep: how many, the newest among them.
+        best: has the best one kept besides.
+    """
+
+    def __init__(self, directory: Path, *, keep: int = 2, best: Best | None = None) -> None:
+        self._directory, self._keep, self._best = directory, keep, best
+        self._newest = directory / FILE_NAME
+
+    def write(self, content: Iterable[bytes | memoryview]) -> None:
+        """Make this the newest. Until it is whole and on the disk, all that was there stays. Raises OSError."""
+        with durable.whole(self._newest) as partial:
+            with partial.open("wb") as file:
+                file.writelines(content)
+            before = iteration_of(self._newest)
+            if before is not None and before != iteration_of(partial) and self._keep > 1:
+                durable.also(self._newest, numbered(self._directory, before))
+        for surplus in _numbered(self._directory)[self._keep - 1 :]:
+            surplus.unlink(missing_ok=True)
+        if self._best is not None and self._is_best(self._best):
+            durable.also(self._newest, self._directory / BEST_NAME)
+
+    def _is_best(self, best: Best) -> bool:
+        value = _metric_of(self._newest, best.metric)
+        return value is not None and best.is_better(value, _metric_of(self._directory / BEST_NAME, best.metric))
+
+
+def numbered(directory: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies once there is a newer one."""
+    return directory / f"checkpoint-{iteration}.pt"
+
+
+def from_newest(directory: Path) -> list[Path]:
+    """Where checkpoints lie, from the newest to the oldest; the best, of whatever iteration, comes last."""
+    best = directory / BEST_NAME
+    return [directory / FILE_NAME, *_numbered(directory), *([best] if best.exists() else [])]
+
+
+def go_back(chosen: Path, *, iteration: int) -> None:
+    """A run goes on in its directory from this checkpoint, of this iteration: it is the newest, and no later one is
+    there. Raises OSError."""
+    directory = chosen.parent
+    if chosen.name != FILE_NAME:
+        durable.also(chosen, directory / FILE_NAME)
+    best = directory / BEST_NAME
+    later = [path for path in _numbered(directory) if _number_of(path) >= iteration]
+    if best.exists() and best != chosen and (iteration_of(best) or 0) > iteration:
+        later.append(best)
+    for path in later:
+        path.unlink(missing_ok=True)
+
+
+def drop_all(directory: Path) -> None:
+    """Nobody will go on with the run of this directory."""
+    for path in from_newest(directory):
+        path.unlink(missing_ok=True)
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """From the latest iteration to the earliest."""
+    found = [path for path in directory.glob(_NUMBERED) if path.stem.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=_number_of, reverse=True)
+
+
+def _number_of(path: Path) -> int:
+    return int(path.stem.removeprefix("checkpoint-"))
+
+
+def iteration_of(path: Path) -> int | None:
+    """What the file says of itself; none, where there is no file, or it does not say."""
+    try:
+        iteration = sealing.facts_of(path).get("iteration")
+    except (OSError, ValueError):
+        return None
+    return iteration if isinstance(iteration, int) else None
+
+
+def _metric_of(path: Path, name: str) -> float | None:
+    try:
+        value = sealing.facts_of(path).get("metrics", {}).get(name)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return value if isinstance(value, float) else None

@@ -1,0 +1,70 @@
+"""Members' files, written beside what else the launcher does."""
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import final
+
+from paceline import durable
+from paceline.checkpoint import FILE_NAME
+from paceline.checkpoint_files import CheckpointFiles
+from paceline.messages import Raw, raw_bytes
+
+_MODEL = "model.safetensors"
+
+
+@final
+class FileWriting:
+    """One thread that writes, so that a slow disk keeps nobody from noticing that a member has died. Readable like a
+    file (`fileno`) once something was written."""
+
+    def __init__(self, directory: Path, checkpoints: CheckpointFiles) -> None:
+        self._directory, self._checkpoints = directory, checkpoints
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-files")
+        self._written: deque[tuple[str, str | None]] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._bell
+
+    def begin(self, identity: str, name: str, payload: Sequence[Raw]) -> None:
+        """Write a file that this member has sent."""
+        self._thread.submit(self._write, identity, name, payload)
+
+    def take_written(self) -> list[tuple[str, str | None]]:
+        """Members whose files were written since the last call, with the reason if one was not."""
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            return []
+        return [self._written.popleft() for _ in range(len(self._written))]
+
+    def close(self) -> None:
+        """What is under way is written first."""
+        self._thread.shutdown()
+        os.close(self._bell)
+
+    def _write(self, identity: str, name: str, payload: Sequence[Raw]) -> None:
+        """Whole or not at all: a full disk leaves the file that was there before. A member writes nothing outside the
+        result directory, since it may name two files alone."""
+        error: str | None = None
+        try:
+            if name == FILE_NAME:
+                self._checkpoints.write(map(raw_bytes, payload))
+            elif name == _MODEL:
+                with durable.whole(self._directory / name) as partial, partial.open("wb") as file:
+                    file.writelines(map(raw_bytes, payload))
+            else:
+                error = f"refused to write {name!r}"
+        except OSError as failure:
+            error = reason(failure, self._directory)
+        except Exception as failure:  # whoever waits for the file must hear of it
+            error = f"{type(failure).__name__}: {failure}"
+        self._written.append((identity, error))
+        os.eventfd_write(self._bell, 1)
+
+
+def reason(error: OSError, directory: Path) -> str:
+    return f"{error.strerror} in {directory.resolve()}; what was there before is intact"

@@ -60,6 +60,9 @@ class Checkpoint:
     """What tells the data and its batches from others, by name."""
     optimizers: list[str] = field(default_factory=list)
     """Names of several, in their order; of one, none."""
+    rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Of each table, by its name: the keys of all rows that were ever updated, the rows, and their optimizer's
+    state."""
 
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file. Raises UsageError as `plain`."""

@@ -12,7 +12,7 @@ from paceline.checkpoint import FILE_NAME, Checkpoint, WorkerState
 from paceline.errors import UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.own_state import OwnState, carried_over
-from paceline.training import feeds, snapshot
+from paceline.training import feeds, row_tables, snapshot
 from paceline.training.sharding import Place
 from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
@@ -104,6 +104,7 @@ class Checkpoints:
             extra=own.extra,
             data=feeds.identity_of(run.prepared.feeds),
             optimizers=run.prepared.optimizer_names,
+            rows=row_tables.rows_of(run.prepared.replica),
         )
 
     def take_up(self, checkpoint: Checkpoint, mine: WorkerState) -> None:
@@ -141,6 +142,7 @@ class Checkpoints:
         run.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
+        row_tables.load_rows(prepared.replica, checkpoint.rows)
         feeds.resume(prepared.feeds, mine, checkpoint.data)
 
     def _taken(self) -> Snapshot:

@@ -16,6 +16,7 @@ from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation
 from paceline.training.judging import Judge
 from paceline.training.kept_models import KeptModels
+from paceline.training.row_tables import save_rows
 from paceline.training.same_data import SameData
 from paceline.training.worker_run import WorkerRun
 
@@ -45,10 +46,14 @@ class Pauses:
         self._agreement = Agreement(run)
         self._judge = Judge(run)
         self._kept = KeptModels(run)
-        self._keeps = run.context.is_first and run.traits.shows_model and run.context.size > 1
         self._same_data: SameData | None = None
         self._has_begun = False
         self._met_at = (0, 0.0)
+
+    @property
+    def _keeps(self) -> bool:
+        run = self._run
+        return run.context.is_first and run.traits.shows_model and run.context.size > 1
 
     @property
     def evaluation(self) -> Evaluation | None:
@@ -211,6 +216,7 @@ class Pauses:
                 self._cadence.checkpointed_at = run.iteration
             if is_last and run.context.is_first:
                 run.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
+                save_rows(run)
         if differing is not None and run.traits.own_scores and self.evaluation is not None:
             differing.record_scores(self.evaluation)
 

@@ -25,8 +25,9 @@ from tests.conformance.reference import Reference
 from tests.conformance.rows import keep, kept, launched
 
 NUM_USERS, NUM_ITEMS, DIM, BATCH = 2**40, 30, 4, 6
+SLOW = pytest.mark.slow
 ENGINES = [
-    pytest.param(local_engine.run, id="processes", marks=pytest.mark.slow),
+    pytest.param(local_engine.run, id="processes", marks=SLOW),
     pytest.param(virtual_engine.run, id="virtual"),
 ]
 USERS = torch.tensor([3, 2**40 - 1, 2**33 + 5, 10, 11, 12, 77, 2**20])
@@ -136,7 +137,8 @@ def assert_same_rows(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("run", ENGINES)
 @pytest.mark.parametrize("optimizer", TWINS)
 @pytest.mark.parametrize(
-    ("strategy", "workers", "options"), [("single", 1, {}), ("ps-bsp", 2, {"servers": 3}), ("ps-bsp", 2, {})]
+    ("strategy", "workers", "options"),
+    [("single", 1, {}), ("ps-bsp", 2, {"servers": 3}), pytest.param("ps-bsp", 2, {}, marks=SLOW)],
 )
 def test_rows_equal_a_plain_embedding(
     run: Any, optimizer: str, strategy: str, workers: int, options: dict[str, Any], tmp_path: Path
@@ -152,7 +154,7 @@ def test_rows_equal_a_plain_embedding(
 
 
 @pytest.mark.parametrize("run", ENGINES)
-@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp"])
+@pytest.mark.parametrize("strategy", ["ps-asp", pytest.param("ps-ssp", marks=SLOW)])
 def test_asynchronous_workers_learn(run: Any, strategy: str, tmp_path: Path) -> None:
     script = partial(launched, train_for_long, tmp_path)
     result = run(script, strategy=strategy, workers=2, options={"servers": 2}, out=tmp_path / "run", eval_every=100)
@@ -166,7 +168,7 @@ def train_for_long(worker: Worker, out: Path) -> None:
     loader: Any = DataLoader(ratings(), batch_size=BATCH, shuffle=True)
     model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     worker.evaluation(evaluate)
-    for _ in range(10):
+    for _ in range(4):
         for batch in loader:
             step(model, updater, batch)
 
@@ -181,7 +183,10 @@ def test_one_asynchronous_worker_equals_single(run: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("run", ENGINES)
-@pytest.mark.parametrize("optimizer", ["row-wise-adagrad:lr=0.3", "adam:lr=0.05", "ftrl:lr=0.5:l1=0.01"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam:lr=0.05", *(pytest.param(each, marks=SLOW) for each in ("row-wise-adagrad:lr=0.3", "ftrl:lr=0.5:l1=0.01"))],
+)
 def test_a_run_goes_on_with_another_number_of_servers(run: Any, optimizer: str, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     settings = {"strategy": "ps-bsp", "workers": 2, "checkpoint_every": 7}

@@ -43,7 +43,7 @@ class TableSpec:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for what, value, most in (("num_rows", self.num_rows, _MOST_ROWS), ("dim", self.dim, 2**31)):
+        for what, value, most in (("num_rows", self.num_rows, _MOST_ROWS), ("dim", self.dim, 2**20)):
             if type(value) is not int or not 1 <= value <= most:
                 raise UsageError(f"table {self.name!r}: {what} must be a whole number from 1 to {most}, not {value!r}")
         if not 0 <= self.std < float("inf"):

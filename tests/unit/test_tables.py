@@ -23,7 +23,7 @@ from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import mixed, normal, owners
 from paceline.server.tables.row_optimizers import FTRL, RowWiseAdagrad, of_text
 from paceline.server.tables.shards import TableShards
-from paceline.server.tables.spec import RowGradients, TableSpec, summed
+from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.table import Table
 
 NUM_ROWS, DIM = 12, 3
@@ -42,9 +42,10 @@ def spec_of(optimizer: str = "adagrad:lr=0.1", **settings: Any) -> TableSpec:
 
 
 def gradients_of(keys: Sequence[int], seed: int) -> RowGradients:
-    """As backward finds them: one for each key, however often it comes."""
-    values = torch.randn(len(keys), DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return RowGradients(torch.tensor(keys, dtype=torch.int64), values)
+    """One for each key, however often it comes."""
+    unique = torch.tensor(sorted(set(keys)), dtype=torch.int64)
+    values = torch.randn(len(unique), DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return RowGradients(unique, values)
 
 
 # --- hashing -------------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def test_rows_are_updated_as_a_sparse_embedding(optimizer: str, batches: list[li
             found.keys[None], found.values, weight.shape, check_invariants=True
         ).coalesce()
         twin.step()
-        net.update({0: (1.0, summed([found]))})
+        net.update({0: (1.0, found)})
     torch.testing.assert_close(net.read(range(NUM_ROWS)), weight.detach())
 
 
@@ -104,7 +105,7 @@ def test_ftrl_follows_its_paper(batches: list[list[int]], l1: float) -> None:
     table = Table(spec_of(f"ftrl:lr=0.5:beta=2:l1={l1}:l2=0.1", std=0.0))
     z, n, w = ([[0.0] * DIM for _ in range(NUM_ROWS)] for _ in range(3))
     for number, keys in enumerate(batches):
-        found = summed([gradients_of(keys, number)])
+        found = gradients_of(keys, number)
         table.update(found)
         for key, values in zip(found.keys.tolist(), found.values.tolist(), strict=True):
             for i, g in enumerate(values):
@@ -157,9 +158,9 @@ def test_rows_take_memory_from_their_first_update_on() -> None:
 def test_a_state_goes_to_any_number_of_servers(batches: list[list[int]], before: int, after: int) -> None:
     net, other = (Net(spec_of("adam:lr=0.1", seed=seed), num_servers=num) for seed, num in ((4, before), (5, after)))
     for number, keys in enumerate(batches):
-        net.update({0: (1.0, summed([gradients_of(keys, number)]))})
+        net.update({0: (1.0, gradients_of(keys, number))})
     other.load(net.state())
-    found = summed([gradients_of(list(range(NUM_ROWS)), 99)])
+    found = gradients_of(list(range(NUM_ROWS)), 99)
     for each in (net, other):
         each.update({0: (1.0, found)})
     torch.testing.assert_close(other.read(range(NUM_ROWS)), net.read(range(NUM_ROWS)), rtol=0, atol=0)
@@ -272,7 +273,7 @@ def test_an_update_is_the_weighted_mean_of_all_workers(
     keys: list[list[int]], weights: list[float], num_servers: int
 ) -> None:
     net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=num_servers, num_workers=3)
-    found = [summed([gradients_of(each, worker)]) for worker, each in enumerate(keys)]
+    found = [gradients_of(each, worker) for worker, each in enumerate(keys)]
     net.update({worker: (weights[worker], found[worker] if keys[worker] else None) for worker in range(3)})
     expected = torch.zeros(NUM_ROWS, DIM, dtype=torch.float64)
     for weight, (own, values) in zip(weights, found, strict=True):

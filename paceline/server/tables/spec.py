@@ -88,8 +88,8 @@ class TableSpec:
 
 
 def summed(some: list[RowGradients], weights: list[float] | None = None) -> RowGradients:
-    """Gradients of one table, at least one, as one: their sum, or their mean with these weights. Keys are in order."""
-    if len(some) == 1 and weights is not None:
+    """Gradients of one table, at least one, as one: their sum, or their mean with these weights."""
+    if len(some) == 1:
         return some[0]
     weighed = [each.values for each in some]
     if weights is not None:

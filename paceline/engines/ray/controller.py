@@ -22,7 +22,7 @@ from paceline.records import EventRecord, Record, RecordWriter, from_plain, unpa
 
 _TURN_S = 0.2
 # The names a member may write, so that nobody writes outside the result directory.
-_FILES = frozenset({"checkpoint.pt", "model.safetensors"})
+_FILES = frozenset({"checkpoint.pt", "model.safetensors", "rows.safetensors"})
 
 
 @final

@@ -35,7 +35,7 @@ def take_in(run: WorkerRun, replica: Replica, optimizer: torch.optim.Optimizer) 
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
         raise UsageError(f"two tables are called {twice!r}; give each ShardedEmbedding a name of its own")
-    run.context.collective.require_equal("the model's tables", [table.spec.plain() for table in tables])
+    run.context.collective.require_equal("the list of the model's tables", [table.spec.plain() for table in tables])
     # A kept copy of the model would be judged with rows of a later moment.
     run.traits = replace(run.traits, shows_model=False)
     _drop_with(optimizer, tables)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.errors import RunFailed
+from paceline.errors import RunFailed, UsageError
 from paceline.nn import ShardedEmbedding
+from paceline.planner.observing import observe
 from paceline.running.result import Result
 from paceline.server.tables.hashing import normal
 from paceline.training.row_tables import ROWS_FILE
@@ -289,7 +292,7 @@ def test_what_becomes_of_a_step_with_a_row_that_is_not_finite(nonfinite: str, tm
     assert rows_of(tmp_path)["users.keys"].tolist() == []
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd", "async-diloco", "gossip"])
+@pytest.mark.parametrize("strategy", ["all-reduce", "async-diloco", pytest.param("gossip", marks=SLOW)])
 def test_strategies_without_a_place_for_rows_refuse_them(strategy: str, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="use ps-bsp, ps-ssp or ps-asp, or single with one worker"):
         virtual_engine.run(partial(launched, train, tmp_path), strategy=strategy, workers=2, out=tmp_path / "run")
@@ -306,6 +309,7 @@ def test_an_aggregate_that_rows_do_not_have_is_refused(tmp_path: Path) -> None:
         )
 
 
+@SLOW
 def test_gradients_add_up_until_the_step_and_go_with_zero_grad(tmp_path: Path) -> None:
     """Two halves of a batch are as good as the whole; what was found before zero_grad counts nowhere."""
     for name, script in (("halves", in_halves), ("whole", train)):
@@ -330,3 +334,106 @@ def in_halves(worker: Worker, out: Path) -> None:
                 with sync:
                     (loss_of(model, (users, items, wanted)) * len(users) / len(batch[0])).backward()
         updater.step()
+
+
+@SLOW
+def test_rows_of_late_gradients_are_dropped_with_them(tmp_path: Path) -> None:
+    """With a backup worker every update has one worker's rows, and the servers agree on whose."""
+    script = partial(launched, partial(train, optimizer="sgd:lr=0.1"), tmp_path)
+    options = {"servers": 2, "backup_workers": 1}
+    result = virtual_engine.run(script, strategy="ps-bsp", workers=2, options=options, out=tmp_path / "run")
+    assert result.iteration >= NUM_STEPS
+    assert all(int(rows_of(tmp_path)[f"{name}.updates"]) == result.iteration for name in ("users", "items"))
+
+
+@SLOW
+def test_rows_are_updated_with_the_first_of_several_optimizers(tmp_path: Path) -> None:
+    virtual_engine.run(
+        partial(launched, train_with_two, tmp_path), strategy="ps-bsp", workers=2, out=tmp_path / "run", max_steps=12
+    )
+    assert int(rows_of(tmp_path)["users.updates"]) == 12
+
+
+def train_with_two(worker: Worker, out: Path) -> None:
+    factors, scale = tables("sgd"), nn.Linear(1, 1, dtype=torch.float64)
+    model: Any = factors
+    model, scale, first, second, data = worker.prepare(
+        factors=model,
+        scale=scale,
+        first=torch.optim.SGD(model.parameters(), lr=0.1),
+        second=torch.optim.SGD(scale.parameters(), lr=0.01),
+        data=DataLoader(ratings(), batch_size=BATCH),
+    )
+    for users, items, wanted in data:
+        first.zero_grad()
+        second.zero_grad()
+        (scale(model(USERS[users], items)[:, None])[:, 0] - wanted).square().mean().backward()
+        second.step()
+        first.step()
+
+
+@SLOW
+def test_a_copy_of_the_model_looks_at_the_same_rows(tmp_path: Path) -> None:
+    virtual_engine.run(partial(launched, copy_model, tmp_path), strategy="ps-bsp", workers=1, out=tmp_path / "run")
+    assert kept(tmp_path, "same")
+
+
+def copy_model(worker: Worker, out: Path) -> None:
+    model: Any = tables("sgd:lr=0.5")
+    loader: Any = DataLoader(ratings(), batch_size=BATCH)
+    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    twin = copy.deepcopy(model)
+    for batch in loader:
+        step(model, updater, batch)
+    with torch.no_grad():
+        keep(out, "same", torch.equal(twin.users(USERS), model.users(USERS)))
+    with pytest.raises(UsageError, match="the servers hold the rows"):
+        torch.save(model, out / "model.pt")
+    with pytest.raises(UsageError, match="table 'users': the servers update its rows"):
+        model.users.update()
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("same_names", "two tables are called 'users'"),
+        ("own_seed", "the list of the model's tables differs"),
+    ],
+)
+def test_tables_that_cannot_be_told_apart_or_differ(script: str, error: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=error):
+        virtual_engine.run(
+            partial(launched, globals()[script], tmp_path), strategy="ps-bsp", workers=2, out=tmp_path / "run"
+        )
+
+
+def same_names(worker: Worker, out: Path) -> None:
+    users, items = (ShardedEmbedding(9, DIM, optimizer="sgd", name="users") for _ in range(2))
+    model = Factors(users, items)
+    worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ratings()))
+
+
+def own_seed(worker: Worker, out: Path) -> None:
+    torch.manual_seed(worker.rank)
+    table = ShardedEmbedding(9, DIM, optimizer="sgd", name="users")
+    model = Factors(table, nn.Embedding(1, 1))
+    worker.prepare(model, torch.optim.SGD([model.bias], lr=0.1), DataLoader(ratings()))
+
+
+def test_a_plan_does_not_pass_over_rows(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="plans do not know what the rows of a ShardedEmbedding cost"):
+        observe(partial(launched, train, tmp_path))
+
+
+@pytest.mark.parametrize("separator", ["::", "\t", ","])
+def test_ratings_of_movielens_are_read(separator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes" / "embeddings")
+    ratings = importlib.import_module("ratings")
+    file = tmp_path / "ratings"
+    lines = [["userId", "movieId", "rating", "timestamp"], ["1", "661", "3.5", "97"], ["6040", "2", "5", "98"]]
+    file.write_text("\n".join(separator.join(line) for line in lines))
+    users, items, values = ratings.read(file)
+    assert (users.tolist(), items.tolist(), values.tolist()) == ([1, 6040], [661, 2], [3.5, 5.0])
+    file.write_text("\n".join(separator.join(line) for line in [*lines, ["one", "2", "3"]]))
+    with pytest.raises(ValueError, match="line 4"):
+        ratings.read(file)

@@ -70,6 +70,7 @@ UNTOUCHED = 999
 
 def evaluate(model: Any) -> dict[str, float]:
     users, items, wanted = ratings().tensors
+    assert model.users(torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0, DIM)
     error = (model(USERS[users], items) - wanted).square().mean()
     return {"error": float(error), "untouched": float(model.users(torch.tensor([UNTOUCHED])).sum())}
 

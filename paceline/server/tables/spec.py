@@ -12,7 +12,6 @@ from paceline.server.tables.row_optimizers import RowOptimizer, of_text
 
 _MOST_ROWS = 2**63
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class RowGradients(NamedTuple):
@@ -71,7 +70,7 @@ class TableSpec:
 
     def checked(self, keys: Tensor) -> Tensor:
         """The keys as int64. Raises UsageError, which names the table and a key that it has no row for."""
-        if keys.dtype not in _WHOLE:
+        if keys.is_floating_point() or keys.is_complex() or keys.dtype is torch.bool:
             raise UsageError(f"table {self.name!r}: keys are whole numbers, and these are {keys.dtype}: {_some(keys)}")
         keys = keys.long()
         is_outside = (keys < 0) | (keys > self.num_rows - 1)

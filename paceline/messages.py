@@ -51,6 +51,11 @@ class Kind(IntEnum):
     ANSWER = 16
     OK = 17
     ERROR = 18
+    OPEN_TABLES = 20
+    READ_ROWS = 21
+    PUSH_ROWS = 22
+    GET_ROWS = 23
+    SET_ROWS = 24
     RECORDS = 32
     PULSE = 33
     FILE = 34

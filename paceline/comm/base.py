@@ -16,6 +16,7 @@ from paceline.errors import TensorMismatch
 from paceline.layout import Layout
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import OptimizerSpec, Push, Reply
+from paceline.server.tables.spec import RowGradients, TableSpec
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "min", "max", "product")
@@ -313,6 +314,11 @@ class Store(ABC):
         """The servers' optimizer state as full tensors, keyed `<parameter index>.<state name>`."""
 
     @abstractmethod
+    def open_tables(self, specs: Sequence[TableSpec]) -> "TableStore":
+        """Have the servers hold these tables, whose rows are updated with the model. Collective call, once, before the
+        first exchange."""
+
+    @abstractmethod
     def load_state(self, state: Mapping[str, Tensor], *, iteration: int) -> None:
         """Have the servers continue at `iteration` with this optimizer state and rank 0's parameters.
 
@@ -326,3 +332,24 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back memory and sockets; a second call does nothing."""
+
+
+class TableStore(ABC):
+    """The tables that servers hold, seen from one worker; each is known by its number."""
+
+    @abstractmethod
+    def read(self, table: int, keys: Tensor) -> Tensor:
+        """The rows of these keys as they are now, shape (keys, dim). `keys`: int64, none twice."""
+
+    @abstractmethod
+    def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> None:
+        """Give the servers gradients of every table's rows, none where it was not used. They become part of the update
+        that this worker's next `Store.exchange` is for, in which they have this weight."""
+
+    @abstractmethod
+    def state(self, table: int) -> dict[str, Tensor]:
+        """Every row that was ever updated, with its optimizer's state: see `Table.state`."""
+
+    @abstractmethod
+    def load(self, table: int, state: Mapping[str, Tensor]) -> None:
+        """Have the servers continue with the state that rank 0 gives. Collective call."""

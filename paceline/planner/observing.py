@@ -108,10 +108,12 @@ class Observed(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lock_step=True, tells_stop=True, traffic=())
+        return Traits(lock_step=True, tells_stop=True, holds_rows=True, traffic=())
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         require_one_of_each(replica, "a plan")
+        if replica.tables:
+            raise UsageError("plans do not know what the rows of a ShardedEmbedding cost; use --engine virtual")
         return _ObservedSynchronizer(self, context, replica)
 
 

@@ -32,6 +32,7 @@ from paceline.server.part_state import initialise, set_state, state_fields
 from paceline.server.ranges import in_shards
 from paceline.server.shard import Answer
 from paceline.server.spec import ServerSpec
+from paceline.server.tables.shards import TableShards
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 
 _ERROR_LENGTH = 4000
@@ -52,6 +53,8 @@ class Updated(NamedTuple):
     num_contributions: int
     records: Sequence[UpdateRecord]
     """Of the server's last shard: one for each contribution."""
+    row_bytes: int = 0
+    """Read and written for rows of tables, which are updated with the last shard."""
 
 
 class BesideNext(NamedTuple):
@@ -101,6 +104,7 @@ class ServerCore:
         self._some_read_for_themselves = False
         self._some_are_apart = self._has_neighbour = False
         self._is_timed = False
+        self._tables = TableShards()
         self._handlers: dict[Kind, Callable[[_Client, Message, float], Iterator[Action]]] = {
             Kind.INITIALISE: self._initialise,
             Kind.EXCHANGE: self._exchange,
@@ -112,6 +116,7 @@ class ServerCore:
             Kind.LEAVE: self._leave,
             Kind.GET_STATE: self._get_state,
             Kind.SET_STATE: self._set_state,
+            **dict.fromkeys(self._tables.handlers, self._about_rows),
         }
 
     @property
@@ -212,7 +217,7 @@ class ServerCore:
         """Whether all workers are beside, and those who have all tensors could go on without this server."""
         are_beside = len(self._clients) > 0 and all(client.is_beside for client in self._clients.values())
         is_complete = are_beside and self._spec is not None and len(self._clients) == self._spec.rule.members.size
-        return is_complete and all(part.shard.is_quiet for part in self.parts)
+        return is_complete and self._tables.is_empty and all(part.shard.is_quiet for part in self.parts)
 
     def decode_s(self, message: Message) -> float:
         """How long a core decodes a worker's push, where time is simulated."""
@@ -223,6 +228,7 @@ class ServerCore:
     def close(self) -> None:
         """Let go of all memory."""
         self._clients.clear()
+        self._tables.close()
         self.parts, self._all_parts = [], []
         self._is_timed = False
 
@@ -319,6 +325,9 @@ class ServerCore:
         set_state(self.parts, message)
         yield Send(message.sender, self.message(Kind.OK))
 
+    def _about_rows(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        yield Send(message.sender, self.message(Kind.OK, **self._tables.receive(message)))
+
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _answer(self, index: int, part: Part, answers: Sequence[Answer], now_s: float) -> Iterator[Action]:
@@ -332,7 +341,8 @@ class ServerCore:
         if applied:
             told = applied if is_last else ()
             records = [UpdateRecord(self.index, one.iteration, one.worker, one.clock, one.staleness) for one in told]
-            yield Updated(part, len(applied), records)
+            row_bytes = self._tables.update(applied) if is_last else 0
+            yield Updated(part, len(applied), records, row_bytes)
         beside = [answer for answer in answers if self._clients[answer.worker].is_beside]
         if len(beside) < len(answers):
             for answer in answers:

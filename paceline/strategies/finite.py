@@ -1,13 +1,14 @@
 """Gradients that are not finite, where each worker takes its own steps."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from paceline.nn.sharded_embedding import ShardedEmbedding
 from paceline.strategies.base import NonFinitePolicy, non_finite
 from paceline.strategies.replica import Replica, is_skipped_by_scaler
 
@@ -19,12 +20,19 @@ def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int)
     and the policy says `raise`."""
     if policy == "allow" or is_skipped_by_scaler(replica.optimizer):
         return True  # a scaler skips by itself
-    if _seem_finite([p.grad for p in replica.parameters if p.grad is not None], is_light=replica.is_light):
-        return True
-    culprit = _nonfinite_parameter(replica)
+    culprit = nonfinite_row(replica.tables)
+    if culprit is None:
+        if _seem_finite([p.grad for p in replica.parameters if p.grad is not None], is_light=replica.is_light):
+            return True
+        culprit = _nonfinite_parameter(replica)
     if culprit is not None and policy == "raise":
         raise non_finite(rank=rank, step=step, parameter=culprit)
     return culprit is None
+
+
+def nonfinite_row(tables: Iterable[ShardedEmbedding]) -> str | None:
+    """In words, a row whose gradient is NaN or infinite."""
+    return next((row for table in tables if (row := table.find_nonfinite()) is not None), None)
 
 
 def checked(

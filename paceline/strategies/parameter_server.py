@@ -104,6 +104,7 @@ class ParameterServer(Strategy):
             shows_model=self.consistency != "bsp",
             num_servers=self.servers,
             passes_attacks=True,
+            holds_rows=True,
             traffic=(AllReduced(), served) if self.combine == "always" else (served,),
         )
 
@@ -137,6 +138,8 @@ class ParameterServer(Strategy):
             raise UsageError("this world has no servers; start the script with `paceline run --strategy ps-...`")
         require_no_closure(replica.optimizer)
         require_plain_steps(replica)
+        if replica.tables:
+            self._require_rows_joined_alike(context)
         is_synchronous = self.consistency == "bsp"
         return ServerSynchronizer(
             context,
@@ -150,6 +153,14 @@ class ParameterServer(Strategy):
             codec=self.codec_of_pushes(),
             codec_scope=self.codec_scope,
         )
+
+    def _require_rows_joined_alike(self, context: Context) -> None:
+        """Rows of tables are joined by the mean, and come as honest workers send them."""
+        if self._votes or self.aggregate != MEAN:
+            what = f"codec={self.codec}" if self._votes else f"aggregate={self.aggregate}"
+            raise UsageError(f"{what} does not join the rows of a ShardedEmbedding, of which servers take the mean")
+        if context.corrupt is not None:
+            raise UsageError("attacks do not change what workers send for the rows of a ShardedEmbedding")
 
     @property
     def _votes(self) -> bool:

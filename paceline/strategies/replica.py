@@ -16,6 +16,7 @@ from paceline.comm.arguments import flatten
 from paceline.comm.base import Collective
 from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import TensorSpec
+from paceline.nn.sharded_embedding import ShardedEmbedding
 from paceline.server.optimizer import build_optimizer
 from paceline.server.spec import OptimizerSpec
 
@@ -52,6 +53,12 @@ class Replica:
         """The optimizer's, and those that no optimizer trains if this replica stands for them."""
         own = self.model.parameters() if self.is_first else self.parameters
         return [parameter for parameter in own if id(parameter) not in self.beside]
+
+    @functools.cached_property
+    def tables(self) -> tuple[ShardedEmbedding, ...]:
+        """Whose rows are no parameters, if this replica stands for what is not the optimizer's."""
+        modules = self.model.modules() if self.is_first else ()
+        return tuple(module for module in modules if isinstance(module, ShardedEmbedding))
 
     @functools.cached_property
     def group_sizes(self) -> list[int]:

@@ -21,6 +21,7 @@ from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Sync
 from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.digests import digest
+from paceline.strategies.finite import nonfinite_row
 from paceline.strategies.held_state import HeldState
 from paceline.strategies.looks import is_looked_at
 from paceline.strategies.meeting import gathered
@@ -36,6 +37,7 @@ from paceline.strategies.replica import (
     require_no_hooks,
     require_same_attributes,
 )
+from paceline.strategies.served_rows import ServedRows
 from paceline.strategies.server_owned import ServerOwned
 from paceline.strategies.settings import first_difference, settings_of
 
@@ -124,6 +126,7 @@ class ServerSynchronizer(Synchronizer):
             self._gradients.host,
             coding=self._coding(codec, codec_scope, layout),
         )
+        self._rows = ServedRows(store, replica.tables)
         if codec is not None:
             self.facts = {"codec": str(codec) if store.is_coded else NOTHING_CODED}
 
@@ -138,6 +141,8 @@ class ServerSynchronizer(Synchronizer):
     def set_weight(self, weight: float) -> None:
         if self._is_weighted and weight != self._weight:
             self._combining.rescale(self._weight / weight)
+            for table in self.replica.tables:
+                table.rescale_gradients(self._weight / weight)
         self._weight = weight
 
     def set_synchronizing(self, on: bool) -> bool:
@@ -173,6 +178,7 @@ class ServerSynchronizer(Synchronizer):
             self._require_joint(are_gradients_alike=is_combined and self.context.corrupt is None)
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
+        self._rows.push(weight=self._weight, is_void=is_void)
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
         outcome = self._take(self._store.exchange(push))
         if self._store.is_coded:
@@ -327,6 +333,7 @@ class ServerSynchronizer(Synchronizer):
         if self._nonfinite == "allow":
             return False
         own, self._combining.culprit = self._combining.culprit, None
+        own = own or nonfinite_row(self.replica.tables)
         culprit = own or self._buckets.find_any_nonfinite()
         if culprit is not None and self._nonfinite == "raise":
             # What was finite here before the average became so by another rank's gradient.

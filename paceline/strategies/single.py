@@ -8,7 +8,7 @@ from paceline.comm.base import Timing
 from paceline.errors import UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
 from paceline.strategies.finite import checked, may_step
-from paceline.strategies.replica import Replica, is_skipped_by_scaler
+from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler
 from paceline.strategies.traits import Traits
 
 
@@ -23,7 +23,7 @@ class Single(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lock_step=True, tells_stop=True, traffic=())
+        return Traits(lock_step=True, tells_stop=True, holds_rows=True, traffic=())
 
     def check(self, *, num_workers: int) -> None:
         if num_workers != 1:
@@ -44,6 +44,8 @@ class _SingleSynchronizer(Synchronizer):
         return ()
 
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if self.replica.tables:
+            raise cannot_evaluate(self.replica.optimizer)
         return checked(closure, self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1)
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
@@ -53,5 +55,7 @@ class _SingleSynchronizer(Synchronizer):
         if applies:
             update()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        for table in self.replica.tables:
+            table.update() if applies else table.drop_gradients()
         self.iteration += applies
         return StepOutcome(self.iteration, stop=self.stop_vote(), staleness=0 if applies else -1)

@@ -110,6 +110,8 @@ class Traits:
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_clients: int = 0
     """Those whose contributions are joined, where these are others than the workers: an attack is then by clients."""
+    holds_rows: bool = False
+    """The rows of a model's tables (`paceline.nn.ShardedEmbedding`) have a place, and are updated with the model."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     traffic: tuple[Traffic, ...] | None = None

@@ -16,7 +16,7 @@ from paceline.errors import NotWritten, UsageError
 from paceline.records import EventRecord
 from paceline.strategies.base import Strategy
 from paceline.strategies.own_state import OwnState, carried_over
-from paceline.training import feeds, snapshot
+from paceline.training import feeds, row_tables, snapshot
 from paceline.training.beside import Beside
 from paceline.training.sharding import Place
 from paceline.training.snapshot import Snapshot
@@ -147,6 +147,7 @@ class Checkpoints:
             data=feeds.identity_of(run.prepared.feeds),
             optimizers=run.prepared.optimizer_names,
             metrics=metrics or {},
+            rows=row_tables.rows_of(run.prepared.replica),
         )
 
     def take_up(self, checkpoint: Checkpoint, mine: WorkerState) -> None:
@@ -184,6 +185,7 @@ class Checkpoints:
         run.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
+        row_tables.load_rows(prepared.replica, checkpoint.rows)
         feeds.resume(prepared.feeds, mine, checkpoint.data)
 
     def _taken(self) -> Snapshot:

@@ -16,6 +16,7 @@ from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation
 from paceline.training.judging import Judge
 from paceline.training.kept_models import KeptModels
+from paceline.training.row_tables import save_rows
 from paceline.training.same_data import SameData
 from paceline.training.worker_run import WorkerRun
 
@@ -46,11 +47,19 @@ class Pauses:
         self._agreement = Agreement(run)
         self._judge = Judge(run)
         self._kept = KeptModels(run)
-        self._judges_beside = run.traits.shows_model and run.context.size > 1 and not self._judge.chooses_best
-        self._keeps = run.context.is_first and self._judges_beside
         self._same_data: SameData | None = None
         self._has_begun = False
         self._met_at = (0, 0.0)
+
+    @property
+    def _judges_beside(self) -> bool:
+        """Whether models are judged that rank 0 has kept, so that evaluations bring no pause about."""
+        run = self._run
+        return run.traits.shows_model and run.context.size > 1 and not self._judge.chooses_best
+
+    @property
+    def _keeps(self) -> bool:
+        return self._run.context.is_first and self._judges_beside
 
     @property
     def evaluation(self) -> Evaluation | None:
@@ -220,6 +229,7 @@ class Pauses:
                 self._cadence.checkpointed_at = run.iteration
             if is_last and run.context.is_first:
                 run.reporter.save(MODEL_FILE, snapshot.as_model_file(snapshot.weights_of(model)))
+                save_rows(run)
         if differing is not None and run.traits.own_scores and self.evaluation is not None:
             differing.record_scores(self.evaluation)
         return saves

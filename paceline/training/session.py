@@ -21,7 +21,7 @@ from paceline.strategies.replica import Replica, copy_from_first, require_joint_
 from paceline.strategies.settings import require_same_settings
 from paceline.strategies.several import as_one, describe_each, whole_of
 from paceline.strategies.together import Together
-from paceline.training import snapshot
+from paceline.training import row_tables, snapshot
 from paceline.training.accounting import Account
 from paceline.training.batches import Batches
 from paceline.training.cadence import Cadence
@@ -103,6 +103,7 @@ class Session:
         replicas = describe_each(model, given.optimizers)
         whole = whole_of(replicas)
         self._agree_on(model, whole, given)
+        row_tables.take_in(self.run, whole, next(iter(given.optimizers.values())))
         batches = Batches(
             self.run,
             self._course,

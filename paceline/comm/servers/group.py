@@ -1,12 +1,13 @@
 """A worker's store: one request to each server, answered when the worker may go on."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import final
 
 from torch import Tensor
 
-from paceline.comm.base import Collective, Store, Timing
+from paceline.comm.base import Collective, Store, TableStore, Timing
+from paceline.comm.servers.carrier import Carrier
+from paceline.comm.servers.tables import ServedTables
 from paceline.layout import Layout
 from paceline.messages import FRAME_BYTES
 from paceline.server.client_core import ClientCore
@@ -14,56 +15,9 @@ from paceline.server.coded_push import PushCoding
 from paceline.server.ranges import KeyRange, cut
 from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Push, Reply
+from paceline.server.tables.spec import TableSpec
 
 Configure = Callable[[Layout, OptimizerSpec, Sequence[KeyRange]], None]
-
-
-class Turn(NamedTuple):
-    """What came of an exchange without a message."""
-
-    reply: Reply
-    elapsed_s: float
-    waiting_s: float
-
-
-class Carrier(ABC):
-    """How one worker's messages reach the servers, real or simulated."""
-
-    beside: Sequence[bool]
-    """Of each server, in the order of their key ranges, whether it is on this worker's host."""
-    carries_bytes: bool
-    """Tensors for servers elsewhere pass as bytes; else servers reach this worker's memory."""
-
-    @abstractmethod
-    def allocate(self, num_bytes: int) -> Tensor:
-        """A zeroed uint8 tensor in memory that servers beside reach without a copy."""
-
-    @abstractmethod
-    def bodies(self, parameters: Tensor, gradients: Tensor) -> Sequence[Mapping[str, Any]]:
-        """How each server finds these buffers, which were allocated here."""
-
-    @abstractmethod
-    def attached(
-        self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """What each server said of itself."""
-
-    def serve_itself(self, client: ClientCore) -> Turn | None:
-        """Push without a message, if the server lets workers do so now."""
-        return None
-
-    @abstractmethod
-    def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:
-        """Send these and what follows from their answers, until all that is due has come; returns how many seconds that
-        took. Raises DeadlineExceeded, which names the servers and what was asked, or Aborted."""
-
-    @abstractmethod
-    def abort(self, reason: str) -> None:
-        """End every present and future wait with `Aborted(reason)`; callable from any thread."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back memory and sockets; a second call does nothing."""
 
 
 @final
@@ -79,7 +33,7 @@ class ServerGroup(Store):
 
     def __init__(self, carrier: Carrier, *, collective: Collective, configure: Configure, epoch: int) -> None:
         self.timing = Timing()
-        self._carrier, self._collective, self._configure = carrier, collective, configure
+        self._carrier, self._collective, self._configure, self._epoch = carrier, collective, configure, epoch
         self._client = ClientCore(
             rank=collective.rank, epoch=epoch, beside=carrier.beside, carries_bytes=carrier.carries_bytes
         )
@@ -158,6 +112,9 @@ class ServerGroup(Store):
         if self._collective.rank == 0:
             self._ask(self._client.set_state(state))
         self._initialise(iteration=iteration)
+
+    def open_tables(self, specs: Sequence[TableSpec]) -> TableStore:
+        return ServedTables(self._carrier, specs, collective=self._collective, timing=self.timing, epoch=self._epoch)
 
     def abort(self, reason: str) -> None:
         self._carrier.abort(reason)

@@ -10,7 +10,8 @@ import zmq
 from torch import Tensor
 
 from paceline.comm.base import Collective
-from paceline.comm.servers.group import Carrier, Configure, ServerGroup, Turn
+from paceline.comm.servers.carrier import Carrier, Conversation, Turn
+from paceline.comm.servers.group import Configure, ServerGroup
 from paceline.comm.servers.holding import identity_of
 from paceline.comm.servers.line import BellAddress, WorkerLine
 from paceline.comm.servers.loan import Loan
@@ -194,7 +195,7 @@ class SocketCarrier(Carrier):
                 service.loan.sleep(WAKE_S, unless=lambda: service.is_over)
         return time.perf_counter() - began_s
 
-    def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:
+    def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
         began_s = heard_s = time.perf_counter()
         for link in self._links:
             link.asked_over = None

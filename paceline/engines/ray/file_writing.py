@@ -12,7 +12,7 @@ from paceline.checkpoint import FILE_NAME
 from paceline.checkpoint_files import CheckpointFiles
 from paceline.messages import Raw, raw_bytes
 
-_MODEL = "model.safetensors"
+_MODELS = frozenset({"model.safetensors", "rows.safetensors"})
 
 
 @final
@@ -48,12 +48,12 @@ class FileWriting:
 
     def _write(self, identity: str, name: str, payload: Sequence[Raw]) -> None:
         """Whole or not at all: a full disk leaves the file that was there before. A member writes nothing outside the
-        result directory, since it may name two files alone."""
+        result directory, since it may name these files alone."""
         error: str | None = None
         try:
             if name == FILE_NAME:
                 self._checkpoints.write(map(raw_bytes, payload))
-            elif name == _MODEL:
+            elif name in _MODELS:
                 with durable.whole(self._directory / name) as partial, partial.open("wb") as file:
                     file.writelines(map(raw_bytes, payload))
             else:

@@ -6,8 +6,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from paceline.comm.servers.group import Carrier
+from paceline.comm.servers.carrier import Carrier, Conversation
 from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.process import Process, Signal
 from paceline.engines.virtual.server import VirtualServer
@@ -39,7 +40,7 @@ class VirtualCarrier(Carrier):
         self.host, self.number = host, number
         self.beside = [server.host == host for server in servers]
         self._servers, self._network, self._process, self._request_s = servers, network, process, request_s
-        self._client: ClientCore | None = None
+        self._client: Conversation | None = None
         self._all_here = Signal()
         self._abort_reason: str | None = None
 
@@ -54,14 +55,16 @@ class VirtualCarrier(Carrier):
     ) -> None:
         pass
 
-    def carry(self, client: ClientCore, sends: Iterable[Send]) -> float:
+    def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
         if self._abort_reason is not None:
             raise Aborted(f"a request to the servers was ended: {self._abort_reason}")
         began_s = self._process.now_s
         self._client, self._all_here = client, Signal()
         self._process.advance(self._request_s)
         self._process.post(self._send, sends)
-        self._process.wait(self._all_here, lambda: f"{client.what}, of which server(s) {client.due} owe an answer")
+        # A script may read rows in its forward pass, where a mode counts operations that is not the other workers'.
+        with _disable_current_modes():
+            self._process.wait(self._all_here, lambda: f"{client.what}, of which server(s) {client.due} owe an answer")
         return self._process.now_s - began_s
 
     def deliver(self, server: int, message: Message) -> None:

@@ -115,7 +115,7 @@ class VirtualServer:
 def _touched_bytes(updated: Updated) -> float:
     shard = updated.part.shard
     own_state_bytes = state_bytes(shard.optimizer, shard.parameters)
-    return update_bytes(updated.num_contributions, updated.part.tensor_bytes, own_state_bytes)
+    return update_bytes(updated.num_contributions, updated.part.tensor_bytes, own_state_bytes) + updated.row_bytes
 
 
 def update_bytes(num_gradients: int, parameter_bytes: float, state_bytes: float) -> float:

@@ -1,0 +1,78 @@
+"""How one worker's messages reach the servers, whatever they are about."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from paceline.layout import Layout
+from paceline.messages import Message
+from paceline.server.client_core import ClientCore
+from paceline.server.server_core import Send
+from paceline.server.spec import OptimizerSpec, Reply
+
+
+class Conversation(Protocol):
+    """A worker's end of what it asks the servers, until all that is due has come."""
+
+    what: str
+    """It is about, in words."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def due(self) -> list[int]:
+        """Servers that owe an answer."""
+
+    def receive(self, index: int, answer: Message) -> Iterator[Send]:
+        """A server's answer has come; what to send for it."""
+
+
+class Turn(NamedTuple):
+    """What came of an exchange without a message."""
+
+    reply: Reply
+    elapsed_s: float
+    waiting_s: float
+
+
+class Carrier(ABC):
+    """How one worker's messages reach the servers, real or simulated."""
+
+    beside: Sequence[bool]
+    """Of each server, in the order of their key ranges, whether it is on this worker's host."""
+    carries_bytes: bool
+    """Tensors for servers elsewhere pass as bytes; else servers reach this worker's memory."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> Tensor:
+        """A zeroed uint8 tensor in memory that servers beside reach without a copy."""
+
+    @abstractmethod
+    def bodies(self, parameters: Tensor, gradients: Tensor) -> Sequence[Mapping[str, Any]]:
+        """How each server finds these buffers, which were allocated here."""
+
+    @abstractmethod
+    def attached(
+        self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """What each server said of itself."""
+
+    def serve_itself(self, client: ClientCore) -> Turn | None:
+        """Push without a message, if the server lets workers do so now."""
+        return None
+
+    @abstractmethod
+    def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
+        """Send these and what follows from their answers, until all that is due has come; returns how many seconds that
+        took. Raises DeadlineExceeded, which names the servers and what was asked, or Aborted."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """End every present and future wait with `Aborted(reason)`; callable from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back memory and sockets; a second call does nothing."""

@@ -1,0 +1,184 @@
+"""An embedding whose rows are not among the model's parameters: servers hold them, or this process alone."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.errors import UsageError
+from paceline.server.tables.row_optimizers import RowOptimizer, of_text
+from paceline.server.tables.spec import RowGradients, TableSpec, summed
+from paceline.server.tables.table import Table
+
+
+class Home(Protocol):
+    """Where a table's rows are."""
+
+    def read(self, keys: Tensor) -> Tensor:
+        """The rows of these keys, none twice, as they are now; shape (keys, dim)."""
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Table.state`."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` has given."""
+
+
+@final
+class ShardedEmbedding(nn.Module):
+    """A table of rows that are looked up by key, as `nn.Embedding(sparse=True)` does, for more rows than a host holds.
+
+    Under `ps-bsp`, `ps-ssp` and `ps-asp` the servers hold the rows, each those in its range of the hashed keys (Li et
+    al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014), and update them with the model's
+    parameters: a worker reads the rows of its batch in forward(), and gives their gradients at the step of the
+    optimizer that was prepared, of several the first. Under `single` they are in this process. A row takes memory from
+    its first update on; before that its values follow from its key. Keys never share a row.
+
+    The optimizer of the script has no part in it: give the table one of its own.
+
+    Args:
+        num_rows: keys are 0 to num_rows - 1, at most 2**63 - 1.
+        dim: elements of a row.
+        optimizer: of the rows, such as `paceline.nn.Adagrad(lr=0.1)`, or its text `"adagrad:lr=0.1"`.
+        name: by which errors and checkpoints know the table; a model's tables have different ones.
+        std: rows begin with draws from a normal distribution with this standard deviation and the mean 0.
+        dtype: float32 or float64.
+
+    Raises:
+        UsageError: an argument is out of range.
+
+    >>> from paceline.nn import SGD
+    >>> table = ShardedEmbedding(2**40, 4, optimizer=SGD(lr=0.5), name="users")
+    >>> table(torch.tensor([[7, 7], [2**39, 0]])).shape
+    torch.Size([2, 2, 4])
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        dim: int,
+        *,
+        optimizer: RowOptimizer | str,
+        name: str = "embedding",
+        std: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        rule = of_text(optimizer) if isinstance(optimizer, str) else optimizer
+        seed = int(torch.randint(2**62, ()))  # the script's generator, which is at the same place on every worker
+        self.spec = TableSpec(name, num_rows, dim, rule, std, seed, dtype)
+        self._own = Table(self.spec)
+        self._home: Home = self._own
+        self._found: list[RowGradients] = []
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """Rows of shape keys.shape + (dim,), on the device of the keys.
+
+        Raises:
+            UsageError: a key is out of range or no whole number; the message names it and the table.
+        """
+        rows, places = self._read(keys)
+        return F.embedding(places, rows)
+
+    def bag(self, keys: Tensor, offsets: Tensor, mode: Literal["sum", "mean"] = "mean") -> Tensor:
+        """The sum or mean of the rows of each bag, shape (bags, dim); of an empty one 0.
+
+        Args:
+            keys: of all bags, one after the other.
+            offsets: where each bag begins.
+
+        Raises:
+            UsageError: as `forward`.
+        """
+        rows, places = self._read(keys)
+        return F.embedding_bag(places, rows, offsets, mode=mode)
+
+    def update(self) -> None:
+        """Update the rows in this process with what backward passes have found since the last time. The step of a
+        prepared optimizer does so itself; a script without Paceline's worker calls it beside its own.
+
+        Raises:
+            UsageError: servers hold the rows, or a gradient is not finite; the message names the table, and the key.
+        """
+        if self._home is not self._own:
+            raise UsageError(
+                f"table {self.spec.name!r}: the servers update its rows, when the optimizer that was prepared steps"
+            )
+        gradients = self.take_gradients()
+        if gradients is not None:
+            self._own.update(gradients)
+
+    def load_rows(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with rows that `rows` has given. Under servers it is a collective call; rank 0's rows count.
+
+        Raises:
+            UsageError: they are of another table.
+        """
+        self._found.clear()
+        self._home.load(state)
+
+    def rows(self) -> dict[str, Tensor]:
+        """The keys of all rows that were ever updated, in order, their rows, and their optimizer's state."""
+        return self._home.state()
+
+    @property
+    def num_rows(self) -> int:
+        return self.spec.num_rows
+
+    @property
+    def dim(self) -> int:
+        return self.spec.dim
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return f"{spec.num_rows}, {spec.dim}, name={spec.name!r}, optimizer={str(spec.optimizer)!r}"
+
+    # --- for those who hold the rows, and say when to update them -----------------------------------------------
+
+    def move_to(self, home: Home) -> None:
+        """The rows are there from now on."""
+        self._home = home
+
+    def take_gradients(self) -> RowGradients | None:
+        """What backward passes have found since this was last asked, once a key; none: the table was not used."""
+        found, self._found = self._found, []
+        return summed(found) if found else None
+
+    def drop_gradients(self) -> None:
+        self._found.clear()
+
+    def rescale_gradients(self, factor: float) -> None:
+        """What was found so far is to count with another weight."""
+        self._found = [RowGradients(keys, values * factor) for keys, values in self._found]
+
+    def find_nonfinite(self) -> str | None:
+        """In words, a row whose gradient is NaN or infinite."""
+        for gradients in self._found:
+            key = self.spec.nonfinite(gradients)
+            if key is not None:
+                return f"row {key} of table {self.spec.name}"
+        return None
+
+    def _read(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of these keys, once each, and where among them each key's is."""
+        self._require_unscaled(keys.device.type)
+        unique, places = self.spec.checked(keys).unique(return_inverse=True)
+        rows = self._home.read(unique.cpu()).to(keys.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_hook(partial(self._note, unique.cpu()))
+        return rows, places
+
+    def _note(self, keys: Tensor, gradient: Tensor) -> None:
+        self._found.append(RowGradients(keys, gradient.detach().cpu().clone()))
+
+    def _require_unscaled(self, device: str) -> None:
+        """Raises UsageError where a scaled loss is to be expected: nobody would divide the rows' gradients again."""
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
+            raise UsageError(
+                f"table {self.spec.name!r}: automatic mixed precision in float16 scales the loss, and rows would be "
+                "updated with scaled gradients; use bfloat16"
+            )

@@ -1,0 +1,151 @@
+"""A worker's end of what it asks servers about tables: which keys go to which server, and what is made of the answers.
+
+Sans-IO, like `ClientCore`, and one conversation at a time.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paceline.messages import Kind, Message, Raw, WireError, from_frames, to_frames
+from paceline.server.server_core import Send
+from paceline.server.state import pack, unpack
+from paceline.server.tables.dividing import divided, joined
+from paceline.server.tables.hashing import owners
+from paceline.server.tables.spec import RowGradients, TableSpec
+
+
+@final
+class TableClient:
+    """
+    Args:
+        epoch: of the membership.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec], *, rank: int, epoch: int, num_servers: int) -> None:
+        self.what = ""
+        """The present conversation is about, in words."""
+        self.moved_bytes = 0
+        """Of its messages so far."""
+        self._specs = tuple(specs)
+        self._rank, self._epoch, self._num_servers = rank, epoch, num_servers
+        self._answers: dict[int, Message | None] = {}
+        """Of each server that was asked: what it has said."""
+        self._error: WireError | None = None
+        self._read: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.int64))
+
+    # --- conversations ------------------------------------------------------------------------------------------
+
+    def open(self) -> list[Send]:
+        """Have every server make its part of the tables."""
+        body = {"tables": [spec.plain() for spec in self._specs]}
+        return self._ask("opening tables", Kind.OPEN_TABLES, [(body, [])] * self._num_servers)
+
+    def read(self, table: int, keys: Tensor) -> list[Send]:
+        """Ask for these keys' rows; servers that have none of them are not asked."""
+        self._read = table, keys
+        requests: list[tuple[dict[str, Any], list[Tensor]] | None] = []
+        for own in self._mine(keys):
+            count = int(own.sum())
+            requests.append(({"table": table, "count": count}, [keys[own]]) if count else None)
+        return self._ask(f"rows of table {self._specs[table].name!r}", Kind.READ_ROWS, requests)
+
+    def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> list[Send]:
+        """Give every server the gradients of its rows, for the update that the worker's next push of the model is for.
+
+        Args:
+            gradients: for each table; none: it was not used.
+        """
+        requests: list[tuple[dict[str, Any], list[Tensor]]] = [
+            ({"weight": weight, "counts": []}, []) for _ in range(self._num_servers)
+        ]
+        for each in gradients:
+            for (body, tensors), own in zip(requests, self._mine(None if each is None else each.keys), strict=True):
+                body["counts"].append(None if each is None else int(own.sum()))
+                if each is not None:
+                    tensors += [each.keys[own], each.values[own]]
+        return self._ask("gradients of rows", Kind.PUSH_ROWS, requests)
+
+    def get_state(self, table: int) -> list[Send]:
+        return self._ask("all rows", Kind.GET_ROWS, [({"table": table}, [])] * self._num_servers)
+
+    def set_state(self, table: int, state: Mapping[str, Tensor]) -> list[Send]:
+        requests = []
+        for part in divided(state, self._num_servers):
+            body, _ = pack({f"0.{name}": tensor for name, tensor in part.items()})
+            requests.append(({"table": table, **body}, list(part.values())))
+        return self._ask("all rows", Kind.SET_ROWS, requests)
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def receive(self, index: int, answer: Message) -> Iterator[Send]:
+        """A server's answer has come; nothing is to be sent for it."""
+        self.moved_bytes += answer.num_bytes
+        if answer.kind is Kind.ERROR:
+            self._error = WireError(f"{self.what}: {answer.body.get('error')}")
+        else:
+            self._answers[index] = answer
+        return iter(())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that is due has come, or a server refused."""
+        return self._error is not None or not self.due
+
+    @property
+    def due(self) -> list[int]:
+        """Servers that owe an answer."""
+        return [index for index, answer in self._answers.items() if answer is None]
+
+    def require_done(self) -> None:
+        """Raises WireError if a server refused; the message says which, and why."""
+        if self._error is not None:
+            raise self._error
+
+    def rows(self) -> Tensor:
+        """Those that were asked for, in the order of the keys, shape (keys, dim)."""
+        table, keys = self._read
+        rows = self._specs[table].empty_rows(len(keys))
+        for index, own in enumerate(self._mine(keys)):
+            answer = self._answers.get(index)
+            if answer is not None:
+                part = self._specs[table].empty_rows(int(own.sum()))
+                from_frames(answer.payload, [part])
+                rows[own] = part
+        return rows
+
+    def state(self) -> dict[str, Tensor]:
+        """Of the table that was asked for, as `Table.state` gives it."""
+        parts = []
+        for answer in self._answers.values():
+            if answer is not None:
+                state = unpack(answer.body, answer.payload)
+                parts.append({name.removeprefix("0."): tensor for name, tensor in state.items()})
+        return joined(parts)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _mine(self, keys: Tensor | None) -> list[Tensor]:
+        """Of each server, which of these keys it owns."""
+        owner = owners(torch.empty(0, dtype=torch.int64) if keys is None else keys, self._num_servers)
+        return [owner == server for server in range(self._num_servers)]
+
+    def _ask(
+        self, what: str, kind: Kind, requests: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]] | None]
+    ) -> list[Send]:
+        """Each server that there is a request for is to answer once."""
+        self.what, self.moved_bytes, self._error, self._answers = what, 0, None, {}
+        sends = []
+        for index, request in enumerate(requests):
+            if request is None:
+                continue
+            body, tensors = request
+            payload: list[Raw] = list(to_frames(tensors))
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+            message = Message(kind, self._epoch, sender=self._rank, body=body, payload=payload, tensor_bytes=num_bytes)
+            self._answers[index] = None
+            self.moved_bytes += message.num_bytes
+            sends.append(Send(index, message))
+        return sends

@@ -1,0 +1,46 @@
+"""Keys mixed into 64 bits: which server owns a row, and what its first values are, follow from them."""
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mixed(keys: Tensor) -> Tensor:
+    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014: the output of SplitMix64
+    for these states, as int64. No two keys have the same."""
+    bits = keys + _signed(_GOLDEN)
+    bits = (bits ^ shifted(bits, 30)) * _signed(_FIRST)
+    bits = (bits ^ shifted(bits, 27)) * _signed(_SECOND)
+    return bits ^ shifted(bits, 31)
+
+
+def shifted(bits: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left, where torch repeats the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def owners(keys: Tensor, num_servers: int) -> Tensor:
+    """The server of each key: the hashed keys, as numbers without sign, are cut into ranges of the same length."""
+    return (shifted(mixed(keys), 32) * num_servers) >> 32
+
+
+def normal(keys: Tensor, *, seed: int, num: int) -> Tensor:
+    """`num` draws from the standard normal distribution for each key, float64 of shape (keys, num), by Box and Muller.
+
+    They depend on the seed and the key alone.
+    """
+    streams = mixed(mixed(keys) + seed).unsqueeze(1) + torch.arange(num) * _signed(_GOLDEN)
+    first = mixed(streams)
+    radius = (-2 * _uniform(first).log()).sqrt()
+    return radius * (2 * torch.pi * _uniform(mixed(first))).cos()
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    """Numbers between 0 and 1, and neither of them."""
+    return (shifted(bits, 11).double() + 0.5) * 2.0**-53
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64)

@@ -1,0 +1,136 @@
+"""A server's part of a run's tables: what workers ask of it, and the updates that come with those of the model.
+
+Sans-IO, and a part of `ServerCore`. A worker pushes the gradients of rows ahead of the model's. They wait here until
+the server's shard makes an update of what that worker pushed, and become a part of it: under bsp one update of all
+workers' rows, under ssp and asp one of each worker's. What a later push finds still waiting was for no update.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.messages import Kind, Message, WireError, from_frames, raw_bytes, to_frames
+from paceline.server.shard import Applied
+from paceline.server.state import pack, unpack
+from paceline.server.tables.spec import RowGradients, TableSpec, summed
+from paceline.server.tables.table import Table
+
+Fields = Mapping[str, Any]
+"""Of an answer."""
+
+
+class _Waiting(NamedTuple):
+    """What came with one push."""
+
+    weight: float
+    gradients: list[RowGradients | None]
+    """For each table; none: the worker has not used it."""
+
+
+@final
+class TableShards:
+    def __init__(self) -> None:
+        self._tables: list[Table] = []
+        self._waiting: dict[int, _Waiting] = {}  # by worker
+        self.handlers = {
+            Kind.OPEN_TABLES: self._open,
+            Kind.READ_ROWS: self._read,
+            Kind.PUSH_ROWS: self._push,
+            Kind.GET_ROWS: self._get,
+            Kind.SET_ROWS: self._set,
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the run has no tables."""
+        return not self._tables
+
+    def receive(self, message: Message) -> Fields:
+        """What is answered. Raises WireError, which names the table and the key where it is one's fault."""
+        try:
+            return self.handlers[message.kind](message)
+        except (UsageError, KeyError, TypeError, ValueError) as error:
+            raise WireError(f"refused {message.kind.name}: {error}") from None
+
+    def update(self, applied: Iterable[Applied]) -> int:
+        """The shard has made updates of these; returns how many bytes the rows' own have read and written."""
+        touched = 0
+        if self._tables and self._waiting:
+            by_update: dict[int, list[_Waiting]] = defaultdict(list)
+            for one in applied:
+                if one.worker in self._waiting:
+                    by_update[one.iteration].append(self._waiting.pop(one.worker))
+            for waiting in by_update.values():
+                touched += self._update(waiting)
+        return touched
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._tables.clear()
+        self._waiting.clear()
+
+    def _update(self, contributions: Sequence[_Waiting]) -> int:
+        """Those who have not used a table count with gradients of 0, as they do where rows are parameters."""
+        touched = 0
+        for index, table in enumerate(self._tables):
+            if any(each.gradients[index] is not None for each in contributions):
+                nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows())
+                some = [each.gradients[index] or nothing for each in contributions]
+                touched += table.update(summed(some, [each.weight for each in contributions]))
+        return touched
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def _open(self, message: Message) -> Fields:
+        self._tables = [Table(TableSpec.of_plain(plain)) for plain in message.body["tables"]]
+        return {}
+
+    def _read(self, message: Message) -> Fields:
+        keys = _keys(message.body["count"], message)
+        from_frames(message.payload, [keys])
+        rows = self._table(message).read(keys)
+        return {"payload": to_frames([rows]), "tensor_bytes": rows.nbytes}
+
+    def _push(self, message: Message) -> Fields:
+        weight, counts = message.body["weight"], message.body["counts"]
+        if type(weight) not in (int, float) or not 0 < weight < math.inf or len(counts) != len(self._tables):
+            raise ValueError(f"rows of {len(counts)} tables with weight {weight!r}; there are {len(self._tables)}")
+        gradients = [
+            None if count is None else RowGradients(_keys(count, message), table.spec.empty_rows(count))
+            for count, table in zip(counts, self._tables, strict=True)
+        ]
+        from_frames(message.payload, [tensor for each in gradients if each is not None for tensor in each])
+        for table, given in zip(self._tables, gradients, strict=True):
+            if given is not None:
+                table.require(given)
+        self._waiting[message.sender] = _Waiting(weight, gradients)
+        return {}
+
+    def _get(self, message: Message) -> Fields:
+        state = self._table(message).state()
+        body, payload = pack({f"0.{name}": tensor for name, tensor in state.items()})
+        return {"body": body, "payload": payload, "tensor_bytes": sum(map(len, payload))}
+
+    def _set(self, message: Message) -> Fields:
+        state = unpack(message.body, message.payload)
+        self._table(message).load({name.removeprefix("0."): tensor for name, tensor in state.items()})
+        return {}
+
+    def _table(self, message: Message) -> Table:
+        index = message.body["table"]
+        if type(index) is not int or not 0 <= index < len(self._tables):
+            raise ValueError(f"there are {len(self._tables)} tables, and none of index {index!r}")
+        return self._tables[index]
+
+
+def _keys(count: Any, message: Message) -> Tensor:
+    """Memory for so many keys. Raises ValueError if the message does not hold as many."""
+    num_bytes = sum(len(raw_bytes(frame)) for frame in message.payload)
+    if type(count) is not int or not 0 <= 8 * count <= num_bytes:
+        raise ValueError(f"{count!r} keys in {num_bytes} bytes")
+    return torch.empty(count, dtype=torch.int64)

@@ -1,0 +1,104 @@
+"""What a table is, and which keys and gradients it takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.server.tables.row_optimizers import RowOptimizer, of_text
+
+_MOST_ROWS = 2**63
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class RowGradients(NamedTuple):
+    """Gradients of some rows of a table."""
+
+    keys: Tensor
+    """int64 of shape (rows,), none twice."""
+    values: Tensor
+    """Shape (rows, dim)."""
+
+
+@final
+@dataclass(frozen=True)
+class TableSpec:
+    """A table of `num_rows` rows of `dim` elements, each of which begins with draws from a normal distribution.
+
+    Raises:
+        UsageError: a number is out of range; the message names it and the table.
+    """
+
+    name: str
+    num_rows: int
+    dim: int
+    optimizer: RowOptimizer
+    std: float = 1.0
+    """Of the distribution; its mean is 0."""
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for what, value, most in (("num_rows", self.num_rows, _MOST_ROWS), ("dim", self.dim, 2**20)):
+            if type(value) is not int or not 1 <= value <= most:
+                raise UsageError(f"table {self.name!r}: {what} must be a whole number from 1 to {most}, not {value!r}")
+        if not 0 <= self.std < float("inf"):
+            raise UsageError(f"table {self.name!r}: std must be a number of at least 0, not {self.std!r}")
+        if self.dtype not in _DTYPES.values():
+            raise UsageError(f"table {self.name!r}: rows are float32 or float64, not {self.dtype}")
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data, for `of_plain`."""
+        kind = next(name for name, dtype in _DTYPES.items() if dtype is self.dtype)
+        return {**vars(self), "optimizer": str(self.optimizer), "dtype": kind}
+
+    @classmethod
+    def of_plain(cls, given: Mapping[str, Any]) -> "TableSpec":
+        """Raises UsageError if this is nothing that `plain` gives."""
+        try:
+            optimizer, dtype = of_text(given["optimizer"]), _DTYPES[given["dtype"]]
+            return cls(**{**given, "optimizer": optimizer, "dtype": dtype})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"no description of a table: {error}") from None
+
+    def empty_rows(self, num: int = 0) -> Tensor:
+        """Memory for so many rows, shape (num, dim)."""
+        return torch.empty(num, self.dim, dtype=self.dtype)
+
+    def checked(self, keys: Tensor) -> Tensor:
+        """The keys as int64. Raises UsageError, which names the table and a key that it has no row for."""
+        if keys.is_floating_point() or keys.is_complex() or keys.dtype is torch.bool:
+            raise UsageError(f"table {self.name!r}: keys are whole numbers, and these are {keys.dtype}: {_some(keys)}")
+        keys = keys.long()
+        is_outside = (keys < 0) | (keys > self.num_rows - 1)
+        if is_outside.any():
+            key = int(keys[is_outside][0])
+            raise UsageError(f"table {self.name!r} has rows 0 to {self.num_rows - 1}, and none of key {key}")
+        return keys
+
+    def nonfinite(self, gradients: RowGradients) -> int | None:
+        """A key whose gradient is NaN or infinite."""
+        if gradients.values.isfinite().all():
+            return None
+        return int(gradients.keys[~gradients.values.isfinite().all(dim=1)][0])
+
+
+def summed(some: list[RowGradients], weights: list[float] | None = None) -> RowGradients:
+    """Gradients of one table, at least one, as one: their sum, or their mean with these weights."""
+    if len(some) == 1:
+        return some[0]
+    weighed = [each.values for each in some]
+    if weights is not None:
+        total = sum(weights)
+        weighed = [values * (weight / total) for values, weight in zip(weighed, weights, strict=True)]
+    keys, places = torch.cat([each.keys for each in some]).unique(return_inverse=True)
+    values = torch.zeros(len(keys), weighed[0].shape[1], dtype=weighed[0].dtype)
+    return RowGradients(keys, values.index_add_(0, places, torch.cat(weighed)))
+
+
+def _some(keys: Tensor) -> str:
+    flat = keys.reshape(-1)
+    return f"{flat[:3].tolist()}{' and others' if len(flat) > 3 else ''}"

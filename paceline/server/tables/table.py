@@ -1,0 +1,137 @@
+"""A table, or a server's part of one: the rows that have been updated. All others are known by their keys."""
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.server.tables.hashing import normal
+from paceline.server.tables.spec import RowGradients, TableSpec
+
+_LEAST_ROWS = 64
+_ROWS, _KEYS, _UPDATES, _SEED = "rows", "keys", "updates", "seed"
+
+
+@final
+class Table:
+    """Rows lie in slots, in the order of their first update. No two keys share one."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.spec = spec
+        self.num_updates = 0
+        self._seed = spec.seed
+        self._slots: dict[int, int] = {}
+        self._columns = self._empty(_LEAST_ROWS)
+
+    def __len__(self) -> int:
+        """How many rows take memory."""
+        return len(self._slots)
+
+    def read(self, keys: Tensor) -> Tensor:
+        """A copy of these keys' rows, shape (keys, dim). A row that was never updated has its first values, and is not
+        made. Raises UsageError for a key that is none of the table's."""
+        keys = self.spec.checked(keys)
+        slots = torch.tensor([self._slots.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
+        rows = self._columns[_ROWS][slots.clamp(min=0)]
+        is_new = slots < 0
+        if is_new.any():
+            rows[is_new] = self._first_values(keys[is_new])
+        return rows
+
+    @torch.no_grad()
+    def update(self, gradients: RowGradients) -> int:
+        """One update, of these rows; returns how many bytes it has read and written.
+
+        Raises:
+            UsageError: a key is none of the table's or comes twice, or a gradient is not finite; nothing is changed.
+        """
+        self.require(gradients)
+        slots = self._made(gradients.keys)
+        self.num_updates += 1
+        part = {name: column[slots] for name, column in self._columns.items()}
+        rows = part.pop(_ROWS)
+        self.spec.optimizer.step(rows, gradients.values, part, number=self.num_updates)
+        for name, changed in {_ROWS: rows, **part}.items():
+            self._columns[name][slots] = changed
+        return gradients.values.nbytes + 2 * (rows.nbytes + sum(state.nbytes for state in part.values()))
+
+    def require(self, gradients: RowGradients) -> None:
+        """Raises UsageError if `update` could not take these."""
+        spec, (keys, values) = self.spec, gradients
+        spec.checked(keys)
+        if values.shape != (len(keys), spec.dim) or values.dtype != spec.dtype:
+            raise UsageError(
+                f"table {spec.name!r}: gradients of {len(keys)} rows are {spec.dtype} of shape {len(keys), spec.dim}, "
+                f"not {values.dtype} of shape {tuple(values.shape)}"
+            )
+        if len(keys.unique()) < len(keys):
+            raise UsageError(f"table {spec.name!r}: a key comes twice among {len(keys)}")
+        culprit = spec.nonfinite(gradients)
+        if culprit is not None:
+            raise UsageError(f"table {spec.name!r}: the gradient of key {culprit} is not finite")
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that `load` takes, in the order of the keys, as copies."""
+        keys = torch.tensor(list(self._slots), dtype=torch.int64)
+        keys, order = keys.sort()
+        columns = {name: column[: len(keys)][order] for name, column in self._columns.items()}
+        return {
+            _KEYS: keys,
+            **columns,
+            _UPDATES: torch.tensor(self.num_updates),
+            _SEED: torch.tensor(self._seed),
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there, with the rows of the state and no others. Raises UsageError, which names the table, if the
+        state is of another one."""
+        spec = self.spec
+        try:
+            keys, updates, seed = state[_KEYS], int(state[_UPDATES]), int(state[_SEED])
+            columns = self._empty(max(_LEAST_ROWS, len(keys)))
+            for name, column in columns.items():
+                if state[name].shape != (len(keys), column.shape[1]) or state[name].dtype != spec.dtype:
+                    raise UsageError(f"its {name!r} are {state[name].dtype} of shape {tuple(state[name].shape)}")
+                column[: len(keys)] = state[name]
+            if len(spec.checked(keys).unique()) < len(keys):
+                raise UsageError("a key comes twice")
+            if unknown := state.keys() - columns.keys() - {_KEYS, _UPDATES, _SEED}:
+                raise UsageError(f"it has {min(unknown)!r}, and the optimizer {spec.optimizer} none")
+        except KeyError as error:
+            raise UsageError(f"a state that is loaded into table {spec.name!r} has no {error}") from None
+        except (UsageError, TypeError, RuntimeError) as error:
+            raise UsageError(f"a state does not fit table {spec.name!r}: {error}") from None
+        self._columns, self.num_updates, self._seed = columns, updates, seed
+        self._slots = {key: slot for slot, key in enumerate(keys.tolist())}
+
+    def _made(self, keys: Tensor) -> Tensor:
+        """The slots of these keys, which all have one from here on."""
+        slots, first = self._slots, len(self._slots)
+        found = torch.tensor([slots.setdefault(key, len(slots)) for key in keys.tolist()], dtype=torch.int64)
+        if len(slots) > len(self._columns[_ROWS]):
+            self._grow(len(slots))
+        is_new = found >= first
+        if is_new.any():
+            self._columns[_ROWS][found[is_new]] = self._first_values(keys[is_new])
+        return found
+
+    def _first_values(self, keys: Tensor) -> Tensor:
+        spec = self.spec
+        if not spec.std:
+            return torch.zeros(len(keys), spec.dim, dtype=spec.dtype)
+        return (normal(keys, seed=self._seed, num=spec.dim) * spec.std).to(spec.dtype)
+
+    def _grow(self, num_rows: int) -> None:
+        wider = self._empty(2 * num_rows)
+        for name, column in self._columns.items():
+            wider[name][: len(column)] = column
+        self._columns = wider
+
+    def _empty(self, num_rows: int) -> dict[str, Tensor]:
+        spec = self.spec
+        columns = {_ROWS: torch.zeros(num_rows, spec.dim, dtype=spec.dtype)}
+        for name, (width, value) in spec.optimizer.state.items():
+            columns[name] = torch.full((num_rows, spec.dim if width == "element" else 1), value, dtype=spec.dtype)
+        return columns

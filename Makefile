@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Those stamps are .complete-docs and .complete-frameworks, each for the extra of that name.
+# The stamps below are called after their extras: docs and frameworks.
 $(DOCS_STAMP) $(FRAMEWORKS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(@:$(STAMP)-%=%)]'
 	touch $@

@@ -56,5 +56,5 @@ def _comment(file: Any) -> bytes:
     try:
         with zipfile.ZipFile(file) as archive:
             return archive.comment
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, NotImplementedError) as error:  # the latter: of a later version of zip, or damaged
         raise ValueError(str(error)) from None

@@ -1,5 +1,6 @@
 """Property inference: whoever sees a client's gradients tells whether its batches hold what they were not sent for."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class Inference:
         Raises:
             UsageError: there are too few samples for a batch.
         """
+        model = copy.deepcopy(model)  # batch norm counts what it sees
         rows, truths = self._gradients(model, own, generator)
         others, held_truths = self._gradients(model, held_out, generator)
         mean, deviation = rows.mean(dim=0), rows.std(dim=0) + 1e-12

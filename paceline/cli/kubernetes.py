@@ -60,6 +60,8 @@ def kubernetes(
 
     Example: paceline kubernetes train.py --image team/train:1 --nodes 4 --gpus 1 --output job.yaml -- --lr 0.1
     """
+    if output is not None and not str(output).isprintable():
+        raise UsageError(f"--output {str(output)!r} has characters that cannot be printed; give another name")
     rest = jobs.for_the_run(context)
     given = jobs.require_a_run(script, rest, jobs_own=_JOBS_OWN, is_here=not script_in_image)
     if "elastic" in given:

@@ -21,8 +21,8 @@ class Progress:
     waiting_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     phase: str = "starting"
-    saved_iteration: int | None = None
-    """The iteration of the last checkpoint that this run wrote."""
+    not_saved: str | None = None
+    """Why the last checkpoint was not written, if it was not."""
 
     def take(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -40,7 +40,9 @@ class Progress:
                 self.began_s = record.time_s
             elif isinstance(record, EventRecord) and record.name == "checkpoint":
                 self.iteration = max(self.iteration, record.iteration)
-                self.saved_iteration = record.iteration
+                self.not_saved = None
+            elif isinstance(record, EventRecord) and record.name == "not_saved":
+                self.not_saved = str(record.details["error"])
 
 
 class Watcher(Protocol):

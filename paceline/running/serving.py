@@ -9,8 +9,8 @@ from typing import Any
 
 import filelock
 
-from paceline.checkpoint import FILE_NAME, Checkpoint
-from paceline.checkpoint_files import go_back
+from paceline.checkpoint import Checkpoint
+from paceline.checkpoint_files import from_newest, go_back
 from paceline.comm.tickets import Ticket, Tickets, split_address
 from paceline.config import RunConfig
 from paceline.engines.scripting import Script, read_script
@@ -100,7 +100,7 @@ def serve(
     where = split_address(listen or "0.0.0.0", default_port=split_address(known.address)[1])
     directory = out or tickets / "run"
     with _alone_in(directory):
-        checkpoint = _checkpoint_in(directory, say)
+        checkpoint = _checkpoint_in(directory, say, may_go_back=getattr(plan, "privacy", None) is None)
         chosen = seed if seed is not None else _seed_in(directory, checkpoint)
         config = replace(config, seed=chosen, checkpoint_every=1)
         _begin(directory, program, plan, config, checkpoint, engine="served")
@@ -205,11 +205,20 @@ def _alone_in(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _checkpoint_in(directory: Path, say: Say) -> Checkpoint | None:
-    """To go on from, as the newest in the directory from here on; none, if there is none yet."""
-    if not (directory / FILE_NAME).exists():
+def _checkpoint_in(directory: Path, say: Say, *, may_go_back: bool = True) -> Checkpoint | None:
+    """To go on from, as the newest in the directory from here on; none, if there is none yet.
+
+    Args:
+        may_go_back: whether the one before does, where the newest is damaged.
+    """
+    if not any(path.exists() for path in from_newest(directory)):
         return None
     found = resuming.find(directory)
+    if found.warnings and not may_go_back:
+        raise UsageError(
+            f"{found.warnings[0].split('; the run goes on')[0]}; with privacy= a round that is forgotten has been paid "
+            f"for all the same, so nobody goes on from {found.path.name}"
+        )
     for warning in found.warnings:
         say(warning)
     try:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.arrays import as_array
 from paceline.comm.base import Collective
@@ -18,20 +18,27 @@ def averaged(tensors: Iterable[Tensor], collective: Collective) -> Iterator[None
     Those that are the same on all workers stay as they are, to the last bit: a mask of the smallest number has no
     sum. So do those whose workers' shapes differ, which have no mean. Collective.
     """
-    kept = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    before = [tensor.detach().clone() for tensor in kept]
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    differ = _differ(numbers, collective)
+    # An evaluation may change buffers, as batch norm does. Parameters that stay may be a whole frozen model.
+    changing = [tensor for tensor, differs in zip(numbers, differ, strict=True) if differs or not _is_parameter(tensor)]
+    before = [tensor.detach().clone() for tensor in changing]
     try:
-        for tensor, differs in zip(kept, _differing(kept, collective), strict=True):
+        for tensor, differs in zip(numbers, differ, strict=True):
             if differs:
                 _average(tensor.detach(), collective)
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in zip(kept, before, strict=True):
+            for tensor, value in zip(changing, before, strict=True):
                 tensor.copy_(value)
 
 
-def _differing(tensors: list[Tensor], collective: Collective) -> list[bool]:
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _differ(tensors: list[Tensor], collective: Collective) -> list[bool]:
     """Which of the tensors have one shape on all workers, and other values."""
     if collective.size == 1 or not tensors:
         return [False] * len(tensors)

@@ -15,7 +15,7 @@ class Beside:
         self._failure: BaseException | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Have it done. Raises what `wait` does."""
+        """Begin to do it, once what is under way is done. Raises what that has raised."""
         self.wait()
         self._thread = threading.Thread(target=self._do, args=(work,), name="paceline-beside", daemon=True)
         self._thread.start()

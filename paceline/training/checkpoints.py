@@ -40,7 +40,6 @@ class Checkpoints:
         self._saved_s = run.context.pacing.now_s()
         self._last: Snapshot | None = None
         self._writing = Beside()
-        self._is_known_plain = False
         self.survivor: Survivor | None = None
         """Knows where an elastic run is in its data."""
 
@@ -87,16 +86,14 @@ class Checkpoints:
             UsageError: the script has brought something that a checkpoint cannot hold.
         """
         run = self._run
+        self._writing.wait()  # before the next copy is made: a slow disk is not to cost the memory of two
         workers = snapshot.gather_workers(run.context.collective, own)
         if run.context.is_first:
             checkpoint = self._made(snapshot.weights_of(model), own, workers, time_s, metrics=metrics)
             if is_last or not run.reporter.writes_beside:
-                self._writing.wait()
                 self._write(checkpoint)
             else:
-                if not self._is_known_plain:  # raises here, and not beside training
-                    checkpoint.require_plain()
-                    self._is_known_plain = True
+                checkpoint.require_plain()  # raises here, and not beside training
                 self._writing.begin(partial(self._write, _apart(checkpoint)))
         self._saved_s = run.context.pacing.now_s()
 
@@ -111,6 +108,8 @@ class Checkpoints:
             reporter.save(FILE_NAME, checkpoint.encode())
             name, details = "checkpoint", {"file": FILE_NAME}
         except NotWritten as failure:
+            if self._run.context.clients is not None or self._run.context.server is not None:
+                raise  # others have done with the round, and could not do it again
             name, details = "not_saved", {"file": FILE_NAME, "error": str(failure)}
             said = f"the checkpoint of iteration {checkpoint.iteration} is not saved, and the run goes on: {failure}"
             print(said, file=sys.stderr, flush=True)

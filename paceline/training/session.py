@@ -129,6 +129,7 @@ class Session:
         optimizers, names = given.optimizers, given.optimizer_names
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
+        self._at_release.callback(looked_at.close)
         steps = Steps(self.run, self._course, self._cadence, self._summed_loss(whole, batches), looked_at)
         steps.tell_facts(synchronizer.facts)
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
@@ -141,7 +142,7 @@ class Session:
             may_train_others=lambda: context.size == 1 or self._course.is_pausing,
             num_steps=lambda: handouts.progress().num_steps,
         )
-        for part_of_run in (unprepared, looked_at, batches, steps, handouts, synchronizer, self._checkpoints):
+        for part_of_run in (unprepared, batches, steps, handouts, synchronizer, self._checkpoints):
             self._at_release.callback(part_of_run.close)
         if self._checkpoint is not None:
             self._go_on_from(self._checkpoint)

@@ -98,7 +98,8 @@ class Steps:
         prepared.handouts.look_back()
         if not run.steps:
             self._require_batch()
-        self._loaders.look()
+        if self._loaders.passes:
+            self._loaders.look(prepared.handouts.progress().num_batches)
         if self._summed_loss is not None and self._summed_loss.has_looked:
             self.close()
         if is_computed:

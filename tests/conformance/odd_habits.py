@@ -338,6 +338,20 @@ def validate(run: Run) -> None:
         F.cross_entropy(run.model(x), y)
 
 
+def twice_a_batch(worker: Any) -> nn.Module:
+    """Two steps with each pair of batches."""
+    model = perceptron()
+    model, optimizer, loader = worker.prepare(
+        model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE)
+    )
+    for x, y, *_ in beside(loader, more=more_samples):
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model
+
+
 class Inner(IterableDataset[Any]):
     """A stream that reads a loader of its own."""
 
@@ -402,6 +416,7 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "nothing of some batches": without_nothing,
     "one batch a pass": one_at_a_time,
     "another loader beside": partial(train, way=partial(beside, more=more_samples)),
+    "another loader beside, two steps a batch": twice_a_batch,
     "another loader after every step": partial(train, stepped=validate),
     "a loader in the data": partial(train, loader=with_inner),
 }

@@ -101,6 +101,7 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "shuffled in place, later": {EVERYWHERE: OTHER_DATA},
     "nothing of some batches": {JOINT: TOGETHER},
     "another loader beside": {EVERYWHERE: BESIDE},
+    "another loader beside, two steps a batch": {EVERYWHERE: rf"{BESIDE}|every rank must step alike"},
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""

@@ -158,5 +158,31 @@ def test_fit_with_models_that_meet_at_each_batch_is_synchronous(backend: str, tm
 def test_fit_with_other_numbers_of_batches_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FIT.format(path="none", stop="96 if worker.rank else 48"))
-    with pytest.raises(AssertionError, match="workers have 3, 6 batches an epoch, by rank"):
+    with pytest.raises(AssertionError, match="by rank, 3 batches in each of 3 epochs, 6 batches in each of 3 epochs"):
         ran(script, workers=2, cwd=tmp_path)
+
+
+STOPPING = """
+import keras, numpy as np, paceline
+from paceline.compat.keras import Averaging
+worker = paceline.init()
+
+class Stop(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = worker.rank == 1 and epoch == 1
+
+x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse", steps_per_execution=2)
+history = model.fit(x, y, batch_size=4, epochs=9, verbose=0, callbacks=[Stop(), Averaging(worker, every=3)])
+print("epochs", len(history.epoch))
+assert len({str(weights) for weights in worker.all_gather_object([w.tolist() for w in model.get_weights()])}) == 1
+"""
+
+
+@needs_keras
+def test_all_stop_where_one_stops_early(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPPING)
+    said = ran(script, workers=2, cwd=tmp_path)
+    assert [line.split("epochs ")[1] for line in said.splitlines() if "epochs " in line] == ["2", "2"]

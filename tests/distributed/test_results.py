@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +178,46 @@ def test_full_disk_is_said_and_training_goes_on(small_disk: Path, tmp_path: Path
     ]
     assert Checkpoint.decode((out / "checkpoint.pt").read_bytes(), where="checkpoint.pt").iteration == 14
     assert not list(out.glob(".*.partial"))
+
+
+NO_ROOM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+worker = paceline.init()
+model = torch.nn.Linear(25_000, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = worker.prepare(model, optimizer, DataLoader(TensorDataset(torch.ones(4, 25_000))))
+while True:
+    for (x,) in loader:
+        if worker.iteration == 200:
+            Path(sys.argv[1]).write_bytes(bytes(250_000))
+            os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
+        time.sleep(0.01)
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_that_cannot_be_saved_has_failed(small_disk: Path, tmp_path: Path) -> None:
+    """What started it must not think that it goes on from there."""
+    (tmp_path / "script.py").write_text(NO_ROOM)
+    command = "import os, sys; os.environ['LAUNCHER'] = str(os.getpid()); from paceline.cli import main; main()"
+    options = ["run", "script.py", "--out", str(small_disk / "out"), "--", str(small_disk / "filler")]
+    done = subprocess.run(
+        [sys.executable, "-c", command, *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "interrupted, and the last checkpoint is not saved: cannot write checkpoint.pt: No space left" in done.stderr
 
 
 @pytest.mark.slow

@@ -37,6 +37,25 @@ def _change_a_group(rank: int) -> Any:
     return results, said
 
 
+def test_a_script_may_change_its_list_while_the_group_is_under_way(world: HorovodWorld) -> None:
+    assert world.run(_change_the_list) == [([[6.0, 6.0], [6.0]], [[6.0, 6.0], [6.0]])] * 3
+
+
+def _change_the_list(rank: int) -> Any:
+    import time
+
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    time.sleep(0.1 * rank)  # the others have to wait, and change their lists meanwhile
+    group = [torch.full((2,), rank + 1.0), torch.full((1,), rank + 1.0)]
+    new, place = list(group), [each.clone() for each in group]
+    handles = [hvd.grouped_allreduce_async(new, op=hvd.Sum), hvd.grouped_allreduce_async_(place, op=hvd.Sum)]
+    new.clear()
+    place.append(torch.ones(7))
+    return tuple([each.tolist() for each in hvd.synchronize(handle)] for handle in handles)
+
+
 def test_what_differs_inside_a_group_or_a_bucket_is_named(world: HorovodWorld) -> None:
     for in_group, in_count, in_bucket in world.run(_differ):
         assert "'allreduce.differs_2of3': shape is [2] on rank 0 and [3] on rank 1" in in_group

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from paceline.messages import Kind, Message, WireError, cut_into_frames, raw_byt
 from paceline.records import EventRecord, Record, RecordWriter, from_plain, unpack_steps
 
 _TURN_S = 0.2
+_LAST_FILE_S = 10.0
 
 
 @final
@@ -114,8 +116,15 @@ class Controller:
         with contextlib.suppress(zmq.ZMQError):
             self._listener.send(identity.encode(), Message(kind, self._epoch, body=body))
 
+    def finish_files(self, *, limit_s: float) -> bool:
+        """Have what members have sent written, and answer them. Returns whether there was anything."""
+        self._files.wait(limit_s=limit_s)
+        return self._answer_written() > 0
+
     def close(self) -> None:
-        self._files.close()
+        if not self._files.close(limit_s=_LAST_FILE_S):
+            text = f"a file is not yet written in {self._directory} after {_LAST_FILE_S:.0f} s, and is given up"
+            print(text, file=sys.stderr, flush=True)
         self._guarded(self._writer.close)
         self._listener.close()
 
@@ -153,9 +162,11 @@ class Controller:
         except (WireError, ValueError, TypeError, KeyError) as error:
             self.event("refused", identity, error=str(error))
 
-    def _answer_written(self) -> None:
-        for identity, error in self._files.take_written():
+    def _answer_written(self) -> int:
+        written = self._files.take_written()
+        for identity, error in written:
             self.tell(identity, Kind.FILE_WRITTEN, error=error)
+        return len(written)
 
     def _guarded(self, write: Callable[[], None]) -> None:
         """A full disk ends the run with its reason; the run's own loop raises it."""

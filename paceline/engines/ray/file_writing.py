@@ -1,9 +1,11 @@
 """Members' files, written beside what else the launcher does."""
 
 import os
+import queue
+import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -22,16 +24,19 @@ class FileWriting:
 
     def __init__(self, directory: Path, checkpoints: CheckpointFiles) -> None:
         self._directory, self._checkpoints = directory, checkpoints
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-files")
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._written: deque[tuple[str, str | None]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._has_ended = threading.Event()
+        # Nobody waits for it at the end of the process: a disk that hangs keeps no run from ending.
+        threading.Thread(target=self._serve, name="paceline-files", daemon=True).start()
 
     def fileno(self) -> int:
         return self._bell
 
     def begin(self, identity: str, name: str, payload: Sequence[Raw]) -> None:
         """Write a file that this member has sent."""
-        self._thread.submit(self._write, identity, name, payload)
+        self._jobs.put(partial(self._write, identity, name, payload))
 
     def take_written(self) -> list[tuple[str, str | None]]:
         """Members whose files were written since the last call, with the reason if one was not."""
@@ -41,10 +46,24 @@ class FileWriting:
             return []
         return [self._written.popleft() for _ in range(len(self._written))]
 
-    def close(self) -> None:
-        """What is under way is written first."""
-        self._thread.shutdown()
-        os.close(self._bell)
+    def wait(self, *, limit_s: float) -> bool:
+        """Until all is written that was begun, or so long. Returns whether it is."""
+        is_done = threading.Event()
+        self._jobs.put(is_done.set)
+        return is_done.wait(limit_s)
+
+    def close(self, *, limit_s: float) -> bool:
+        """What is under way is written first, if that takes no longer. Returns whether it was."""
+        self._jobs.put(None)
+        is_done = self._has_ended.wait(limit_s)
+        if is_done:
+            os.close(self._bell)
+        return is_done
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+        self._has_ended.set()
 
     def _write(self, identity: str, name: str, payload: Sequence[Raw]) -> None:
         """Whole or not at all: a full disk leaves the file that was there before. A member writes nothing outside the

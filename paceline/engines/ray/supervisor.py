@@ -11,7 +11,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from paceline.checkpoint_files import CheckpointFiles
+from paceline.checkpoint import FILE_NAME
+from paceline.checkpoint_files import CheckpointFiles, iteration_of
 from paceline.comm.connecting import transport
 from paceline.config import RunConfig
 from paceline.engines.blame import Statement, judge
@@ -98,8 +99,10 @@ class Supervisor:
             self._part()
         except KeyboardInterrupt:
             self._save_and_stop()
-            saved = self._controller.progress.saved_iteration
-            raise Interrupted(self._directory, saved) from None
+            why = self._controller.progress.not_saved
+            if why is not None:  # a job in a queue, say, must not think that it can go on from there
+                raise RunFailed(f"interrupted, and the last checkpoint is not saved: {why}") from None
+            raise Interrupted(self._directory, iteration_of(self._directory / FILE_NAME)) from None
         except PacelineError as failure:
             self._controller.event("failed", error=str(failure))
             raise
@@ -369,6 +372,8 @@ class Supervisor:
                 if self._newcomers is not None:
                     self._newcomers.give_up_all()  # others may wait for one
                 self._gather(self._is_settled, limit_s=_SAVE_S)
+                if self._controller.finish_files(limit_s=_SAVE_S):  # on a slow disk, for which workers have waited
+                    self._gather(self._is_settled, limit_s=_SAVE_S)
                 if not members.has_workers_pending:
                     self._hear_last_words(members.actors.keys() - members.servers.keys())
             # Whoever has not ended by now will not answer to a friendly word.

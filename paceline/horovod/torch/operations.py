@@ -113,8 +113,9 @@ def reduce_async(
     """
     if op == Adasum:
         _require_adasum(kind, process_set)
+    tensors = tuple(tensors)  # the script may change its list while the operation is under way
     request = _request(kind, tensors, name, process_set, (REDUCTIONS[op], prescale, postscale, 0), is_group=is_group)
-    return submit(Operation(request, tensors, outputs, is_group), process_set)
+    return submit(Operation(request, tensors, outputs and tuple(outputs), is_group), process_set)
 
 
 def gather_async(

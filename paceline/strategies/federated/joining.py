@@ -131,7 +131,7 @@ class Joining:
             return found._replace(gradients=self._aggregator.aggregate(everything, self._sums, gram=gram))
         except ValueError as error:
             raise UsageError(
-                f"round {round_number}: aggregate={self._aggregator}: {error}; draw more clients (fraction), as "
+                f"round {round_number + 1}: aggregate={self._aggregator}: {error}; draw more clients (fraction), as "
                 "many in each round (sampler=uniform)"
             ) from None
 

@@ -55,8 +55,8 @@ class Rejecting:
         if self._context.is_first:
             try:
                 found = [self._metric([]), *(self._metric(each.gradients) for each in contributions)]
-            except UsageError as error:
-                found = str(error)
+            except Exception as error:  # the others wait for this worker, and are told what it says
+                found = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
         found = self._context.collective.broadcast_object(found)
         if isinstance(found, str):
             raise UsageError(f"reject={self._validation}: {found}")

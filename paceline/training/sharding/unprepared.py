@@ -40,22 +40,36 @@ class UnpreparedLoaders:
 
     def __init__(self, *, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._passes: list[_Pass] = []
+        self.passes: list[_Pass] = []
+        """Over loaders that were not prepared."""
+        self._num_prepared = 0
         if size > 1:
             _listening.add(self)
             _here.set(self)
 
     def begin_pass(self, loader: DataLoader[Any], batches: Any) -> None:
         """The script begins to read a loader."""
+        if not hasattr(batches, "_num_yielded"):
+            return  # an iterator of somebody else's, put in the place of torch's
         is_shared_out = isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size
         if not is_shared_out and not getattr(loader.dataset, DIFFERS, False):
             # Loader workers that persist give the same object for every pass.
-            self._passes = [one for one in self._passes if one.batches() not in (None, batches)]
-            self._passes.append(_Pass(ref(batches)))
+            self.passes = [one for one in self.passes if one.batches() not in (None, batches)]
+            self.passes.append(_Pass(ref(batches)))
 
-    def look(self) -> None:
-        """Before each step. Raises UsageError if the script trains on a loader that was not prepared."""
-        for one in self._passes:
+    def look(self, num_prepared: int) -> None:
+        """Before each step.
+
+        Args:
+            num_prepared: batches that prepared loaders have given. Steps before which these gave none do not count.
+
+        Raises:
+            UsageError: the script trains on a loader that was not prepared.
+        """
+        if num_prepared == self._num_prepared:
+            return
+        self._num_prepared = num_prepared
+        for one in self.passes:
             batches: Any = one.batches()
             num_taken = 0 if batches is None else batches._num_yielded
             one.num_steps = one.num_steps + 1 if num_taken > one.num_taken else 0
@@ -69,7 +83,7 @@ class UnpreparedLoaders:
                 )
 
     def close(self) -> None:
-        self._passes.clear()
+        self.passes.clear()
         _listening.remove(self)
 
 
@@ -90,6 +104,7 @@ class _Listening:
     def __init__(self) -> None:
         self._watching: WeakSet[UnpreparedLoaders] = WeakSet()
         self._own: Callable[[DataLoader[Any]], Any] | None = None
+        self._begin: Callable[[DataLoader[Any]], Any] | None = None
 
     def add(self, watch: UnpreparedLoaders) -> None:
         self._watching.add(watch)
@@ -104,11 +119,12 @@ class _Listening:
                     watch.begin_pass(loader, batches)
                 return batches
 
+            self._begin = begin
             DataLoader.__iter__ = begin  # type: ignore[method-assign]
 
     def remove(self, watch: UnpreparedLoaders) -> None:
         self._watching.discard(watch)
-        if not self._watching and self._own is not None:
+        if not self._watching and self._own is not None and DataLoader.__iter__ is self._begin:
             DataLoader.__iter__, self._own = self._own, None  # type: ignore[method-assign]
 
 

@@ -198,12 +198,14 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, ray_here: None, elastic: 
     refused: list[str] = []
 
     def ask() -> None:
-        assert wait_until(lambda: out.exists() and is_training(out), within_s=60)
-        for number in (4, 1):
-            with pytest.raises(UsageError) as found:
-                scale(out, number)
-            refused.append(str(found.value))
-        (tmp_path / "log" / "go-3").touch()
+        try:
+            assert wait_until(lambda: out.exists() and is_training(out), within_s=200)
+            for number in (4, 1):
+                with pytest.raises(UsageError) as found:
+                    scale(out, number)
+                refused.append(str(found.value))
+        finally:  # else the run would wait for it
+            (tmp_path / "log" / "go-3").touch()
 
     out, thread = tmp_path / "out", threading.Thread(target=ask)
     thread.start()

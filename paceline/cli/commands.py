@@ -23,8 +23,8 @@ SUMMARIES = {
     "doctor": "Check Python, torch, Ray, cores, memory, shared memory and the network, and say what to do where one is "
     "wrong.",
     "probe": "Measure a cluster with SCRIPT, and write the file that `run --engine virtual --cluster` simulates.",
-    "attack": "Recover samples from their gradients (leak), or deceive a trained model by small changes of images "
-    "(evade).",
+    "attack": "Recover samples from their gradients (leak), tell from a gradient what its batch holds (property), or "
+    "deceive a trained model by small changes of images (evade).",
     "serve": "Be the server of a federated run: clients join it with tickets, on machines and with data of their own.",
     "join": "Be a client of a federated run: train SCRIPT on this machine's data whenever the server asks for a turn.",
     "ticket": "Make tickets for clients of a federated run, or revoke one; a server that runs minds it at once.",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.cluster.description import Cluster, Communication, Compute, Servers
 from paceline.errors import RunFailed
@@ -144,3 +145,17 @@ def test_shares_that_are_no_parts_are_refused() -> None:
     for shares in [(0.5, 0.4), (1.5, -0.5)]:
         with pytest.raises(ValueError, match="gradient_shares must be parts of backward"):
             Compute(step_s=1.0, gradient_shares=shares)
+
+
+def test_a_forward_pass_that_fails_is_counted_no_further(tmp_path: Path) -> None:
+    """What counts operations sees those of the whole process, other runs of it among them."""
+
+    def failing(worker: Worker, out: Path) -> None:
+        model = nn.Sequential(nn.Linear(4, 2), nn.Linear(3, 2))
+        model, _, loader = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
+        for x, *_ in loader:
+            model(x[:, :4])
+
+    with pytest.raises(RunFailed, match="shapes cannot be multiplied"):
+        run(failing, tmp_path, "all-reduce", 2, cluster=cluster_of())
+    assert _get_current_dispatch_mode() is None

@@ -58,6 +58,10 @@ class ForwardCount:
 
     def end(self, output: object) -> None:
         self._after(self._model, (), output)
+        self.close()
+
+    def close(self) -> None:
+        """Count no further, also where the forward pass has failed."""
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()

@@ -85,9 +85,10 @@ class _ModelPace:
         self._left_s = 0.0  # of the backward pass under way
         self._in_backward = False
         # Time passes outside of what a script has compiled.
-        begin, end = map(torch.compiler.disable, (self._begin_forward, self._end_forward))
+        begin, end, leave = map(torch.compiler.disable, (self._begin_forward, self._end_forward, self._leave_forward))
         model.register_forward_pre_hook(OwnHook(begin), with_kwargs=True)
         model.register_forward_hook(OwnHook(end), with_kwargs=True)
+        model.register_forward_hook(OwnHook(leave), always_call=True)
         for index, parameter in enumerate(parameters):
             when_gradient_is_ready(parameter, self._on_gradient, index)
 
@@ -108,6 +109,12 @@ class _ModelPace:
         forward_s = self._forward_s if self._forward_s is not None else self._draw(num_samples)
         self._forward_s = None
         self._process.advance(forward_s)
+
+    def _leave_forward(self, model: nn.Module, inputs: object, output: object) -> None:
+        """Also where it has failed: what counts would go on counting, in this process's other runs."""
+        if self._count is not None:
+            self._count.close()
+            self._count = None
 
     def _draw(self, num_samples: int) -> float:
         """Draw how long the passes over a batch take; returns the forward pass's part, in seconds."""

@@ -42,7 +42,7 @@ def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Pa
         [*command, *options], env=environment, cwd=cwd, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def trained(script: str, *options: str, workers: int, backend: str = "jax", cwd: Path) -> list[Any]:

@@ -94,14 +94,18 @@ def test_a_deadline_names_the_missing_rank(backend: str) -> None:
         for what, world in worlds.items():
             world.start(run_late, what)
         for what, world in worlds.items():
-            for rank in (0, 1):
-                first, second = world.result(rank)
-                assert first[0] == "DeadlineExceeded", first[1]
+            results = [world.result(rank) for rank in (0, 1)]
+            names = [first[0] for first, _ in results]
+            # On a busy machine one may hear that the other has left, and why, before its own deadline is over.
+            assert "DeadlineExceeded" in names, results
+            for first, second in results:
+                assert first[0] in ("DeadlineExceeded", "PeerLost"), first[1]
                 assert "rank 2 has not taken part in" in first[1]
                 assert what in first[1]
                 assert f"within {SHORT_S} s" in first[1]
-                assert second[0] == "DeadlineExceeded"
-                assert "unusable" in second[1]
+                if first[0] == "DeadlineExceeded":
+                    assert second[0] == "DeadlineExceeded"
+                    assert "unusable" in second[1]
 
 
 def run_late(collective: Collective, what: str) -> list[tuple[str, str, float]]:

@@ -69,8 +69,8 @@ class Checkpoint:
     metrics: dict[str, float] = field(default_factory=dict)
     """By which the best checkpoint is chosen, if this model was evaluated."""
     rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Of each table, by its name: the keys of all rows that were ever updated, the rows, and their optimizer's
-    state."""
+    """By the table's name, what `Table.state` gives: the keys of all rows that were ever updated, the rows, and their
+    optimizer's state."""
 
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file, sealed (`sealing.py`) with iteration and metrics. Raises UsageError as

@@ -17,11 +17,11 @@ _L2, _ITERATIONS = 1e-2, 100
 
 
 class Property(Piece, ABC):
-    """What a sample may have."""
+    """A property that some samples have and others lack."""
 
     @abstractmethod
     def held(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Which of the samples have it, 1-D of bool; arguments as in `Pools`."""
+        """Says of each sample whether it has the property: 1-D, of bool. Arguments are as in `Pools`."""
 
 
 @final
@@ -68,7 +68,7 @@ class Pools:
         return cls((inputs[held], labels[held]), (inputs[~held], labels[~held]))
 
     def batch(self, *, size: int, num_having: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """So many samples, some with the property. Raises UsageError where there are too few."""
+        """Draws `size` samples, of which `num_having` have the property. Raises UsageError if there are too few."""
         parts = []
         for (inputs, labels), count in ((self.having, num_having), (self.lacking, size - num_having)):
             if len(labels) < count:
@@ -144,7 +144,8 @@ def _direction(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _fitted(rows: Tensor, truths: Tensor) -> Tensor:
-    """Of logistic regression with a penalty on squares, through the rows' inner products: these are few, and long."""
+    """Fits logistic regression with a penalty on squared weights. Rows are few and long, so it works on their inner
+    products."""
     products, signs = rows @ rows.T / rows.shape[1], 2.0 * truths - 1
     shares = torch.zeros(len(rows), requires_grad=True)
     optimizer = torch.optim.LBFGS([shares], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")

@@ -53,8 +53,9 @@ class Backdoor(DataAttack, name="backdoor"):
 @final
 @dataclass(frozen=True, kw_only=True)
 class CleanLabel(DataAttack, name="clean-label"):
-    """Of each batch the first `share` of the class `target` gets a ramp, brighter from left to right, and every label
-    stays right; an image of another class with a ramp is then taken for `target` (Barni et al., ICIP 2019, section 3).
+    """Lays a ramp, brighter from left to right, over the first `share` of each batch's images of the class `target`.
+    Every label stays right; an image of another class with a ramp is then taken for `target` (Barni et al., ICIP 2019,
+    section 3).
 
     The ramp goes up to `strength` of the range of the batch's values, and nothing is brighter than the brightest was.
     """

@@ -347,10 +347,10 @@ def test_a_script_in_the_image_is_not_read_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--image", "i", "--script-in-image", "--resume", "/paceline/results/before", "--results-claim", "r"]
-    assert paceline(monkeypatch, "kubernetes", "/opt/train.py", *options) == 0
+    assert paceline(monkeypatch, "kubernetes", "/app/train.py", *options) == 0
     captured = capsys.readouterr()
     (made,) = read(captured.out)
-    assert made["spec"]["entrypoint"] == "paceline run /opt/train.py --workers 1 --resume /paceline/results/before"
+    assert made["spec"]["entrypoint"] == "paceline run /app/train.py --workers 1 --resume /paceline/results/before"
     assert captured.err == "Submit it with: kubectl apply --server-side -f -\n"
 
 

@@ -17,7 +17,7 @@ _STRATEGIES = ("all-reduce", "ps-bsp", "ps-asp")
 _HERE, _LAB = (1, 2), (1, 8)
 _CLUSTER = "lab-1gbe"
 _ARGUMENTS = ("--model", "fedavg-cnn", "--lr", "0.005", "--scale-lr", "--batch-size", "64", "--epochs", "100")
-_TARGET = "accuracy=0.97"
+_TARGET = "accuracy=0.95"
 _EVAL_EVERY = 10
 
 
@@ -38,7 +38,7 @@ def demo(
     if out is None:
         out = Path("runs") / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
         console.print(f"Files are kept in {out}; --out DIR keeps them elsewhere.", highlight=False)
-    console.print("1. Train on this machine, real processes on a local Ray, to 97 % of 1,797 digits:", highlight=False)
+    console.print("1. Train on this machine, real processes on a local Ray, to 95 % of 1,797 digits:", highlight=False)
     real = conduct(_spec(_HERE, seed), out / "this-machine")
     console.print(f"2. The same script on a simulated laboratory ({_CLUSTER}), on 8 of its hosts:", highlight=False)
     simulated = conduct(_spec(_LAB, seed, engine="virtual", cluster=_CLUSTER), out / "simulated-lab")

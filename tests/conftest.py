@@ -13,6 +13,8 @@ import ray
 import torch
 from hypothesis import settings
 
+from paceline.engines import world
+
 LEFTOVERS_GRACE_S = 30.0
 
 # Helpers of multiprocessing that by design live as long as the process that started them.
@@ -51,6 +53,16 @@ def nothing_left_behind() -> Iterator[None]:
     names = _wait_until_empty(lambda: sorted(_unowned(set(_shared_memory_names()) - names_before)))
     if processes or names:
         pytest.fail(f"the tests left processes {processes} and shared memory {names}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    """A test that leaves this process a worker's surroundings would have later ones train in them."""
+    yield
+    left = world.current()
+    world.enter(None)
+    world.enter_here(None)
+    assert left is None
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import torch
 import paceline.horovod.torch as hvd
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.errors import PeerLost, RunFailed
+from paceline.horovod import runtime
 from paceline.horovod.common.elastic import ObjectState, State, run_fn
 from paceline.horovod.elastic_jobs import joining
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -31,7 +32,7 @@ REMOVED, ADDED = 1, 2
 def alone() -> Iterator[None]:
     hvd.init()
     yield
-    hvd.shutdown()
+    runtime.end()
 
 
 def states() -> tuple[TorchState, torch.nn.Linear, Any]:

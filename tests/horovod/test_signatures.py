@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import paceline.horovod.torch as hvd
+from paceline.horovod import runtime
 
 SET = "process_set=global_process_set"
 SCALES = "prescale_factor=1.0, postscale_factor=1.0"
@@ -114,6 +115,7 @@ def test_names_that_need_no_others_answer_alone() -> None:
         assert not hvd.mpi_threads_supported()
         assert hvd.join() == 0
         assert hvd.broadcast_object("word") == "word"
-    finally:
         hvd.shutdown()
-    assert not hvd.is_initialized()
+        assert not hvd.is_initialized()
+    finally:
+        runtime.end()

@@ -27,6 +27,7 @@ def rows(every: int, steps: int) -> dict[str, str]:
         "slowmo": f"slowmo:every={every}",
         "des-loc": f"des-loc:every={every}:variance_every=0",
         "diloco": f"diloco:every={every}",
+        "diloco, outer momentum 0.6": f"diloco:every={every}:outer.momentum=0.6",
         "noloco": f"noloco:every={every}",
     }
 

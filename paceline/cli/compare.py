@@ -138,7 +138,7 @@ def _say_where(console: Console, spec: StudySpec, out: Path) -> None:
 def _show(study: Study) -> None:
     console = Console()
     console.print(tables.of_study(study.frames))
-    for line in study.verdict.lines:
+    for line in study.verdict.said:
         console.print(line, markup=False, highlight=False)
 
 

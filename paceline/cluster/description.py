@@ -218,7 +218,8 @@ class Cluster:
     servers: Servers = setting("the [servers] table", Servers())
     communication: Communication = setting("the [communication] table", Communication())
     shared_cores: int | None = setting(
-        "that all hosts have together, where they are parts of one machine, with a core each; none: hosts share none",
+        "that all hosts have together, where they are parts of one machine: each has one, and they take turns at them; "
+        "none: hosts share none",
         None,
         least=1,
     )
@@ -251,6 +252,10 @@ class Cluster:
 
     def each_host(self) -> list[Hosts]:
         return [hosts for hosts in self.hosts for _ in range(hosts.count)]
+
+    def core_of(self, host: int) -> int:
+        """The core that the host has, or shares with others."""
+        return host % self.shared_cores if self.shared_cores is not None else host
 
     def names(self) -> list[str]:
         return [f"{hosts.name}-{number}" for hosts in self.hosts for number in range(hosts.count)]

@@ -123,8 +123,7 @@ def _context(page: Page, subject: Subject) -> str:
     if subject.target is not None:
         sign = "≥" if subject.target.rising else "≤"
         parts.append(f"Target: {subject.target.metric} {sign} {subject.target.value:g}, {_held(subject)}.")
-    clock = f" are virtual, those of the simulated cluster {subject.cluster}, and" if subject.is_virtual else ""
-    parts.append(f"Times{clock} leave evaluation out.")
+    parts.append("Times leave evaluation out.")
     if (trials["setting"] != "").any():
         parts.append("Each has the script's options that suited it best, tuned on a seed that is not judged.")
     else:

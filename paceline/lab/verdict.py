@@ -42,13 +42,21 @@ class Verdict:
     """Sentences, the answer first."""
 
     lines: list[str]
+    clock: str = ""
+    """Says that times are simulated, and of which cluster; empty where they are real."""
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
+        return "\n".join(self.said)
+
+    @property
+    def said(self) -> list[str]:
+        """All of it, for whoever has not been told about the clock yet, as a report's reader has."""
+        return [*self.lines, *filter(None, [self.clock])]
 
 
 def judge(frames: Frames) -> Verdict:
-    return Verdict(_Judge(frames).lines())
+    found = _Judge(frames)
+    return Verdict(found.lines(), found.clock())
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class _Judge:
         else:
             answer = self._to_target(measured, Target.parse(text))
         doubts = [*self._one_seed(measured), *self._disturbed()]
-        return [*answer, *doubts, *self._diverged(), *self._failed(), *self._missing(), *self._simulated()]
+        return [*answer, *doubts, *self._diverged(), *self._failed(), *self._missing()]
 
     def _rows(self, chosen: pd.Series) -> list[Row]:
         return _each(self.summary[chosen])
@@ -287,11 +295,11 @@ class _Judge:
         num = int((self.trials["status"] == MISSING).sum())
         return [f"{num} of {len(self.trials)} trials have not been run yet."] if num else []
 
-    def _simulated(self) -> list[str]:
+    def clock(self) -> str:
         first = self.trials.iloc[0]
         if first["engine"] != clock.VIRTUAL:
-            return []
-        return [f"Times are virtual, those of the simulated cluster {first['cluster']}."]
+            return ""
+        return f"Times are virtual, those of the simulated cluster {first['cluster']}."
 
 
 @dataclass(frozen=True)

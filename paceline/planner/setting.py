@@ -93,20 +93,25 @@ class Setting:
             )
         places = place(described, num_workers=num_workers, num_servers=num_servers)
         hosts = cluster.each_host()
-        sharing = Counter(places.workers)
+        # Where hosts share cores, all on one are taken to compute at the same time, as they do if they wait for others.
+        homes = [("host", host) if hosts[host].devices else ("core", cluster.core_of(host)) for host in places.workers]
+        sharing = Counter(homes)
 
-        def mean_s(host: int, num_sharing: int, num_hosts: int = len(sharing)) -> float:
-            cost = StepCost(cluster, hosts[host], num_sharing=num_sharing, num_hosts=num_hosts)
+        def mean_s(host: int, num_sharing: int) -> float:
+            cost = StepCost(cluster, hosts[host], num_sharing=num_sharing)
             return cost.seconds(
                 num_samples=work.samples, forward_flop=work.forward_flop, forward_calls=work.forward_calls
             )
 
         first_of: dict[int, int] = {}
-        kinds = [(first_of.setdefault(id(hosts[host]), host), sharing[host]) for host in places.workers]
+        kinds = [
+            (first_of.setdefault(id(hosts[host]), host), sharing[home])
+            for host, home in zip(places.workers, homes, strict=True)
+        ]
         counts = Counter(kinds)
         groups = [Group(StepTimes(compute, mean_s(*kind)), count) for kind, count in counts.items()]
         numbers = {kind: number for number, kind in enumerate(counts)}
-        alone = StepTimes(compute, mean_s(places.workers[0], 1, 1))
+        alone = StepTimes(compute, mean_s(places.workers[0], 1))
         group_of = tuple(numbers[kind] for kind in kinds)
         return cls(cluster, work, places, tuple(groups), group_of, alone.expected_s, fabric_of(described))
 

@@ -22,7 +22,7 @@ from tests.lab.made import Combination, Made, reaching, study
 
 
 def lines(directory: Path, trials: dict[Combination, Made], **settings: object) -> list[str]:
-    return study(directory, trials, **settings).verdict.lines
+    return study(directory, trials, **settings).verdict.said
 
 
 def test_the_fastest_the_cheapest_and_what_binds(tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ def test_each_key_counts_as_on_the_virtual_engine(
     measured_s = engine_step_s(tmp_path, cluster, strategy, options, workers)
     given = {"strategy": strategy, "workers": workers, "work": WORK, "options": options}
     tolerance = 0.08 if is_asynchronous or placement == "with workers" else 0.03
+    if (
+        "shared_cores" in KEYS[key]
+    ):  # workers compute while others on their core wait, and servers' work takes it from them
+        tolerance = 0.15 if is_asynchronous else max(tolerance, 0.04)
     closed = 0.13 if is_asynchronous and key == "packing_gbyte_per_s" else tolerance
     assert predict(cluster, **given).step_s == pytest.approx(measured_s, rel=closed)  # type: ignore[arg-type]
     assert simulate(cluster, **given, steps=60).step_s == pytest.approx(measured_s, rel=tolerance)  # type: ignore[arg-type]

@@ -345,17 +345,6 @@ def test_bursts_of_many_senders_meet_one_bucket() -> None:
     assert bench.run() == pytest.approx(3e6 / B)
 
 
-@pytest.mark.parametrize(("burst_s", "expected_s"), [(0.0, [1.1, 1.2, 1.3]), (0.15, [1.0, 1.05, 1.15])])
-def test_messages_keep_a_link_busy_besides_their_bytes(burst_s: float, expected_s: list[float]) -> None:
-    timeline, link = EventQueue(), Link("cores", math.inf, message_s=0.1, burst_s=burst_s)
-    network = Network(timeline, lambda source, destination: (Link("card", B), link))
-    arrived_s: list[float] = []
-    for _ in range(3):
-        timeline.at(1.0, network.send, 0, 1, 0.0, lambda: arrived_s.append(timeline.now_s))
-    timeline.run()
-    assert arrived_s == pytest.approx(expected_s)
-
-
 # --- places and size -------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.servers.carrier import Carrier, Conversation
+from paceline.engines.virtual.computing.cores import Effort
 from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.process import Process, Signal
 from paceline.engines.virtual.server import VirtualServer
@@ -23,7 +24,8 @@ from paceline.server.spec import OptimizerSpec
 @final
 class VirtualCarrier(Carrier):
     """Messages only stand for their tensors: servers read and write the worker's memory, while it waits. A request
-    takes the worker `request_s` besides what passes the network."""
+    takes the worker `request_s` besides what passes the network, of which an `effort` says how much needs a core that
+    others share."""
 
     carries_bytes = False
 
@@ -36,10 +38,12 @@ class VirtualCarrier(Carrier):
         host: int,
         request_s: float = 0.0,
         number: int = 0,
+        effort: Effort | None = None,
     ) -> None:
         self.host, self.number = host, number
         self.beside = [server.host == host for server in servers]
         self._servers, self._network, self._process, self._request_s = servers, network, process, request_s
+        self._effort = effort
         self._client: Conversation | None = None
         self._all_here = Signal()
         self._abort_reason: str | None = None
@@ -58,12 +62,14 @@ class VirtualCarrier(Carrier):
     def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
         if self._abort_reason is not None:
             raise Aborted(f"a request to the servers was ended: {self._abort_reason}")
-        began_s = self._process.now_s
-        self._client, self._all_here = client, Signal()
-        self._process.advance(self._request_s)
-        self._process.post(self._send, sends)
         # A script may read rows in its forward pass, where a mode counts operations that is not the other workers'.
         with _disable_current_modes():
+            began_s = self._process.catch_up()
+            self._client, self._all_here = client, Signal()
+            sends = list(sends)
+            core_s = sum(self._effort.of(is_beside=self.beside[index]) for index, _ in sends) if self._effort else 0.0
+            self._process.send_off(self._request_s, core_s=core_s)
+            self._process.post(self._send, sends)
             self._process.wait(self._all_here, lambda: f"{client.what}, of which server(s) {client.due} owe an answer")
         return self._process.now_s - began_s
 

@@ -41,7 +41,9 @@ class VirtualRun:
         self._reporter = DirectoryReporter(directory, job.config, self._on_records)
         self._worlds = Worlds(job, self._timeline, self._reporter)
         backward = BackwardEnds()
-        self._scheduler = Scheduler(self._timeline, require_waitable=backward.require_outside)
+        self._scheduler = Scheduler(
+            self._timeline, require_waitable=backward.require_outside, can_wait=backward.is_outside
+        )
         self._surroundings = Surroundings(self._scheduler, backward, watcher.on_output)
         self._outcomes: dict[int, Outcome] = {}
         self._dead: set[str] = set()

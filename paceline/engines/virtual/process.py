@@ -8,6 +8,7 @@ from greenlet import getcurrent, greenlet
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.isolation.interpreter import Modes, modes, set_modes
 from paceline.engines.virtual.isolation.random_state import RandomState
+from paceline.engines.virtual.lead import Lead
 from paceline.errors import Aborted
 
 
@@ -33,7 +34,8 @@ class Process:
     belong to a thread.
 
     A process's clock may be ahead of the timeline: computing moves only this clock, so a whole step is computed in one
-    go. Whatever another process can notice is posted to the timeline at this clock's time.
+    go. Whatever another process can notice is posted to the timeline at this clock's time. With a `lead` it computes on
+    a core that others want, too: until it has caught up, its clock says when it would be done if it were alone.
     """
 
     def __init__(self, scheduler: "Scheduler", name: str, program: Callable[[], None]) -> None:
@@ -45,6 +47,7 @@ class Process:
         """What its present wait, and every later one, raises."""
         self.random, self.modes = RandomState(), modes()
         self.timeline = scheduler.timeline
+        self.lead: Lead | None = None
         self._scheduler = scheduler
         self._clock_s = 0.0
         self._program = program
@@ -60,10 +63,43 @@ class Process:
 
     def advance(self, duration_s: float) -> None:
         self._clock_s = self.now_s + duration_s
+        if self.lead is not None and self.lead.is_under_way:
+            self.lead.rest(duration_s)
+
+    def compute(self, duration_s: float) -> None:
+        """Need a core for so long."""
+        if self.lead is None or not duration_s:
+            self.advance(duration_s)
+            return
+        self.lead.compute(duration_s, from_s=self._clock_s)
+        self._clock_s = self.now_s + duration_s
+
+    def send_off(self, duration_s: float, *, core_s: float) -> None:
+        """Take so long for something, of which a core that others share has to work `core_s`."""
+        if self.lead is not None:
+            self.compute(core_s)
+            duration_s = max(0.0, duration_s - core_s)
+        self.advance(duration_s)
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         """Have `action(*arguments)` called at this process's time."""
-        self.timeline.at(self._clock_s, action, *arguments)
+        if self.lead is not None and self.lead.is_under_way:
+            self.lead.act(action, *arguments)
+        else:
+            self.timeline.at(self._clock_s, action, *arguments)
+
+    def settle(self) -> None:
+        """Let others run until the timeline has come to this process's time."""
+        here = Signal()
+        self.post(here.fire, self.timeline)
+        self.wait(here, lambda: "its own time")
+
+    def catch_up(self) -> float:
+        """The time, once the core has done what this process has computed. Within a backward pass, where nothing can
+        be waited for, it is what it would be if the process were alone."""
+        if self.lead is not None and self.lead.is_under_way and self._scheduler.can_wait():
+            self.settle()
+        return self.now_s
 
     def wait(self, signal: Signal, what: Callable[[], str]) -> None:
         """Let others run until the signal has been fired and the timeline has come to this process's time.
@@ -96,11 +132,17 @@ class Process:
 
 @final
 class Scheduler:
-    """Lets events happen and processes run, one at a time. Before one waits, `require_waitable` may raise
-    UsageError."""
+    """Lets events happen and processes run, one at a time. Before one waits, `require_waitable` raises UsageError
+    unless `can_wait`."""
 
-    def __init__(self, timeline: EventQueue, *, require_waitable: Callable[[], None]) -> None:
-        self.timeline = timeline
+    def __init__(
+        self,
+        timeline: EventQueue,
+        *,
+        require_waitable: Callable[[], None],
+        can_wait: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.timeline, self.can_wait = timeline, can_wait
         self.running: Process | None = None
         self.processes: list[Process] = []
         self._require_waitable = require_waitable

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import outcome_of
+from paceline.engines.virtual.computing.cores import Effort
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.network.links import Network
 from paceline.messages import ALL_SHARDS, Kind, Message
@@ -33,8 +34,9 @@ class Client(Protocol):
 class VirtualServer:
     """Takes messages on the timeline, when they have arrived.
 
-    Requests are worked on one after the other, `request_s` for each push of a shard; an update takes the time of moving
-    what it reads and writes through the host's memory.
+    Requests are worked on one after the other, `request_s` for each push of a shard, of which an `effort` says how much
+    needs a core that others share. An update takes the time of moving what it reads and writes through the host's
+    memory.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class VirtualServer:
         reporter: Reporter,
         request_s: float = 0.0,
         speed: float = 1.0,
+        effort: Effort | None = None,
     ) -> None:
         self.core = ServerCore(index=index, epoch=EPOCH)
         self.host = host
@@ -55,7 +58,7 @@ class VirtualServer:
         self._clients: dict[tuple[int, int], Client] = {}  # by the optimizer's number and the rank
         self._timeline, self._network, self._reporter = timeline, network, reporter
         self._memory_bytes_per_s, self._request_s = memory_bytes_per_s, request_s
-        self._speed = speed
+        self._speed, self._effort = speed, effort
         self._free_s = 0.0
 
     def configure(self, spec: ServerSpec) -> None:
@@ -72,10 +75,21 @@ class VirtualServer:
             about = core.attach(message, **message.body, is_beside=client.host == self.host)
             self._send(client, core.message(Kind.OK, body=about))
             return
-        now_s = self._timeline.now_s
+        num_shards = 0
         if message.kind is Kind.EXCHANGE:
             num_shards = len(core.parts) if message.shard == ALL_SHARDS else 1
-            self._free_s = max(now_s, self._free_s) + num_shards * self._request_s
+        if self._effort is None:
+            self._take(client, message, num_shards * self._request_s)
+        else:
+            core_s = num_shards * self._effort.of(is_beside=client.host == self.host)
+            left_s = max(0.0, num_shards * self._request_s - core_s)
+            self._effort.thread.run(core_s, self._take, client, message, left_s)
+
+    def _take(self, client: Client, message: Message, request_s: float) -> None:
+        """The message is looked at, which takes `request_s` more."""
+        number, core, now_s = client.number, self._cores[client.number], self._timeline.now_s
+        if message.kind is Kind.EXCHANGE:
+            self._free_s = max(now_s, self._free_s) + request_s
             if client.host != self.host and message.tensor_bytes:
                 self._free_s += core.decode_s(message) / self._speed
         self._do(number, partial(core.receive, message, now_s))

@@ -14,10 +14,12 @@ from paceline.comm.base import Collective, Store
 from paceline.comm.mailbox import Mailbox
 from paceline.comm.servers.group import ServerGroup
 from paceline.engines.virtual.carrier import VirtualCarrier
+from paceline.engines.virtual.computing.cores import Core, Effort, Thread
 from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
 from paceline.engines.virtual.computing.pace import Pace
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.job import VirtualJob
+from paceline.engines.virtual.lead import Lead
 from paceline.engines.virtual.network.collective import VirtualCollective
 from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.network.mailbox import PostOffice, VirtualMailbox
@@ -50,7 +52,9 @@ class Worlds:
         self._job, self._reporter = job, reporter
         self._device = device_of(job.config)
         self._hosts = cluster.each_host()
-        links = Wiring(cluster)
+        self._cores: list[Core] = [Core(timeline) for _ in range(cluster.shared_cores or 0)]
+        """That hosts share."""
+        links = Wiring(cluster, [self._thread(host) for host in range(len(self._hosts))] if self._cores else ())
         network = partial(Network, timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed)
         self._messages = network(links.between_workers)
         self._meeting = Meeting(
@@ -81,6 +85,7 @@ class Worlds:
                 request_s=cluster.servers.request_us * _US,
                 reporter=reporter,
                 speed=self._hosts[host].speed,
+                effort=self._effort(host),
             )
             for index, host in enumerate(self.places.servers)
         ]
@@ -107,13 +112,33 @@ class Worlds:
         checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
         return World(context, job.strategy, job.config, self._reporter, checkpoint)
 
+    def _thread(self, host: int) -> Thread:
+        """A new one on the host's core."""
+        return Thread(self._cores[self._job.cluster.core_of(host)])
+
+    @property
+    def _message_s(self) -> tuple[float, float]:
+        """How long a message keeps its sender, and how much of that its core, where hosts share cores. Then the core of
+        the host that it comes to has the other half of the work, as part of the same time."""
+        costs = self._job.cluster.communication
+        core_s = costs.message_core_us * _US / 2 if self._cores else 0.0
+        return max(core_s, costs.message_us * _US - core_s), core_s
+
+    def _effort(self, host: int) -> Effort | None:
+        if not self._cores:
+            return None
+        return Effort(self._thread(host), self._job.cluster.communication.request_core_us * _US / 2)
+
     def _pace(self, rank: int, process: Process, *, num_sharing: int, before_step: Callable[[], None]) -> Pace:
-        cluster, places = self._job.cluster, self.places
-        host = self._hosts[places.workers[rank]]
+        cluster, number = self._job.cluster, self.places.workers[rank]
+        host = self._hosts[number]
+        if self._cores and not host.devices:
+            num_sharing = 1  # others keep the core busy
+            process.lead = Lead(process.timeline, self._thread(number))
         return Pace(
             process,
             ComputeTimes(cluster.compute, seed=self._job.config.seed, rank=rank),
-            StepCost(cluster, host, num_sharing=num_sharing, num_hosts=len(places.ranks_by_host)),
+            StepCost(cluster, host, num_sharing=num_sharing),
             compute=cluster.compute,
             before_step=before_step,
         )
@@ -122,7 +147,7 @@ class Worlds:
         if self._job.num_workers == 1:
             return AloneCollective()
         costs = self._job.cluster.communication
-        operation_s, message_s = costs.operation_us * _US, costs.message_us * _US
+        operation_s, (message_s, message_core_s) = costs.operation_us * _US, self._message_s
         draws = random.Random(derive(self._job.config.seed, "loss", rank))
         collective = VirtualCollective(
             self._meeting,
@@ -130,6 +155,7 @@ class Worlds:
             rank=rank,
             operation_s=operation_s,
             message_s=message_s,
+            message_core_s=message_core_s,
             is_lost=lambda: draws.random() < costs.loss,
         )
         own = [
@@ -145,8 +171,10 @@ class Worlds:
         """The worker's next one, which exchanges messages with the others' of the same number."""
         number = next(numbers)
         if number == len(self._offices):
-            message_s = self._job.cluster.communication.message_us * _US
-            self._offices.append(PostOffice(self._messages, self.places.workers, message_s=message_s))
+            message_s, core_s = self._message_s
+            self._offices.append(
+                PostOffice(self._messages, self.places.workers, message_s=message_s, message_core_s=core_s)
+            )
         return VirtualMailbox(self._offices[number], process, rank=rank)
 
     def _store(self, rank: int, process: Process, collective: Collective, number: int) -> Store:
@@ -157,6 +185,7 @@ class Worlds:
             host=self.places.workers[rank],
             request_s=self._job.cluster.communication.request_us * _US,
             number=number,
+            effort=self._effort(self.places.workers[rank]),
         )
         return ServerGroup(carrier, collective=collective, configure=partial(self._configure, number), epoch=EPOCH)
 

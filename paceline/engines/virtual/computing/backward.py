@@ -31,6 +31,10 @@ class BackwardEnds:
         finally:
             torch.autograd.Variable._execution_engine = self._engine
 
+    def is_outside(self) -> bool:
+        """Whether no backward pass is under way."""
+        return not self._queued
+
     def require_outside(self) -> None:
         """Raises UsageError if a backward pass is under way."""
         if self._queued:

@@ -50,18 +50,16 @@ class ComputeTimes:
 
 @final
 class StepCost:
-    """The mean time of a training step on a host that `num_sharing` workers share, of `num_hosts` that have workers and
-    may be parts of one machine."""
+    """The mean time of a training step on a host whose cores, or devices, `num_sharing` workers share."""
 
-    def __init__(self, cluster: Cluster, host: Hosts, *, num_sharing: int, num_hosts: int = 1) -> None:
+    def __init__(self, cluster: Cluster, host: Hosts, *, num_sharing: int) -> None:
         self._compute = cluster.compute
         share = min(1.0, host.devices / num_sharing) if host.devices else 1.0 / num_sharing
-        # This takes all hosts to compute at the same time, which is nearly so where they wait for one another.
-        of_machine = 1.0 if cluster.shared_cores is None else min(1.0, cluster.shared_cores / num_hosts)
+        cores = host.cores if cluster.shared_cores is None else 1
         self._host_speed = host.speed
-        self._core_speed = host.speed * min(1.0, host.cores / num_sharing) * of_machine
-        self._speed = host.speed * share * of_machine
-        self._flop_per_s = (host.gflop_per_s or 0.0) * _GIGA * (1 if host.devices else host.cores) * self._speed
+        self._core_speed = host.speed * min(1.0, cores / num_sharing)
+        self._speed = host.speed * share
+        self._flop_per_s = (host.gflop_per_s or 0.0) * _GIGA * (1 if host.devices else cores) * self._speed
         self._reference_samples: int | None = None
 
     def on_this_host_s(self, seconds: float) -> float:

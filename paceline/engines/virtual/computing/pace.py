@@ -39,10 +39,11 @@ class Pace(Pacing):
         self._shares_of = compute.shares_of
 
     def now_s(self) -> float:
-        return self._process.now_s
+        return self._process.catch_up()
 
     def spend(self, seconds: float) -> None:
-        self._process.advance(self._cost.on_this_host_s(seconds))
+        self._process.compute(self._cost.on_this_host_s(seconds))
+        self._process.catch_up()
 
     def watch(self, replica: Replica) -> None:
         """Hook the models before anyone else does, so that the clock is right when other hooks are called. Raises
@@ -108,7 +109,7 @@ class _ModelPace:
             self._count = None
         forward_s = self._forward_s if self._forward_s is not None else self._draw(num_samples)
         self._forward_s = None
-        self._process.advance(forward_s)
+        self._process.compute(forward_s)
 
     def _leave_forward(self, model: nn.Module, inputs: object, output: object) -> None:
         """Also where it has failed: what counts would go on counting, in this process's other runs."""
@@ -137,7 +138,7 @@ class _ModelPace:
             self._begin_backward()
         part_s = min(self._left_s, self._backward_time_s() * (self._shares or [])[index])
         self._left_s -= part_s
-        self._process.advance(part_s)
+        self._process.compute(part_s)
 
     def _begin_backward(self) -> None:
         self._in_backward = True
@@ -147,8 +148,9 @@ class _ModelPace:
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        self._process.advance(self._left_s)
+        self._process.compute(self._left_s)
         self._left_s = 0.0
+        self._process.catch_up()
 
     def _backward_time_s(self) -> float:
         """Raises UsageError if the prepared model was never called itself."""

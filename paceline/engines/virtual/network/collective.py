@@ -24,8 +24,8 @@ class VirtualCollective(Collective):
     """One rank's end. Tensors are reduced in rank order, as in shared memory, whatever way their messages take.
 
     A tensor that is sent is copied, and may be changed at once. One that is reduced in place must be left alone until
-    the work is over. Operations and messages take the rank itself `operation_s` and `message_s`.
-    `is_lost` draws whether a message that is sent once is lost.
+    the work is over. Operations and messages take the rank itself `operation_s` and `message_s`, of which
+    `message_core_s` need its core. `is_lost` draws whether a message that is sent once is lost.
     """
 
     def __init__(
@@ -36,12 +36,14 @@ class VirtualCollective(Collective):
         rank: int,
         operation_s: float = 0.0,
         message_s: float = 0.0,
+        message_core_s: float = 0.0,
         is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.size = rank, meeting.size
         self.timing = Timing()
         self._meeting, self._process = meeting, process
         self._operation_s, self._message_s, self._is_lost = operation_s, message_s, is_lost
+        self._message_core_s = message_core_s
         self._parts: tuple[VirtualCollective, VirtualCollective | None] | None = None
         self._num_operations = 0
         self._failure: PacelineError | None = None
@@ -174,7 +176,8 @@ class VirtualCollective(Collective):
         flat, _ = flatten(tensor, device_type=tensor.device.type)
         parcel = Parcel(flat.clone(), is_lost=is_lost)
         self.timing.moved_bytes += flat.nbytes
-        self._spend(self._message_s)
+        self._process.send_off(self._message_s, core_s=self._message_core_s)
+        self.timing.communication_s += self._message_s
         self._process.post(self._meeting.send, self.rank, destination, parcel)
         return _MessageWork(self, parcel, f"rank {destination} to be sent {flat.numel()} elements")
 
@@ -231,7 +234,7 @@ class VirtualCollective(Collective):
     def _wait(self, signal: Signal, what: Callable[[], str], ready_s: Callable[[], float | None]) -> None:
         """Wait. The time until `ready_s()` counts as waiting for others, and the rest as communication."""
         self._check()
-        began_s = self._process.now_s
+        began_s = self._process.catch_up()
         self._process.wait(signal, what)
         elapsed_s = self._process.now_s - began_s
         came_s = ready_s()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
+from paceline.engines.virtual.computing.cores import Thread
 from paceline.engines.virtual.events import EventQueue
 
 CHUNK_BYTES = 2**18
@@ -34,8 +35,6 @@ class Link:
     bytes_per_s: float
     latency_s: float = 0.0
     """From one end to the other."""
-    message_s: float = 0.0
-    """How long each message keeps the link busy, besides its bytes."""
     burst_s: float = 0.0
     """How far the link may be behind in its work before chunks wait: a token bucket's size over its rate."""
     free_s: float = 0.0
@@ -45,34 +44,28 @@ class Link:
     _turns: deque[_Flow] = field(default_factory=deque)
 
 
-@final
-class SameLink(Link):
-    """The same link at another rate, for messages that keep it busy for less or for longer."""
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What a message that passes a host takes of its core, which has other work as well."""
 
-    __slots__ = ("_whole",)
+    thread: Thread
+    bytes_per_s: float
+    message_s: float = 0.0
+    """For each message, besides its bytes."""
 
-    def __init__(self, whole: Link, *, bytes_per_s: float, message_s: float) -> None:
-        self._whole = whole
-        super().__init__(whole.name, bytes_per_s, whole.latency_s, message_s, whole.burst_s)
 
-    @property
-    def free_s(self) -> float:
-        return self._whole.free_s
-
-    @free_s.setter
-    def free_s(self, time_s: float) -> None:
-        self._whole.free_s = time_s
+Path = Sequence[Link | Handling]
 
 
 class Paths(Protocol):
-    """Returns the links from one host to another, the sender's first; from a host to itself, its memory."""
+    """Returns the way from one host to another, the sender's link first; from a host to itself, its memory."""
 
-    def __call__(self, source: int, destination: int) -> Sequence[Link]: ...
+    def __call__(self, source: int, destination: int) -> Path: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    path: Sequence[Link]
+    path: Path
     left_bytes: float
     action: Callable[..., object]
     arguments: tuple[Any, ...]
@@ -153,7 +146,7 @@ class Network:
         if self._unevenness > 0 and source != destination:
             self._send_unevenly(message, (source, destination, is_answer))
             return
-        port = path[0]
+        port = _first(path)
         is_idle = not port._turns
         is_free = is_idle and port.free_s - port.burst_s <= self._timeline.now_s
         if is_free and num_bytes <= self._chunk_bytes:
@@ -191,9 +184,9 @@ class Network:
 
     def _depart(self, message: _Message, chunk_bytes: float, is_last: bool) -> float:
         """Pass a chunk over its sender's link; returns when that is done, in seconds."""
-        port, timeline = message.path[0], self._timeline
+        port, timeline = _first(message.path), self._timeline
         # Messages of other paths may keep this link busy, too: then it starts later than now.
-        start_s, end_s = _pass(port, timeline.now_s, chunk_bytes, is_last)
+        start_s, end_s = _pass(port, timeline.now_s, chunk_bytes)
         if len(message.path) > 1:
             head_s, tail_s = start_s + port.latency_s, end_s + port.latency_s
             timeline.at(head_s, self._enter, message, 1, chunk_bytes, tail_s, is_last)
@@ -203,23 +196,44 @@ class Network:
 
     def _enter(self, message: _Message, hop: int, chunk_bytes: float, tail_s: float, is_last: bool) -> None:
         """A chunk's head has come to the link number `hop` of its path; its tail comes at `tail_s`."""
-        link = message.path[hop]
+        link, now_s = message.path[hop], self._timeline.now_s
+        if isinstance(link, Handling):
+            self._handle(link, message, hop, chunk_bytes, tail_s, is_last)
+            return
+        start_s, end_s = _pass(link, now_s, chunk_bytes)
+        latency_s = link.latency_s
+        self._leave(message, hop, chunk_bytes, start_s + latency_s, max(end_s, tail_s) + latency_s, is_last)
+
+    def _handle(
+        self, by: Handling, message: _Message, hop: int, chunk_bytes: float, tail_s: float, is_last: bool
+    ) -> None:
+        """Pass a chunk on when the core has done its work."""
         timeline = self._timeline
-        start_s, end_s = _pass(link, timeline.now_s, chunk_bytes, is_last)
-        end_s = max(end_s, tail_s) + link.latency_s
+
+        def leave() -> None:
+            self._leave(message, hop, chunk_bytes, timeline.now_s, max(timeline.now_s, tail_s), is_last)
+
+        by.thread.run(chunk_bytes / by.bytes_per_s + (by.message_s if is_last else 0.0), leave)
+
+    def _leave(
+        self, message: _Message, hop: int, chunk_bytes: float, head_s: float, tail_s: float, is_last: bool
+    ) -> None:
+        """A chunk's head and tail leave what is number `hop` of its path at these times."""
+        timeline = self._timeline
         if hop + 1 < len(message.path):
-            timeline.at(start_s + link.latency_s, self._enter, message, hop + 1, chunk_bytes, end_s, is_last)
+            timeline.at(head_s, self._enter, message, hop + 1, chunk_bytes, tail_s, is_last)
         elif message.connection is not None:
-            timeline.at(end_s, self._arrive, message, message.connection, chunk_bytes, is_last)
+            timeline.at(tail_s, self._arrive, message, message.connection, chunk_bytes, is_last)
         elif is_last:
-            timeline.at(end_s, message.action, *message.arguments)
+            timeline.at(tail_s, message.action, *message.arguments)
 
     # --- connections with windows --------------------------------------------------------------------------------
 
     def _send_unevenly(self, message: _Message, name: tuple[int, int, bool]) -> None:
         connection = self._connections.get(name)
         if connection is None:
-            free_bytes = sum(link.latency_s for link in message.path) * min(link.bytes_per_s for link in message.path)
+            links = [link for link in message.path if isinstance(link, Link)]
+            free_bytes = sum(link.latency_s for link in links) * min(link.bytes_per_s for link in links)
             draws = random.Random(f"{self._seed} {name}")
             connection = self._connections[name] = _Connection(draws, self._unevenness, free_bytes)
         message.connection = connection
@@ -253,12 +267,17 @@ class Network:
             message.action(*message.arguments)
 
 
-def _pass(link: Link, now_s: float, chunk_bytes: float, is_last: bool) -> tuple[float, float]:
+def _first(path: Path) -> Link:
+    """The sender's own."""
+    first = path[0]
+    assert isinstance(first, Link)
+    return first
+
+
+def _pass(link: Link, now_s: float, chunk_bytes: float) -> tuple[float, float]:
     """Take a chunk that comes now; returns when its first byte passes and when its last does, in seconds."""
     start_s = now_s if now_s > link.free_s else link.free_s
     end_s = start_s + chunk_bytes / link.bytes_per_s
-    if is_last:
-        end_s += link.message_s
     link.free_s = end_s
     if link.burst_s:
         return max(now_s, start_s - link.burst_s), max(now_s, end_s - link.burst_s)

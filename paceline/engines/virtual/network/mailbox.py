@@ -21,10 +21,12 @@ class PostOffice:
         network: for messages.
         host_of: each worker's host, by rank.
         message_s: what a message takes its sender, besides what passes the links.
+        message_core_s: how much of it needs the sender's core, where hosts share cores.
     """
 
-    def __init__(self, network: Network, host_of: Sequence[int], *, message_s: float) -> None:
-        self._network, self._host_of, self.message_s = network, host_of, message_s
+    def __init__(self, network: Network, host_of: Sequence[int], *, message_s: float, message_core_s: float) -> None:
+        self._network, self._host_of = network, host_of
+        self.message_s, self.message_core_s = message_s, message_core_s
         self._boxes: dict[int, VirtualMailbox] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
         """What has come for workers that have no mailbox yet, or have not opened it."""
@@ -62,20 +64,18 @@ class VirtualMailbox(Mailbox):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        has_come = Signal()
-        self._process.post(has_come.fire, self._process.timeline)
-        self._process.wait(has_come, lambda: "its own time")
+        self._process.settle()
         self._require_going()
         yield
 
     def send(self, message: Tensor, *, destination: int) -> None:
         self.timing.communication_s += self._office.message_s
-        self._process.advance(self._office.message_s)
+        self._process.send_off(self._office.message_s, core_s=self._office.message_core_s)
         self.timing.moved_bytes += message.nbytes
         self._process.post(self._office.send, self._rank, destination, message)
 
     def wait(self, is_over: Callable[[], bool], what: str) -> None:
-        began_s = self._process.now_s
+        began_s = self._process.catch_up()
         while not is_over():
             self._came = Signal()
             self._process.wait(self._came, lambda: what)

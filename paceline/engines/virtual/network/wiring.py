@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import final
 
 from paceline.cluster.description import Cluster, Hosts
-from paceline.engines.virtual.network.links import Link, SameLink
+from paceline.engines.virtual.computing.cores import Thread
+from paceline.engines.virtual.network.links import Handling, Link, Path
 
 BYTES_PER_GBIT = 1e9 / 8
 MEMORY_LATENCY_S = 1e-6
@@ -15,11 +16,11 @@ MEMORY_LATENCY_S = 1e-6
 class Wiring:
     """Says which links a message takes: network cards, racks' cables, the core between racks, and sites' lines.
 
-    Work of cores is a link, too: a host's core that packs what servers and workers exchange, and the cores of a machine
-    that hosts share, which messages keep busy.
+    A host's core that packs what servers and workers exchange is a link, too. Cores that hosts share handle messages,
+    in `handlers`: a thread for each host.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, handlers: Sequence[Thread] = ()) -> None:
         hosts, names = cluster.each_host(), cluster.names()
         self._ups = [_card(host, name, "up") for host, name in zip(hosts, names, strict=True)]
         self._downs = [_card(host, name, "down") for host, name in zip(hosts, names, strict=True)]
@@ -44,42 +45,31 @@ class Wiring:
             for site in cluster.sites
         }
 
-        costs, cores = cluster.communication, cluster.shared_cores
+        costs = cluster.communication
         self._packers: list[Link] = []
-        self._machine: tuple[Link, ...] = ()
-        self._at_home: tuple[Link, ...] = ()
-        self._messaging: tuple[Link, ...] = ()
-        if costs.packing_gbyte_per_s is not None or cores is not None:
+        if costs.packing_gbyte_per_s is not None or handlers:
             self._packers = [Link(f"{name} core", costs.packing_bytes_per_s) for name in names]
-        if cores is not None:
-            # A request and its answer pass twice each. The burst is what senders are charged for, and cores have done.
-            passing_s, message_s = costs.request_core_us * 1e-6 / 4 / cores, costs.message_core_us * 1e-6 / cores
-            bytes_per_s = costs.shared_core_bytes_per_s * cores
-            self._machine = (Link("shared cores", bytes_per_s, message_s=passing_s, burst_s=costs.request_us * 1e-6),)
-            # On one host nothing is packed, and a request and its answer pass once each.
-            if passing_s:
-                self._at_home = (SameLink(self._machine[0], bytes_per_s=math.inf, message_s=2 * passing_s),)
-            self._messaging = (
-                Link("shared cores of messages", math.inf, message_s=message_s, burst_s=costs.message_us * 1e-6),
-            )
+        self._packing = [Handling(thread, costs.shared_core_bytes_per_s) for thread in handlers]
+        # The sender's half of the work is among what its worker does.
+        self._messages = [Handling(thread, math.inf, costs.message_core_us * 1e-6 / 2) for thread in handlers]
 
-    def between_workers_and_servers(self, source: int, destination: int) -> Sequence[Link]:
-        """The links between a worker's host and a server's, cores that pack and unpack among them."""
+    def between_workers_and_servers(self, source: int, destination: int) -> Path:
+        """The way between a worker's host and a server's, through cores that pack and unpack."""
         path = self(source, destination)
-        if source == destination:
-            return (*path, *self._at_home)
-        if not self._packers:
+        if source == destination or not self._packers:
             return path
-        return (
-            self._packers[source], *self._machine, *path, *self._machine, self._packers[destination]
-        )  # fmt: skip
+        if self._packing:
+            path = (self._packing[source], *path, self._packing[destination])
+        return (self._packers[source], *path, self._packers[destination])
 
-    def between_workers(self, source: int, destination: int) -> Sequence[Link]:
-        """The links for a message of one worker to another."""
+    def between_workers(self, source: int, destination: int) -> Path:
+        """The way of a message of one worker to another."""
         path = self(source, destination)
-        return path if source == destination else (*path, *self._messaging)
+        if source == destination or not self._messages:
+            return path
+        return (*path, self._messages[destination])
 
-    def __call__(self, source: int, destination: int) -> Sequence[Link]:
+    def __call__(self, source: int, destination: int) -> Path:
         """The links from one host to another, the sender's own first."""
         if source == destination:
             return (self._memories[source],)
@@ -87,7 +77,7 @@ class Wiring:
         here, there = self._rack_of[source], self._rack_of[destination]
         if here == there and not self._site_links:
             return (up, down)
-        path = [up]
+        path: list[Link | Handling] = [up]
         if here != there:
             path += (self._rack_links[here][0], *self._core)
         if self._site_of[source] != self._site_of[destination]:

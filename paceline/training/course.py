@@ -122,6 +122,24 @@ class Course:
         elif outcome is not None and not has_met:  # in a pause the run's iteration has become that of the furthest
             self._pauses.between_steps()
 
+    @contextmanager
+    def meeting(self, place: str) -> Iterator[None]:
+        """Inside, all workers' scripts are between two steps at this place, which each comes to as often, and off the
+        training clock. Until all are there, those who wait take part in the pauses of the others. Collective call.
+
+        Raises:
+            UsageError: a worker does not come to the place any more.
+        """
+        if self.is_pausing or not self.has_started or self.has_finished:
+            yield  # they are together
+            return
+        self.require_allowed()
+        self.settle()
+        with self._pausing(), self._run.prepared.account.pause():
+            while not self._run.traits.lock_step and not self._meet(is_done=False, waits_at=place):
+                pass
+            yield
+
     def come_or_leave(self) -> None:
         """The script asks for a batch: take part from there on in a run that trains already, or no longer, if this
         worker has been asked to leave.
@@ -214,10 +232,10 @@ class Course:
         if outcome.stop or self._cadence.is_over(outcome.iteration):
             self._run.has_ended = True
 
-    def _meet(self, *, is_done: bool) -> bool:
+    def _meet(self, *, is_done: bool, waits_at: str = "") -> bool:
+        meet = partial(self._pauses.meet, is_done=is_done, waits_at=waits_at)
         if self._survivor is None:
-            return self._pauses.meet(is_done=is_done)
-        meet = partial(self._pauses.meet, is_done=is_done)
+            return meet()
         return self._survivor.repeated(meet, self._run.prepared.synchronizer)
 
     def _end(self) -> None:

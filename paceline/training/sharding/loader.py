@@ -128,6 +128,10 @@ class ShardedLoader:
                 )
         self._resume_at = place
 
+    def begin_at(self, place: Place) -> None:
+        """The next pass begins there, whatever was read before."""
+        self.place, self._resume_at = place, None
+
     def __iter__(self) -> Iterator[Any]:
         self._on_return()
         if self._should_stop():

@@ -1,0 +1,141 @@
+"""An unchanged LightningModule trains under Paceline's strategies as Lightning by itself trains it in one process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.errors import RunFailed
+from tests.conformance import local_engine
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])"),
+]
+SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
+LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
+FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2", "async-diloco:every=2")
+
+
+def made(package: str, *, manual: bool = False, step_logs: bool = False) -> Any:
+    """A LightningModule as its user writes it."""
+    from torchmetrics import MeanAbsoluteError
+
+    pl = importlib.import_module(package)
+
+    class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = not manual
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+            self.error = MeanAbsoluteError()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            x, y = batch
+            loss = F.mse_loss(self.layers(x), y)
+            self.log("loss", loss, sync_dist=True, on_step=step_logs, on_epoch=True)
+            if manual:
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
+                self.manual_backward(loss)
+                for optimizer in self.optimizers():
+                    optimizer.step()
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            x, y = batch
+            self.error(self.layers(x), y)
+            self.log("error", self.error)
+            self.log("val_loss", F.mse_loss(self.layers(x), y), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            first, _, last = self.layers
+            if manual:
+                return [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (first, last)]
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
+
+    torch.manual_seed(0)
+    return Line()
+
+
+def data() -> TensorDataset:
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def fit(
+    out: Path,
+    settings: Mapping[str, Any],
+    *,
+    package: str = "lightning.pytorch",
+    is_plain: bool = False,
+    batch_size: int = GLOBAL_BATCH // 2,
+    resumes: Path | None = None,
+    patience: int | None = None,
+    asks_for: str | None = None,
+    **module: Any,
+) -> None:
+    """The script of a run, or of one process without Paceline. What came out is in `found.json`, by the first worker."""
+    pl = importlib.import_module(package)
+    strategy = "auto" if is_plain else importlib.import_module(PACKAGES[package]).PacelineStrategy(asks_for)
+    model, dataset = made(package, **module), data()
+    stopping = [] if patience is None else [pl.callbacks.EarlyStopping("val_loss", patience=patience, min_delta=100.0)]
+    more = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = pl.Trainer(
+        **{**more, **settings}, strategy=strategy, accelerator="cpu", default_root_dir=out, callbacks=stopping
+    )
+    loaders = DataLoader(dataset, batch_size=batch_size), DataLoader(dataset, batch_size=8)
+    trainer.fit(model, *loaders, ckpt_path=resumes)
+    trainer.save_checkpoint(out / "end.ckpt")
+    (tested,) = trainer.validate(model, loaders[1], verbose=False)
+    found = {
+        "weights": [parameter.flatten().tolist() for parameter in model.parameters()],
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "tested": tested,
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "world": [trainer.world_size, trainer.global_rank, trainer.node_rank, trainer.num_nodes],
+    }
+    (out / f"found-{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+def trained(out: Path, strategy: str, settings: Mapping[str, Any] | None = None, **script: Any) -> dict[str, Any]:
+    run = {key: script.pop(key) for key in ("max_steps", "deadline_s") if key in script}
+    workers = 1 if script.get("is_plain") else 2
+    local_engine.run(partial(fit, out, settings or {}, **script), strategy=strategy, workers=workers, out=out, **run)
+    return dict(json.loads((out / "found-0.json").read_text()))
+
+
+def alone(out: Path, settings: Mapping[str, Any] | None = None, **script: Any) -> dict[str, Any]:
+    """What Lightning makes of all workers' batches in one process."""
+    return trained(out, "single", settings, is_plain=True, batch_size=GLOBAL_BATCH, **script)
+
+
+def assert_alike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), **CLOSE)
+    assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-4)
+    assert found["tested"] == pytest.approx(expected["tested"], abs=1e-4)
+    assert (found["steps"], found["epochs"]) == (expected["steps"], expected["epochs"])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("strategy", LOCK_STEP)
+def test_workers_in_lock_step_train_what_one_process_trains(package: str, strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path / "two", strategy, package=package)
+    assert_alike(found, alone(tmp_path / "one", package=package))
+    assert found["world"] == [2, 0, 0, 1]

@@ -12,7 +12,7 @@ import paceline
 from paceline.comm.base import ReduceOp
 from paceline.errors import UsageError
 from paceline.lightning.batches import TrainingBatches
-from paceline.lightning.refusals import require_possible, require_strategy
+from paceline.running.frameworks import require_possible, require_strategy
 from paceline.training.sharding import ShardedLoader
 
 _KEY = "paceline"
@@ -176,14 +176,22 @@ class StrategyBody(_Base):  # type: ignore[misc]
     def training_step(self, *arguments: Any, **settings: Any) -> Any:
         self._is_in_step = True
         try:
-            return super().training_step(*arguments, **settings)
+            result = super().training_step(*arguments, **settings)
         finally:
             self._is_in_step = False
+        self._end_step()
+        return result
 
     def optimizer_step(self, *arguments: Any, **settings: Any) -> Any:
         result = super().optimizer_step(*arguments, **settings)
-        self._stop_if_over()
+        if not self._is_in_step:  # under manual optimization other optimizers may step after this one
+            self._end_step()
         return result
+
+    def _end_step(self) -> None:
+        """Before Lightning looks whether it is to stop, so that all workers validate alike before they do."""
+        self._worker.end_step()
+        self._stop_if_over()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

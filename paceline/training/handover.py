@@ -87,8 +87,8 @@ class Handover:
         return saved
 
     def take_up(self, raw: bytes) -> None:
-        """Go on from what `state` gave, after the script has loaded the weights. The place in the data is the
-        script's to say.
+        """Go on from what `state` gave, after the script has loaded the weights: the next pass over the data
+        begins where it was.
 
         Raises:
             UsageError: the run had another number of workers or other optimizers, or this one trains already.
@@ -102,3 +102,5 @@ class Handover:
                 f"{self._run.context.size}; resume with as many"
             )
         self._go_on(replace(checkpoint, data={}))
+        for feed in self._run.prepared.feeds.values():
+            feed.loader.begin_at()

@@ -138,6 +138,11 @@ class Worker:
         """Whether the run's budget or target is reached: the loader gives nothing more, and no step counts."""
         return self._session.run.has_ended
 
+    def end_step(self) -> None:
+        """Do now what lies between two steps, such as a pause that is due, so that `is_over` is up to date; otherwise
+        that happens when the script asks for its next batch."""
+        self._session.course.settle()
+
     def meeting(self, place: str) -> AbstractContextManager[None]:
         """Inside, all workers are between two steps at this place of the script, off the training clock, so that what
         needs all of them is possible under every strategy, as in `with worker.meeting("validation"): ...`. Each worker

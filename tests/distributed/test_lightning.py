@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,6 +77,12 @@ def data() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
+@torch.no_grad()
+def loss_of(model: Any) -> float:
+    x, y = data()[:]
+    return float(F.mse_loss(model.layers(x), y))
+
+
 def fit(
     out: Path,
     settings: Mapping[str, Any],
@@ -84,6 +90,8 @@ def fit(
     package: str = "lightning.pytorch",
     is_plain: bool = False,
     batch_size: int = GLOBAL_BATCH // 2,
+    shuffle: bool = False,
+    saves_every: int | None = None,
     resumes: Path | None = None,
     patience: int | None = None,
     asks_for: str | None = None,
@@ -93,12 +101,15 @@ def fit(
     pl = importlib.import_module(package)
     strategy = "auto" if is_plain else importlib.import_module(PACKAGES[package]).PacelineStrategy(asks_for)
     model, dataset = made(package, **module), data()
-    stopping = [] if patience is None else [pl.callbacks.EarlyStopping("val_loss", patience=patience, min_delta=100.0)]
+    callbacks = pl.callbacks
+    hooks = [] if patience is None else [callbacks.EarlyStopping("val_loss", patience=patience, min_delta=100.0)]
+    if saves_every is not None:
+        hooks += [callbacks.ModelCheckpoint(out, "{step}", save_top_k=-1, every_n_train_steps=saves_every)]
     more = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = pl.Trainer(
-        **{**more, **settings}, strategy=strategy, accelerator="cpu", default_root_dir=out, callbacks=stopping
+        **{**more, **settings}, strategy=strategy, accelerator="cpu", default_root_dir=out, callbacks=hooks
     )
-    loaders = DataLoader(dataset, batch_size=batch_size), DataLoader(dataset, batch_size=8)
+    loaders = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle), DataLoader(dataset, batch_size=8)
     trainer.fit(model, *loaders, ckpt_path=resumes)
     trainer.save_checkpoint(out / "end.ckpt")
     (tested,) = trainer.validate(model, loaders[1], verbose=False)
@@ -139,3 +150,78 @@ def test_workers_in_lock_step_train_what_one_process_trains(package: str, strate
     found = trained(tmp_path / "two", strategy, package=package)
     assert_alike(found, alone(tmp_path / "one", package=package))
     assert found["world"] == [2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("strategy", FREE)
+def test_workers_that_run_free_validate_and_save_one_model(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, {"val_check_interval": 2})
+    other = json.loads((tmp_path / "found-1.json").read_text())
+    assert found["tested"] == other["tested"]
+    assert found["metrics"] == other["metrics"]
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
+    model = made("lightning.pytorch")
+    model.load_state_dict(saved)
+    assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
+    assert loss_of(model) < loss_of(made("lightning.pytorch"))
+
+
+@pytest.mark.parametrize("strategy", LOCK_STEP[:2])
+@pytest.mark.parametrize(
+    ("settings", "module"),
+    [
+        ({"accumulate_grad_batches": 2}, {}),
+        ({"gradient_clip_val": 0.1}, {}),
+        ({}, {"manual": True}),
+        ({}, {"patience": 1}),
+        ({}, {"step_logs": True}),
+    ],
+    ids=["accumulation", "clipping", "manual optimization", "early stopping", "logs of steps"],
+)
+def test_what_the_trainer_does_besides(
+    strategy: str, settings: dict[str, Any], module: dict[str, Any], tmp_path: Path
+) -> None:
+    found = trained(tmp_path / "two", strategy, settings, **module)
+    expected = alone(tmp_path / "one", settings, **module)
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "gossip", "local-sgd:every=2"])
+def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", strategy, shuffle=True, saves_every=6)
+    trained(tmp_path / "first", strategy, {"max_epochs": 1}, shuffle=True)
+    for number, saved in enumerate(["whole/step=6.ckpt", "first/end.ckpt"]):  # within an epoch, and after one
+        resumed = trained(tmp_path / f"resumed-{number}", strategy, shuffle=True, resumes=tmp_path / saved)
+        assert resumed["weights"] == whole["weights"]
+        assert (resumed["steps"], resumed["epochs"]) == (whole["steps"], whole["epochs"])
+
+
+def test_lightning_alone_goes_on_from_what_servers_held(tmp_path: Path) -> None:
+    trained(tmp_path / "first", "ps-bsp:servers=2", {"max_epochs": 2})
+    resumed = alone(tmp_path / "second", resumes=tmp_path / "first" / "end.ckpt")
+    assert_alike(resumed, alone(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, {"max_epochs": -1}, max_steps=10)
+    assert found["epochs"] <= 3
+    assert found["steps"] <= 10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "script", "remedy"),
+    [
+        ("ps-asp", {}, {"step_logs": True}, "on_step=False"),
+        ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
+        ("fed-avg:clients=2", {}, {}, "own training loop"),
+        ("all-reduce", {"devices": 3}, {}, "--workers"),
+        ("all-reduce", {"num_nodes": 2}, {}, "leave it out"),
+        ("all-reduce", {"sync_batchnorm": True}, {}, "leave it out"),
+        ("all-reduce", {"reload_dataloaders_every_n_epochs": 1}, {}, "reload_dataloaders_every_n_epochs"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    strategy: str, settings: dict[str, Any], script: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailed, match=remedy):
+        trained(tmp_path, strategy, settings, **script)

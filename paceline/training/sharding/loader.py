@@ -128,9 +128,10 @@ class ShardedLoader:
                 )
         self._resume_at = place
 
-    def begin_at(self, place: Place) -> None:
-        """The next pass begins there, whatever was read before."""
-        self.place, self._resume_at = place, None
+    def begin_at(self, place: Place | None = None) -> None:
+        """The next pass begins there, whatever was read before; none: at the place to resume from, at once."""
+        self._resume_at = place or self._resume_at or self.place
+        self.place = Place(self._resume_at.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
         self._on_return()

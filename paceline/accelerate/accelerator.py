@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.accelerate.group import join_group
 from paceline.accelerate.loader import TrainingLoader
+from paceline.accelerate.weights import apart, load_weights
 from paceline.errors import UsageError
 from paceline.running.frameworks import require_possible
 
@@ -163,6 +164,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with self._worker.global_model():
             yield
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """In memory of its own: parameters are views of one buffer, of which files of safetensors would keep one."""
+        return apart(super().get_state_dict(model, unwrap))
+
     def save_state(self, *arguments: Any, **settings: Any) -> Any:
         with self.global_model():
             return super().save_state(*arguments, **settings)
@@ -185,3 +190,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _find_run(self, models: Any, directory: str) -> None:
         path = Path(directory) / _FILE
         self._loads_from = path if path.exists() else None
+        for number, model in enumerate(models):
+            load_weights(model, Path(directory), number)
+        models.clear()  # Accelerate has nothing left to load of them

@@ -18,6 +18,7 @@ from paceline.accelerate.loader import TrainingLoader
 from paceline.accelerate.weights import apart, load_weights
 from paceline.errors import UsageError
 from paceline.running.frameworks import require_possible
+from paceline.training.sharding import ShardedLoader
 
 _FILE = "paceline.bin"
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -35,7 +36,7 @@ def _together(
         with self._meeting(method.__name__):
             return method(self, *arguments, **settings)
 
-    return inside
+    return cast(Callable[Concatenate["Accelerator", Parameters], Found], inside)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -83,14 +84,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "give prepare all optimizers at once, with the training DataLoader, and after or with their models: "
                 "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
             )
-        named = {"model": models, "optimizer": optimizers}
+        named: dict[str, list[Any]] = {"model": models, "optimizer": optimizers}
         given = {
             kind if len(things) == 1 else f"{kind}_{number}": thing
             for kind, things in named.items()
-            for number, thing in enumerate(cast(list[Any], things))
+            for number, thing in enumerate(things)
         }
         *_, loader = self._worker.prepare(**given, loader=loaders[0])
-        self._training = TrainingLoader(loader, self.device if self.device_placement else None)
+        self._training = TrainingLoader(cast(ShardedLoader, loader), self.device if self.device_placement else None)
         return super().prepare(
             *(self._training if thing is loaders[0] else thing for thing in args), device_placement=device_placement
         )
@@ -117,7 +118,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         raise UsageError("trigger_sync_in_backward is DistributedDataParallel's; run forward and backward in turn")
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        raise UsageError("join_uneven_inputs is DistributedDataParallel's; leave it out: uneven data is divided as it is")
+        raise UsageError(
+            "join_uneven_inputs is DistributedDataParallel's; leave it out: uneven data is divided as it is"
+        )
 
     # --- what all workers do together ---------------------------------------------------------------------------
 

@@ -19,7 +19,9 @@ class TrainingBatches:
 
     def __iter__(self) -> Iterator[Any]:
         loop = self._trainer.fit_loop
-        self._loader.begin_at(Place(loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready))
+        self._loader.begin_at(
+            Place(loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready)
+        )
         yield from self._loader
         self._on_end()
 

@@ -1,4 +1,4 @@
-"""The same for scripts that import `pytorch_lightning`, whose base classes are others than those of `lightning.pytorch`."""
+"""The same for scripts that import `pytorch_lightning`, whose base classes are not those of `lightning.pytorch`."""
 
 from lightning_fabric.plugins.environments import ClusterEnvironment
 from pytorch_lightning.strategies import ParallelStrategy

@@ -84,7 +84,9 @@ class StrategyBody(_Base):  # type: ignore[misc]
     @num_nodes.setter
     def num_nodes(self, number: int) -> None:
         if number not in (1, self.num_nodes):
-            raise UsageError(f"Trainer(num_nodes={number}): the run's workers are on {self.num_nodes} hosts; leave it out")
+            raise UsageError(
+                f"Trainer(num_nodes={number}): the run's workers are on {self.num_nodes} hosts; leave it out"
+            )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -133,8 +135,8 @@ class StrategyBody(_Base):  # type: ignore[misc]
             return
         if self._is_in_step:
             raise UsageError(
-                f"{place} in training_step needs all workers at every step, which this strategy does not keep: log with "
-                "on_step=False, on_epoch=True, or with sync_dist=False"
+                f"{place} in training_step needs all workers at every step, which this strategy does not keep: log "
+                "with on_step=False, on_epoch=True, or with sync_dist=False"
             )
         with self._worker.meeting(place):
             yield
@@ -144,7 +146,9 @@ class StrategyBody(_Base):  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None:
-            raise UsageError("Trainer(sync_batchnorm=True): workers keep batch norm's statistics of their own; leave it out")
+            raise UsageError(
+                "Trainer(sync_batchnorm=True): workers keep batch norm's statistics of their own; leave it out"
+            )
         super().setup(trainer)
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):  # it would ask torch.distributed, which knows nothing of the run
@@ -160,8 +164,8 @@ class StrategyBody(_Base):  # type: ignore[misc]
             return dataloader
         if self._is_prepared:
             raise UsageError(
-                "Paceline's run takes one training loader, once: join data sets into one (torch.utils.data.ConcatDataset),"
-                " leave reload_dataloaders_every_n_epochs out, and call fit once a run"
+                "Paceline's run takes one training loader, once: join data sets into one "
+                "(torch.utils.data.ConcatDataset), leave reload_dataloaders_every_n_epochs out, and call fit once a run"
             )
         if len(self.optimizers) == 1:
             named: dict[str, Any] = {"optimizer": self.optimizers[0]}

@@ -19,7 +19,9 @@ def require_possible(strategy: Strategy) -> None:
     if world.config.elastic is not None:
         raise UsageError("--elastic repeats steps of the script's own loop; leave it out, and resume from a checkpoint")
     if world.context.pacing.is_simulated:
-        raise UsageError("--engine virtual has all workers in one process, for which the framework is not made; use --engine ray")
+        raise UsageError(
+            "--engine virtual has all workers in one process, for which the framework is not made; use --engine ray"
+        )
     if world.checkpoint is not None:
         raise UsageError("--resume goes on from Paceline's checkpoints; resume from the framework's own, as it does")
 

@@ -31,8 +31,8 @@ from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.feeds import Feed, joined
 from paceline.training.given import Given
-from paceline.training.handover import Handover
 from paceline.training.handouts import Handouts
+from paceline.training.handover import Handover
 from paceline.training.joining import States
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import ShardedLoader, UnpreparedLoaders

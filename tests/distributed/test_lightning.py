@@ -97,7 +97,7 @@ def fit(
     asks_for: str | None = None,
     **module: Any,
 ) -> None:
-    """The script of a run, or of one process without Paceline. What came out is in `found.json`, by the first worker."""
+    """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
     pl = importlib.import_module(package)
     strategy = "auto" if is_plain else importlib.import_module(PACKAGES[package]).PacelineStrategy(asks_for)
     model, dataset = made(package, **module), data()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])"),
 ]
 SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
+RECIPES = Path(__file__).parents[2] / "recipes" / "frameworks"
+PACELINE = str(Path(sys.executable).with_name("paceline"))
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
 LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
@@ -144,8 +149,9 @@ def assert_alike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     assert (found["steps"], found["epochs"]) == (expected["steps"], expected["epochs"])
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("strategy", LOCK_STEP)
+@pytest.mark.parametrize(
+    ("package", "strategy"), [("pytorch_lightning", "ps-bsp"), *(("lightning.pytorch", name) for name in LOCK_STEP)]
+)
 def test_workers_in_lock_step_train_what_one_process_trains(package: str, strategy: str, tmp_path: Path) -> None:
     found = trained(tmp_path / "two", strategy, package=package)
     assert_alike(found, alone(tmp_path / "one", package=package))
@@ -225,3 +231,14 @@ def test_what_cannot_be_honoured_is_refused(
 ) -> None:
     with pytest.raises(RunFailed, match=remedy):
         trained(tmp_path, strategy, settings, **script)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"), [("lightning_text", "ps-asp"), ("accelerate_text", "local-sgd:every=8")]
+)
+def test_recipes(recipe: str, strategy: str, tmp_path: Path) -> None:
+    command = [PACELINE, "run", str(RECIPES / f"{recipe}.py"), "--strategy", strategy, "--workers", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (accuracy,) = re.findall(r"accuracy (\S+) .*on 2 workers", done.stdout + done.stderr)
+    assert float(accuracy) > 0.9

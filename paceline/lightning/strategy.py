@@ -1,6 +1,6 @@
 """Lightning's strategy that has a run of Paceline's exchange what its workers train."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -9,19 +9,17 @@ from torch import Tensor
 from torchmetrics import Metric
 
 import paceline
-from paceline.comm.base import ReduceOp
 from paceline.errors import UsageError
 from paceline.lightning.batches import TrainingBatches
+from paceline.lightning.world import WorldBody
 from paceline.running.frameworks import require_possible, require_strategy
 from paceline.training.sharding import ShardedLoader
 
 _KEY = "paceline"
 """Of what Lightning's checkpoints hold for Paceline."""
-_OPS: dict[str, ReduceOp] = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
-_Base: Any = object
 
 
-class StrategyBody(_Base):  # type: ignore[misc]
+class StrategyBody(WorldBody):
     """Trains an unchanged LightningModule under the strategy of the run that started the script.
 
     `Trainer(strategy=PacelineStrategy())` in a script that `paceline run script.py --strategy ps-asp --workers 4`
@@ -42,105 +40,17 @@ class StrategyBody(_Base):  # type: ignore[misc]
     environment: Any
     """The class of the cluster's environment."""
     accelerator: Any
-    lightning_module: Any
     optimizers: list[torch.optim.Optimizer]
 
     def __init__(self, strategy: str | None = None, **plugins: Any) -> None:
         self._worker = paceline.init()
         require_possible(self._worker.strategy)
         require_strategy(self._worker, strategy)
-        self._is_prepared = self._is_in_step = False
         self._in_place = ExitStack()
         self._loaded: Tensor | None = None  # the run's part of the checkpoint to go on from
         self._state = b""  # of the one that is being saved
         self._optimizer_states: dict[int, dict[str, Any]] = {}
         super().__init__(cluster_environment=self.environment(self._worker), **plugins)
-
-    # --- the world ----------------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        return self._worker.device
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
-        here = self._worker.device
-        if devices and (devices[0].type != here.type or len(devices) not in (1, self._worker.size)):
-            raise UsageError(
-                f"Trainer(devices=...) asks for {len(devices)} {devices[0].type} devices, and the run has "
-                f"{self._worker.size} workers, each on {here.type}: leave accelerator and devices out, and give "
-                "`paceline run` --workers and --device"
-            )
-        self._devices = [here] if devices else None
-
-    @property
-    def num_nodes(self) -> int:
-        return int(self.cluster_environment.num_nodes)
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        if number not in (1, self.num_nodes):
-            raise UsageError(
-                f"Trainer(num_nodes={number}): the run's workers are on {self.num_nodes} hosts; leave it out"
-            )
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self._worker.size, "rank": self._worker.rank}
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks before it reduces metrics, and before it divides a loader; it leaves training data to
-        `worker.prepare`."""
-        module = self.lightning_module
-        return self._is_prepared or module is None or not module.trainer.training
-
-    # --- what all workers do together ---------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        name = str(reduce_op).rpartition(".")[2].lower()
-        if name not in _OPS:
-            raise UsageError(f"workers reduce by {', '.join(_OPS)}, not by {reduce_op!r}")
-        with self._all("a reduction"):
-            return self._worker.all_reduce(tensor.detach().clone(), op=_OPS[name])
-
-    def barrier(self, name: str | None = None) -> None:
-        with self._all(f"Lightning's barrier {name or ''}".strip()):
-            self._worker.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self._all("a broadcast"):
-            return self._worker.broadcast_object(obj, root=src)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if sync_grads:
-            raise UsageError("all_gather(sync_grads=True) is not there: gather detached tensors (sync_grads=False)")
-        return torch.stack(self._gathered(tensor))
-
-    def _gathered(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        with self._all("a gathering"):
-            return self._worker.all_gather(tensor.detach())
-
-    @contextmanager
-    def _all(self, place: str) -> Iterator[None]:
-        """Workers in lock step are at the same place anyway."""
-        if self._worker.strategy.traits.lock_step:
-            yield
-            return
-        if self._is_in_step:
-            raise UsageError(
-                f"{place} in training_step needs all workers at every step, which this strategy does not keep: log "
-                "with on_step=False, on_epoch=True, or with sync_dist=False"
-            )
-        with self._worker.meeting(place):
-            yield
-        self._stop_if_over()
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -201,10 +111,6 @@ class StrategyBody(_Base):  # type: ignore[misc]
     def block_backward_sync(self) -> Iterator[None]:
         with self._worker.no_sync():
             yield
-
-    def _stop_if_over(self) -> None:
-        if self._worker.is_over and self.lightning_module is not None:
-            self.lightning_module.trainer.should_stop = True
 
     # --- the global model ---------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import paceline
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
 
@@ -141,6 +142,24 @@ def alone(out: Path, settings: Mapping[str, Any] | None = None, **script: Any) -
     return trained(out, "single", settings, is_plain=True, batch_size=GLOBAL_BATCH, **script)
 
 
+def by_hand(out: Path) -> None:
+    """The same training in a loop of Paceline's own."""
+    worker = paceline.init()
+    model = made("lightning.pytorch")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // 2)
+    model, optimizer, batches = worker.prepare(model, optimizer, loader)
+    for _ in range(EPOCHS):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.mse_loss(model.layers(x), y).backward()
+            optimizer.step()
+        scheduler.step()
+    with worker.global_model():
+        torch.save({name: value.clone() for name, value in model.state_dict().items()}, out / f"hand-{worker.rank}.pt")
+
+
 def assert_alike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for one, other in zip(found["weights"], expected["weights"], strict=True):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), **CLOSE)
@@ -168,7 +187,16 @@ def test_workers_that_run_free_validate_and_save_one_model(strategy: str, tmp_pa
     model = made("lightning.pytorch")
     model.load_state_dict(saved)
     assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
-    assert loss_of(model) < loss_of(made("lightning.pytorch"))
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "local-sgd:every=2", "diloco:every=2"])
+def test_lightning_trains_what_a_loop_by_hand_trains(strategy: str, tmp_path: Path) -> None:
+    trained(tmp_path, strategy)
+    local_engine.run(partial(by_hand, tmp_path), strategy=strategy, workers=2, out=tmp_path)
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
+    expected = torch.load(tmp_path / "hand-0.pt", weights_only=True)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
 @pytest.mark.parametrize("strategy", LOCK_STEP[:2])

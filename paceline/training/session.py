@@ -193,7 +193,7 @@ class Session:
                 f"{what} in the training loop could not be repeated when a worker dies (--elastic); call it before the "
                 "first batch, or leave --elastic out"
             )
-        if self._is_training and not self.run.traits.lock_step and not self.course.is_pausing:
+        if self._is_training and not self.run.traits.lock_step and not self.course.is_meeting:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
                 "call it before the first batch, or inside `with worker.meeting(...)`"

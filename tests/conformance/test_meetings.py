@@ -17,7 +17,9 @@ from paceline.errors import RunFailed
 from tests.conformance import local_engine
 
 
-def script(out: Path, *, places: tuple[str, str] = ("here", "here"), save: str = "", load: str = "") -> None:
+def script(
+    out: Path, *, evaluates: bool = False, places: tuple[str, str] = ("here", "here"), save: str = "", load: str = ""
+) -> None:
     worker = paceline.init()
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
@@ -25,6 +27,8 @@ def script(out: Path, *, places: tuple[str, str] = ("here", "here"), save: str =
     x = torch.randn(32, 3)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
     model, optimizer, batches = worker.prepare(model, optimizer, loader)
+    if evaluates:
+        worker.evaluation(lambda model: {"total": float(worker.all_reduce(torch.ones(1)))})
     if load:
         with torch.no_grad():
             for parameter, saved in zip(model.parameters(), torch.load(out.parent / load / "weights"), strict=True):
@@ -76,3 +80,11 @@ def test_workers_that_wait_at_different_places_are_told(tmp_path: Path) -> None:
     run = partial(script, tmp_path, places=("here", "there"))
     with pytest.raises(RunFailed, match="waits for all at here, and rank 1 is at there"):
         local_engine.run(run, strategy="ps-asp", workers=2, out=tmp_path)
+
+
+def test_an_evaluation_cannot_ask_all_workers(tmp_path: Path) -> None:
+    """It runs on one of them."""
+    with pytest.raises(RunFailed, match="all_reduce in the training loop needs all workers at the same step"):
+        local_engine.run(
+            partial(script, tmp_path, evaluates=True), strategy="gossip", workers=2, out=tmp_path, eval_every=1
+        )

@@ -146,7 +146,8 @@ class Worker:
     def meeting(self, place: str) -> AbstractContextManager[None]:
         """Inside, all workers are between two steps at this place of the script, off the training clock, so that what
         needs all of them is possible under every strategy, as in `with worker.meeting("validation"): ...`. Each worker
-        must come to the place as often. Collective call.
+        must come to the place as often. Not for `async-diloco`: who waits here keeps the quorum from its servers.
+        Collective call.
 
         Args:
             place: what it is, for messages.

@@ -122,7 +122,7 @@ def test_workers_in_lock_step_train_what_one_process_trains(
     assert found["sum"] == 3.0
 
 
-@pytest.mark.parametrize("strategy", ["ps-asp", "gossip", "local-sgd:every=2", "ad-psgd", "async-diloco:every=2"])
+@pytest.mark.parametrize("strategy", ["ps-asp", "gossip", "local-sgd:every=2", "ad-psgd", "diloco:every=2"])
 def test_workers_that_run_free_gather_all_of_each_others_metrics(strategy: str, tmp_path: Path) -> None:
     found = trained(tmp_path, strategy, saves_after=6)
     other = json.loads((tmp_path / "found-1.json").read_text())

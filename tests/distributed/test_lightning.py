@@ -33,7 +33,7 @@ PACELINE = str(Path(sys.executable).with_name("paceline"))
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
 LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
-FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2", "async-diloco:every=2")
+FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2")
 
 
 def made(package: str, *, manual: bool = False, step_logs: bool = False) -> Any:
@@ -248,6 +248,7 @@ def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None
         ("ps-asp", {}, {"step_logs": True}, "on_step=False"),
         ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
         ("fed-avg:clients=2", {}, {}, "own training loop"),
+        ("async-diloco:every=2", {}, {}, "use diloco"),
         ("all-reduce", {"devices": 3}, {}, "--workers"),
         ("all-reduce", {"num_nodes": 2}, {}, "leave it out"),
         ("all-reduce", {"sync_batchnorm": True}, {}, "leave it out"),

@@ -232,6 +232,7 @@ class ServerSynchronizer(Synchronizer):
         self._parameters.to_host()
         self._store.load_state(state, iteration=iteration)
         self._held.drop()
+        self._owned.accept()  # a script may load the weights itself, after it has prepared the model
         self.iteration = iteration
 
     def close(self) -> None:

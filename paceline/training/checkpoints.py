@@ -89,7 +89,7 @@ class Checkpoints:
         self._writing.wait()  # before the next copy is made: a slow disk is not to cost the memory of two
         workers = snapshot.gather_workers(run.context.collective, own)
         if run.context.is_first:
-            checkpoint = self._made(snapshot.weights_of(model), own, workers, time_s, metrics=metrics)
+            checkpoint = self.made(snapshot.weights_of(model), own, workers, time_s, metrics=metrics)
             if is_last or not run.reporter.writes_beside:
                 self._write(checkpoint)
             else:
@@ -121,9 +121,9 @@ class Checkpoints:
         own = self._taken()
         worker = replace(own.worker, epoch=place.epoch, num_batches_done=place.num_batches_done, stream=None)
         weights = snapshot.weights_of(self._run.prepared.replica.model, copies=False)
-        return self._made(weights, replace(own, extra=copy.deepcopy(own.extra)), [worker], self._run.clock.now_s)
+        return self.made(weights, replace(own, extra=copy.deepcopy(own.extra)), [worker], self._run.clock.now_s)
 
-    def _made(
+    def made(
         self,
         weights: dict[str, Tensor],
         own: Snapshot,
@@ -132,6 +132,7 @@ class Checkpoints:
         *,
         metrics: dict[str, float] | None = None,
     ) -> Checkpoint:
+        """The run as it is, with these weights and workers' states; `own` is this worker's part."""
         run = self._run
         return Checkpoint(
             iteration=run.iteration,

@@ -37,6 +37,8 @@ class Course:
         """This worker has come while others train, and takes no part yet."""
         self.is_pausing = False
         """The script waits, but for its evaluation."""
+        self.is_meeting = False
+        """All workers are at one place of their scripts."""
         self._others_left = False  # a worker's script has ended, and with it the run
         self._refusal: UsageError | None = None
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
@@ -121,6 +123,30 @@ class Course:
             self._end()
         elif outcome is not None and not has_met:  # in a pause the run's iteration has become that of the furthest
             self._pauses.between_steps()
+
+    @contextmanager
+    def meeting(self, place: str) -> Iterator[None]:
+        """Inside, all workers' scripts are between two steps at this place, which each comes to as often, and off the
+        training clock. Until all are there, those who wait take part in the pauses of the others. Collective call.
+
+        Raises:
+            UsageError: a worker does not come to the place any more, or this one evaluates by itself.
+        """
+        if self.is_meeting or not self.has_started or self.has_finished:
+            yield  # they are together
+            return
+        if self.is_pausing:
+            raise UsageError(f"{place}: an evaluation runs on one worker alone, which cannot meet the others in it")
+        self.require_allowed()
+        self.settle()
+        with self._pausing(), self._run.prepared.account.pause():
+            while not self._run.traits.lock_step and not self._meet(is_done=False, waits_at=place):
+                pass
+            self.is_meeting = True
+            try:
+                yield
+            finally:
+                self.is_meeting = False
 
     def come_or_leave(self) -> None:
         """The script asks for a batch: take part from there on in a run that trains already, or no longer, if this
@@ -214,10 +240,10 @@ class Course:
         if outcome.stop or self._cadence.is_over(outcome.iteration):
             self._run.has_ended = True
 
-    def _meet(self, *, is_done: bool) -> bool:
+    def _meet(self, *, is_done: bool, waits_at: str = "") -> bool:
+        meet = partial(self._pauses.meet, is_done=is_done, waits_at=waits_at)
         if self._survivor is None:
-            return self._pauses.meet(is_done=is_done)
-        meet = partial(self._pauses.meet, is_done=is_done)
+            return meet()
         return self._survivor.repeated(meet, self._run.prepared.synchronizer)
 
     def _end(self) -> None:

@@ -105,25 +105,26 @@ class Pauses:
         if asked is not None and not self._cadence.evaluates:
             raise UsageError(f"{asked} needs an evaluation, and the script registers none: see @worker.evaluation")
 
-    def meet(self, *, is_done: bool) -> bool:
+    def meet(self, *, is_done: bool, waits_at: str = "") -> bool:
         """Evaluate and save the global model where that is due. Collective call.
 
         Args:
             is_done: this worker takes no further step.
+            waits_at: the place of its script where this worker waits for all others; empty: it goes on after the pause.
 
         Returns:
-            Whether no worker does.
+            Whether no worker takes a further step, or all wait at this place.
 
         Raises:
             UsageError: the evaluation does not return what it should, or a worker under a lock-step strategy has left
-                a batch or a step out.
+                a batch or a step out, or some wait for others that do not come to their place any more.
             TensorMismatch: lock-step workers' parameters or settings have drifted apart.
         """
         run, cadence, collective = self._run, self._cadence, self._run.context.collective
-        if is_done and not run.traits.lock_step:
+        if (is_done or waits_at) and not run.traits.lock_step:
             collective.set_deadline(None)  # the others may have many steps to go; engines look whether they take them
         run.awaits_others = True
-        reports = gathered(collective, "a pause", self._report(is_done=is_done))
+        reports = gathered(collective, "a pause", self._report(is_done=is_done, waits_at=waits_at))
         run.awaits_others = False
         self._agreement.require(reports)
         if self._same_data is not None:
@@ -154,12 +155,15 @@ class Pauses:
         if all_done:
             self._kept.tell()
         self._agree(now, reports, has_saved=saves)
+        all_wait = _all_wait(reports)
+        if all_wait:
+            run.has_ended = run.has_ended or any(report["has_ended"] for report in reports)
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
         collective.set_deadline(run.config.deadline_s)
-        return all_done
+        return all_done or all_wait
 
-    def _report(self, *, is_done: bool) -> dict[str, Any]:
+    def _report(self, *, is_done: bool, waits_at: str) -> dict[str, Any]:
         """What this worker says of itself."""
         run = self._run
         tally = self._survivor
@@ -171,6 +175,8 @@ class Pauses:
         return {
             "iteration": run.iteration,
             "done": is_done,
+            "waits_at": waits_at,
+            "has_ended": run.has_ended,
             "time_s": run.clock.now_s,
             "samples": run.samples if tally is None else tally.samples * run.context.is_first,
             "steps": run.steps if tally is None else tally.batches * run.context.is_first,
@@ -233,6 +239,22 @@ class Pauses:
         if differing is not None and run.traits.own_scores and self.evaluation is not None:
             differing.record_scores(self.evaluation)
         return saves
+
+
+def _all_wait(reports: list[dict[str, Any]]) -> bool:
+    """Whether all workers wait at one place of the script. Raises UsageError where some wait in vain."""
+    places = {rank: report["waits_at"] or "the end" * report["done"] for rank, report in enumerate(reports)}
+    waiting = [rank for rank, report in enumerate(reports) if report["waits_at"]]
+    if not waiting or not all(places.values()):
+        return False
+    for rank, place in places.items():
+        if place != places[waiting[0]]:
+            raise UsageError(
+                f"rank {waiting[0]} waits for all at {places[waiting[0]]}, and rank {rank} is at {place}: every worker "
+                "must come to the same places in the same order. Where the run's budget ends workers at different "
+                "steps, leave what needs all of them out of the middle of epochs"
+            )
+    return True
 
 
 def _count(iteration: int, reports: list[dict[str, Any]]) -> Count:

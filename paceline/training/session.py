@@ -32,6 +32,7 @@ from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.feeds import Feed, joined
 from paceline.training.given import Given
 from paceline.training.handouts import Handouts
+from paceline.training.handover import Handover
 from paceline.training.joining import States
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import ShardedLoader, UnpreparedLoaders
@@ -83,7 +84,8 @@ class Session:
                 self.run, self._survivor, self.pauses, self._checkpoints, on_taken=self._take_up
             )
             self._survivor.on_joined = self.pauses.compare_soon
-        self._course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
+        self.course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
+        self.handover = Handover(self.run, self.course, self._checkpoints, go_on=self._go_on_from)
         self._at_release = ExitStack()
         seed_everything(config.seed)
 
@@ -106,7 +108,7 @@ class Session:
         row_tables.take_in(self.run, whole, next(iter(given.optimizers.values())))
         batches = Batches(
             self.run,
-            self._course,
+            self.course,
             model=model,
             parameters=replicas[0].parameters,
             poisons=[attack for attack in self._attacks if isinstance(attack, DataAttack)],
@@ -130,7 +132,7 @@ class Session:
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
         self._at_release.callback(looked_at.close)
-        steps = Steps(self.run, self._course, self._cadence, self._summed_loss(whole, batches), looked_at)
+        steps = Steps(self.run, self.course, self._cadence, self._summed_loss(whole, batches), looked_at)
         steps.tell_facts(synchronizer.facts)
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             steps.take_over(optimizer, part, is_first=part is first)
@@ -139,7 +141,7 @@ class Session:
             optimizers.values(),
             rank=context.rank,
             may_step=lambda: steps.may_step_unprepared,
-            may_train_others=lambda: context.size == 1 or self._course.is_pausing,
+            may_train_others=lambda: context.size == 1 or self.course.is_pausing,
             num_steps=lambda: handouts.progress().num_steps,
         )
         for part_of_run in (unprepared, batches, steps, handouts, synchronizer, self._checkpoints):
@@ -152,7 +154,7 @@ class Session:
     def set_evaluation(self, evaluation: Evaluation) -> None:
         if self.pauses.evaluation is not None:
             raise UsageError("a second evaluation was registered; return all metrics from one function")
-        if self._course.has_started:
+        if self.course.has_started:
             raise UsageError("the evaluation came after the first batch; register it before the training loop")
         self.pauses.evaluation = evaluation
 
@@ -191,16 +193,16 @@ class Session:
                 f"{what} in the training loop could not be repeated when a worker dies (--elastic); call it before the "
                 "first batch, or leave --elastic out"
             )
-        if self._is_training and not self.run.traits.lock_step:
+        if self._is_training and not self.run.traits.lock_step and not self.course.is_meeting:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
-                "call it before the first batch"
+                "call it before the first batch, or inside `with worker.meeting(...)`"
             )
 
     def finish(self) -> None:
         """The script is done: wait for the others, evaluate and save. Collective call."""
-        if self.run.is_prepared and not self._course.has_finished and not self._course.joins:
-            self._course.finish()
+        if self.run.is_prepared and not self.course.has_finished and not self.course.joins:
+            self.course.finish()
             self.release()
 
     def release(self) -> None:
@@ -210,7 +212,7 @@ class Session:
 
     @property
     def _is_training(self) -> bool:
-        return self._course.has_started and not self._course.has_finished
+        return self.course.has_started and not self.course.has_finished
 
     # --- what `prepare` does ----------------------------------------------------------------------------------
 

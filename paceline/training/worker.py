@@ -133,6 +133,54 @@ class Worker:
         """Backward passes inside only accumulate gradients; the next one outside exchanges their sum."""
         return self._session.no_sync()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's budget or target is reached: the loader gives nothing more, and no step counts."""
+        return self._session.run.has_ended
+
+    def end_step(self) -> None:
+        """Do now what lies between two steps, such as a pause that is due, so that `is_over` is up to date; otherwise
+        that happens when the script asks for its next batch."""
+        self._session.course.settle()
+
+    def meeting(self, place: str) -> AbstractContextManager[None]:
+        """Inside, all workers are between two steps at this place of the script, off the training clock, so that what
+        needs all of them is possible under every strategy, as in `with worker.meeting("validation"): ...`. Each worker
+        must come to the place as often. Not for `async-diloco`: who waits here keeps the quorum from its servers.
+        Collective call.
+
+        Args:
+            place: what it is, for messages.
+
+        Raises:
+            UsageError: a worker has come to another place, or to its script's end.
+        """
+        return self._session.course.meeting(place)
+
+    def global_model(self) -> AbstractContextManager[nn.Module]:
+        """Inside a meeting, the model that the run evaluates and saves, in place on every worker; at the end each has
+        its own again. Collective call."""
+        return self._session.handover.global_model()
+
+    def run_state(self) -> bytes:
+        """What a script that saves the global model itself is to save beside it: counters, optimizers' states wherever
+        they are held, and what each worker keeps for itself. On rank 0; empty elsewhere. Collective call inside
+        `global_model`."""
+        return self._session.handover.state()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """As `optimizer.state_dict()`, inside `global_model`; on rank 0 also where servers hold the state."""
+        return self._session.handover.optimizer_state(optimizer)
+
+    def load_run_state(self, state: bytes) -> None:
+        """Go on from what `run_state` gave; after `prepare`, of a model with the saved weights, and before the first
+        batch. Collective call.
+
+        Raises:
+            UsageError: the state is of a run with other optimizers or another number of workers.
+        """
+        self._session.handover.take_up(state)
+
     def barrier(self) -> None:
         """Return once every worker has called."""
         self._session.require_same_step("barrier")

@@ -1,6 +1,7 @@
 """The loader that a script gets: its rank's part of the data, epoch after epoch, until the run ends."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -127,6 +128,16 @@ class ShardedLoader:
                     "resume with the same data set, batch size and order, or start a new run from model.safetensors"
                 )
         self._resume_at = place
+
+    def begin_at(self, place: Place | None = None) -> None:
+        """The next pass begins there, whatever was read before; none: at the place to resume from, at once, or with the
+        next epoch where this one has nothing left."""
+        if place is None:
+            place = self._resume_at or self.place
+            with suppress(TypeError):  # of a stream nobody knows the length
+                place = Place(place.epoch + 1, 0) if place.num_batches_done == len(self) else place
+        self._resume_at = place
+        self.place = Place(self._resume_at.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
         self._on_return()

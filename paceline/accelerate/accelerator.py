@@ -1,0 +1,198 @@
+"""Accelerate's class, whose prepared optimizers exchange as the run's strategy says."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import accelerate
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+import paceline
+from paceline.accelerate.group import join_group
+from paceline.accelerate.loader import TrainingLoader
+from paceline.accelerate.weights import apart, load_weights
+from paceline.errors import UsageError
+from paceline.running.frameworks import require_possible
+from paceline.training.sharding import ShardedLoader
+
+_FILE = "paceline.bin"
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+Parameters = ParamSpec("Parameters")
+Found = TypeVar("Found")
+
+
+def _together(
+    method: Callable[Concatenate["Accelerator", Parameters], Found],
+) -> Callable[Concatenate["Accelerator", Parameters], Found]:
+    """All workers' scripts are there, also under strategies that keep them in no step."""
+
+    @wraps(method)
+    def inside(self: "Accelerator", *arguments: Parameters.args, **settings: Parameters.kwargs) -> Found:
+        with self._meeting(method.__name__):
+            return method(self, *arguments, **settings)
+
+    return cast(Callable[Concatenate["Accelerator", Parameters], Found], inside)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """Trains a script of Accelerate's under the strategy of the run that started it: `paceline run script.py --strategy
+    ps-asp --workers 4`.
+
+    Of the DataLoaders that `prepare` is given together with optimizers, the first is the training data, which is
+    divided as `worker.prepare` does; all others are Accelerate's to divide. A model that the script evaluates is the
+    worker's own: where workers differ, `with accelerator.global_model():` puts the strategy's in its place. What needs
+    all workers has them wait for each other, also where they run free between.
+
+    Args:
+        settings: Accelerate's own.
+
+    Raises:
+        UsageError: the run is of a kind that Accelerate's scripts cannot follow, or the script asks for something that
+            the run cannot give.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self._worker = paceline.init()
+        require_possible(self._worker.strategy)
+        join_group(self._worker)
+        settings["cpu"] = self._worker.device.type == "cpu"
+        super().__init__(*arguments, **settings)
+        if self.distributed_type not in _KINDS:
+            raise UsageError(f"{self.distributed_type} is a strategy of its own; leave its plugin out")
+        if self.split_batches or self.dispatch_batches:
+            raise UsageError("split_batches, dispatch_batches: each worker takes batches of its own; leave them out")
+        self._training: TrainingLoader | None = None
+        self._loads_from: Path | None = None
+        self.register_save_state_pre_hook(self._save_run)
+        self.register_load_state_pre_hook(self._find_run)
+
+    # --- preparing ----------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        optimizers = [thing for thing in args if isinstance(thing, Optimizer)]
+        if not optimizers:
+            return super().prepare(*args, device_placement=device_placement)
+        loaders = [thing for thing in args if isinstance(thing, DataLoader)]
+        models = [thing for thing in args if isinstance(thing, nn.Module)] or list(self._models)
+        if not models or not loaders or self._training is not None:
+            raise UsageError(
+                "give prepare all optimizers at once, with the training DataLoader, and after or with their models: "
+                "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+            )
+        named: dict[str, list[Any]] = {"model": models, "optimizer": optimizers}
+        given = {
+            kind if len(things) == 1 else f"{kind}_{number}": thing
+            for kind, things in named.items()
+            for number, thing in enumerate(things)
+        }
+        *_, loader = self._worker.prepare(**given, loader=loaders[0])
+        self._training = TrainingLoader(cast(ShardedLoader, loader), self.device if self.device_placement else None)
+        return super().prepare(
+            *(self._training if thing is loaders[0] else thing for thing in args), device_placement=device_placement
+        )
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Without DistributedDataParallel: the optimizer exchanges."""
+        return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode=True))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, TrainingLoader):
+            return dataloader.begin_at(num_batches)
+        return super().skip_first_batches(dataloader, num_batches)
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with self._worker.no_sync():
+            yield
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> Any:  # a static method there
+        raise UsageError("trigger_sync_in_backward is DistributedDataParallel's; run forward and backward in turn")
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        raise UsageError(
+            "join_uneven_inputs is DistributedDataParallel's; leave it out: uneven data is divided as it is"
+        )
+
+    # --- what all workers do together ---------------------------------------------------------------------------
+
+    def _meeting(self, place: str) -> AbstractContextManager[None]:
+        return self._worker.meeting(f"accelerator.{place}")
+
+    @_together
+    def gather(self, tensor: Any) -> Any:
+        return super().gather(tensor)
+
+    @_together
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    @_together
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return super().reduce(tensor, reduction, scale)
+
+    @_together
+    def pad_across_processes(self, *arguments: Any, **settings: Any) -> Any:
+        return super().pad_across_processes(*arguments, **settings)
+
+    @_together
+    def wait_for_everyone(self) -> None:
+        super().wait_for_everyone()
+
+    @_together
+    def check_trigger(self) -> bool:
+        return bool(super().check_trigger())
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        with self._meeting("main_process_first"), super().main_process_first():
+            yield
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def global_model(self) -> Iterator[None]:
+        """Inside, prepared models are what the strategy evaluates and saves, on every worker. Collective call."""
+        if self._training is None:
+            yield
+            return
+        with self._worker.global_model():
+            yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """In memory of its own: parameters are views of one buffer, of which files of safetensors would keep one."""
+        return apart(super().get_state_dict(model, unwrap))
+
+    def save_state(self, *arguments: Any, **settings: Any) -> Any:
+        with self.global_model():
+            return super().save_state(*arguments, **settings)
+
+    def save_model(self, *arguments: Any, **settings: Any) -> Any:
+        with self.global_model():
+            return super().save_model(*arguments, **settings)
+
+    def load_state(self, *arguments: Any, **settings: Any) -> Any:
+        """As Accelerate's, before the first batch. Training goes on at the place in the data where it was saved."""
+        self._loads_from = None
+        super().load_state(*arguments, **settings)
+        if self._training is not None and self._loads_from is not None:
+            self._worker.load_run_state(self._loads_from.read_bytes())
+
+    def _save_run(self, models: Any, weights: Any, directory: str) -> None:
+        if self._training is not None and (state := self._worker.run_state()):
+            (Path(directory) / _FILE).write_bytes(state)
+
+    def _find_run(self, models: Any, directory: str) -> None:
+        path = Path(directory) / _FILE
+        self._loads_from = path if path.exists() else None
+        for number, model in enumerate(models):
+            load_weights(model, Path(directory), number)
+        models.clear()  # Accelerate has nothing left to load of them

@@ -1,0 +1,40 @@
+"""torch.distributed among the workers of a run, for frameworks that ask it who is there."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed import FileStore, PrefixStore, Store
+
+from paceline.engines.world import current
+from paceline.training.worker import Worker
+
+
+def join_group(worker: Worker) -> None:
+    """Make torch's default process group of the run's workers, over Paceline's backend, and describe it in the
+    environment. Collective call."""
+    world = current()
+    assert world is not None
+    context = world.context
+    os.environ |= {
+        "RANK": str(worker.rank),
+        "WORLD_SIZE": str(worker.size),
+        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_WORLD_SIZE": str(context.local_size),
+        "ACCELERATE_TORCH_DEVICE": str(worker.device),
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it is set anew
+    if worker.size == 1 or distributed.is_initialized():
+        return
+    backend = "paceline" if worker.device.type == "cpu" else "cpu:paceline,cuda:nccl"
+    store = PrefixStore("frameworks", world.store) if world.store is not None else _file_store(worker)
+    distributed.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.size)
+    world.at_release.append(distributed.destroy_process_group)
+
+
+def _file_store(worker: Worker) -> Store:
+    """Where all are on one host."""
+    own = tempfile.mkdtemp(prefix="paceline-") if worker.rank == 0 else ""
+    return FileStore(str(Path(worker.broadcast_object(own)) / "group"), worker.size)

@@ -1,0 +1,53 @@
+"""The training loader as Accelerate's scripts loop over it."""
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from accelerate.utils import send_to_device
+
+from paceline.errors import UsageError
+from paceline.training.sharding import Place, ShardedLoader
+
+
+@final
+class TrainingLoader(DataLoaderStateMixin):  # type: ignore[misc]
+    """A prepared loader that tells Accelerate which batch is an epoch's last."""
+
+    def __init__(self, loader: ShardedLoader, device: Any) -> None:
+        self._loader, self._device = loader, device
+        self.gradient_state = GradientState()
+
+    def begin_at(self, num_batches: int) -> "TrainingLoader":
+        """The next pass leaves out this many batches of its epoch."""
+        self._loader.begin_at(Place(self._loader.place.epoch, num_batches))
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        length = self._length()
+        self.begin()
+        try:
+            for batch in self._loader:
+                self.end_of_dataloader = self._loader.place.num_batches_done == length
+                yield batch if self._device is None else send_to_device(batch, self._device)
+        finally:
+            self.end()
+
+    def _length(self) -> int | None:
+        try:
+            return len(self._loader)
+        except TypeError:
+            if self.gradient_state.num_steps == 1:
+                return None
+            raise UsageError(
+                "gradient_accumulation_steps needs to know an epoch's last batch: give the data set a length"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_loader" not in self.__dict__:  # copy and pickle look before there is anything
+            raise AttributeError(name)
+        return getattr(self._loader, name)

@@ -1,0 +1,158 @@
+"""Lightning's strategy that has a run of Paceline's exchange what its workers train."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+import paceline
+from paceline.errors import UsageError
+from paceline.lightning.batches import TrainingBatches
+from paceline.lightning.world import WorldBody
+from paceline.running.frameworks import require_possible, require_strategy
+from paceline.training.sharding import ShardedLoader
+
+_KEY = "paceline"
+"""Of what Lightning's checkpoints hold for Paceline."""
+
+
+class StrategyBody(WorldBody):
+    """Trains an unchanged LightningModule under the strategy of the run that started the script.
+
+    `Trainer(strategy=PacelineStrategy())` in a script that `paceline run script.py --strategy ps-asp --workers 4`
+    starts. `max_steps` and epochs of the Trainer count each worker's steps; the run's own budget ends training as well.
+    A batch is what each worker takes; training data is divided as `worker.prepare` does.
+
+    Validation, tests and checkpoints are of the strategy's global model. They, and metrics of `sync_dist=True`, have
+    workers wait for each other, also where these run free between them.
+
+    Args:
+        strategy: as `paceline run --strategy` takes it, to be the run's; none: whatever the run has.
+
+    Raises:
+        UsageError: the run has another strategy, or one that Lightning's loop cannot follow. Later: the Trainer asks
+            for what the run cannot give.
+    """
+
+    environment: Any
+    """The class of the cluster's environment."""
+    accelerator: Any
+    optimizers: list[torch.optim.Optimizer]
+
+    def __init__(self, strategy: str | None = None, **plugins: Any) -> None:
+        self._worker = paceline.init()
+        require_possible(self._worker.strategy)
+        require_strategy(self._worker, strategy)
+        self._in_place = ExitStack()
+        self._loaded: Tensor | None = None  # the run's part of the checkpoint to go on from
+        self._state = b""  # of the one that is being saved
+        self._optimizer_states: dict[int, dict[str, Any]] = {}
+        super().__init__(cluster_environment=self.environment(self._worker), **plugins)
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        if self._layer_sync is not None:
+            raise UsageError(
+                "Trainer(sync_batchnorm=True): workers keep batch norm's statistics of their own; leave it out"
+            )
+        super().setup(trainer)
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):  # it would ask torch.distributed, which knows nothing of the run
+                module.distributed_available_fn = lambda: self._worker.size > 1
+                module.dist_sync_fn = self._gathered
+
+    def model_to_device(self) -> None:
+        self.model.to(self.root_device)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return dataloader
+        if self._is_prepared:
+            raise UsageError(
+                "Paceline's run takes one training loader, once: join data sets into one "
+                "(torch.utils.data.ConcatDataset), leave reload_dataloaders_every_n_epochs out, and call fit once a run"
+            )
+        if len(self.optimizers) == 1:
+            named: dict[str, Any] = {"optimizer": self.optimizers[0]}
+        else:
+            named = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(self.optimizers)}
+        *_, loader = self._worker.prepare(model=self.lightning_module, **named, loader=dataloader)
+        self._is_prepared = True
+        if self._loaded is not None:
+            self._worker.load_run_state(self._loaded.numpy().tobytes())
+        return TrainingBatches(cast(ShardedLoader, loader), trainer, on_end=self._stop_if_over)
+
+    def training_step(self, *arguments: Any, **settings: Any) -> Any:
+        self._is_in_step = True
+        try:
+            result = super().training_step(*arguments, **settings)
+        finally:
+            self._is_in_step = False
+        self._end_step()
+        return result
+
+    def optimizer_step(self, *arguments: Any, **settings: Any) -> Any:
+        result = super().optimizer_step(*arguments, **settings)
+        if not self._is_in_step:  # under manual optimization other optimizers may step after this one
+            self._end_step()
+        return result
+
+    def _end_step(self) -> None:
+        """Before Lightning looks whether it is to stop, so that all workers validate alike before they do."""
+        self._worker.end_step()
+        self._stop_if_over()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self._worker.no_sync():
+            yield
+
+    # --- the global model ---------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        if self._is_prepared:
+            self._in_place.enter_context(self._worker.global_model())
+
+    def on_validation_end(self) -> None:
+        self._in_place.close()
+        self._stop_if_over()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._is_prepared:
+            return cast(dict[str, Any], super().lightning_module_state_dict())
+        with self._worker.global_model():
+            self._state = self._worker.run_state()
+            self._optimizer_states = {id(own): self._worker.optimizer_state(own) for own in self.optimizers}
+            return {name: _copied(value) for name, value in super().lightning_module_state_dict().items()}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        own = getattr(optimizer, "_optimizer", optimizer)  # of Lightning's wrapper
+        return self._optimizer_states.get(id(own)) or own.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._state and "optimizer_states" in checkpoint:
+            checkpoint[_KEY] = torch.frombuffer(bytearray(self._state), dtype=torch.uint8)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, *arguments: Any, **settings: Any) -> dict[str, Any]:
+        checkpoint = cast(dict[str, Any], super().load_checkpoint(*arguments, **settings))
+        self._loaded = checkpoint.get(_KEY)
+        return checkpoint
+
+    def teardown(self) -> None:
+        """The model stays where it is: the run evaluates and saves it when the script is done."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

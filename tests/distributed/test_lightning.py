@@ -1,0 +1,273 @@
+"""An unchanged LightningModule trains under Paceline's strategies as Lightning by itself trains it in one process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.errors import RunFailed
+from tests.conformance import local_engine
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])"),
+]
+SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
+RECIPES = Path(__file__).parents[2] / "recipes" / "frameworks"
+PACELINE = str(Path(sys.executable).with_name("paceline"))
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
+LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
+FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2")
+
+
+def made(package: str, *, manual: bool = False, step_logs: bool = False) -> Any:
+    """A LightningModule as its user writes it."""
+    from torchmetrics import MeanAbsoluteError
+
+    pl = importlib.import_module(package)
+
+    class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = not manual
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+            self.error = MeanAbsoluteError()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            x, y = batch
+            loss = F.mse_loss(self.layers(x), y)
+            self.log("loss", loss, sync_dist=True, on_step=step_logs, on_epoch=True)
+            if manual:
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
+                self.manual_backward(loss)
+                for optimizer in self.optimizers():
+                    optimizer.step()
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            x, y = batch
+            self.error(self.layers(x), y)
+            self.log("error", self.error)
+            self.log("val_loss", F.mse_loss(self.layers(x), y), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            first, _, last = self.layers
+            if manual:
+                return [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (first, last)]
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
+
+    torch.manual_seed(0)
+    return Line()
+
+
+def data() -> TensorDataset:
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+@torch.no_grad()
+def loss_of(model: Any) -> float:
+    x, y = data()[:]
+    return float(F.mse_loss(model.layers(x), y))
+
+
+def fit(
+    out: Path,
+    settings: Mapping[str, Any],
+    *,
+    package: str = "lightning.pytorch",
+    is_plain: bool = False,
+    batch_size: int = GLOBAL_BATCH // 2,
+    shuffle: bool = False,
+    saves_every: int | None = None,
+    resumes: Path | None = None,
+    patience: int | None = None,
+    asks_for: str | None = None,
+    **module: Any,
+) -> None:
+    """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
+    pl = importlib.import_module(package)
+    strategy = "auto" if is_plain else importlib.import_module(PACKAGES[package]).PacelineStrategy(asks_for)
+    model, dataset = made(package, **module), data()
+    callbacks = pl.callbacks
+    hooks = [] if patience is None else [callbacks.EarlyStopping("val_loss", patience=patience, min_delta=100.0)]
+    if saves_every is not None:
+        hooks += [callbacks.ModelCheckpoint(out, "{step}", save_top_k=-1, every_n_train_steps=saves_every)]
+    more = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = pl.Trainer(
+        **{**more, **settings}, strategy=strategy, accelerator="cpu", default_root_dir=out, callbacks=hooks
+    )
+    loaders = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle), DataLoader(dataset, batch_size=8)
+    trainer.fit(model, *loaders, ckpt_path=resumes)
+    trainer.save_checkpoint(out / "end.ckpt")
+    (tested,) = trainer.validate(model, loaders[1], verbose=False)
+    found = {
+        "weights": [parameter.flatten().tolist() for parameter in model.parameters()],
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "tested": tested,
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "world": [trainer.world_size, trainer.global_rank, trainer.node_rank, trainer.num_nodes],
+    }
+    (out / f"found-{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+def trained(out: Path, strategy: str, settings: Mapping[str, Any] | None = None, **script: Any) -> dict[str, Any]:
+    run = {key: script.pop(key) for key in ("max_steps", "deadline_s") if key in script}
+    workers = 1 if script.get("is_plain") else 2
+    local_engine.run(partial(fit, out, settings or {}, **script), strategy=strategy, workers=workers, out=out, **run)
+    return dict(json.loads((out / "found-0.json").read_text()))
+
+
+def alone(out: Path, settings: Mapping[str, Any] | None = None, **script: Any) -> dict[str, Any]:
+    """What Lightning makes of all workers' batches in one process."""
+    return trained(out, "single", settings, is_plain=True, batch_size=GLOBAL_BATCH, **script)
+
+
+def by_hand(out: Path) -> None:
+    """The same training in a loop of Paceline's own."""
+    worker = paceline.init()
+    model = made("lightning.pytorch")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // 2)
+    model, optimizer, batches = worker.prepare(model, optimizer, loader)
+    for _ in range(EPOCHS):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.mse_loss(model.layers(x), y).backward()
+            optimizer.step()
+        scheduler.step()
+    with worker.global_model():
+        torch.save({name: value.clone() for name, value in model.state_dict().items()}, out / f"hand-{worker.rank}.pt")
+
+
+def assert_alike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), **CLOSE)
+    assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-4)
+    assert found["tested"] == pytest.approx(expected["tested"], abs=1e-4)
+    assert (found["steps"], found["epochs"]) == (expected["steps"], expected["epochs"])
+
+
+@pytest.mark.parametrize(
+    ("package", "strategy"), [("pytorch_lightning", "ps-bsp"), *(("lightning.pytorch", name) for name in LOCK_STEP)]
+)
+def test_workers_in_lock_step_train_what_one_process_trains(package: str, strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path / "two", strategy, package=package)
+    assert_alike(found, alone(tmp_path / "one", package=package))
+    assert found["world"] == [2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("strategy", FREE)
+def test_workers_that_run_free_validate_and_save_one_model(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, {"val_check_interval": 2})
+    other = json.loads((tmp_path / "found-1.json").read_text())
+    assert found["tested"] == other["tested"]
+    assert found["metrics"] == other["metrics"]
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
+    model = made("lightning.pytorch")
+    model.load_state_dict(saved)
+    assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "local-sgd:every=2", "diloco:every=2"])
+def test_lightning_trains_what_a_loop_by_hand_trains(strategy: str, tmp_path: Path) -> None:
+    trained(tmp_path, strategy)
+    local_engine.run(partial(by_hand, tmp_path), strategy=strategy, workers=2, out=tmp_path)
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
+    expected = torch.load(tmp_path / "hand-0.pt", weights_only=True)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+
+
+@pytest.mark.parametrize("strategy", LOCK_STEP[:2])
+@pytest.mark.parametrize(
+    ("settings", "module"),
+    [
+        ({"accumulate_grad_batches": 2}, {}),
+        ({"gradient_clip_val": 0.1}, {}),
+        ({}, {"manual": True}),
+        ({}, {"patience": 1}),
+        ({}, {"step_logs": True}),
+    ],
+    ids=["accumulation", "clipping", "manual optimization", "early stopping", "logs of steps"],
+)
+def test_what_the_trainer_does_besides(
+    strategy: str, settings: dict[str, Any], module: dict[str, Any], tmp_path: Path
+) -> None:
+    found = trained(tmp_path / "two", strategy, settings, **module)
+    expected = alone(tmp_path / "one", settings, **module)
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "gossip", "local-sgd:every=2"])
+def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", strategy, shuffle=True, saves_every=6)
+    trained(tmp_path / "first", strategy, {"max_epochs": 1}, shuffle=True)
+    for number, saved in enumerate(["whole/step=6.ckpt", "first/end.ckpt"]):  # within an epoch, and after one
+        resumed = trained(tmp_path / f"resumed-{number}", strategy, shuffle=True, resumes=tmp_path / saved)
+        assert resumed["weights"] == whole["weights"]
+        assert (resumed["steps"], resumed["epochs"]) == (whole["steps"], whole["epochs"])
+
+
+def test_lightning_alone_goes_on_from_what_servers_held(tmp_path: Path) -> None:
+    trained(tmp_path / "first", "ps-bsp:servers=2", {"max_epochs": 2})
+    resumed = alone(tmp_path / "second", resumes=tmp_path / "first" / "end.ckpt")
+    assert_alike(resumed, alone(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, {"max_epochs": -1}, max_steps=10)
+    assert found["epochs"] <= 3
+    assert found["steps"] <= 10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "script", "remedy"),
+    [
+        ("ps-asp", {}, {"step_logs": True}, "on_step=False"),
+        ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
+        ("fed-avg:clients=2", {}, {}, "own training loop"),
+        ("async-diloco:every=2", {}, {}, "use diloco"),
+        ("all-reduce", {"devices": 3}, {}, "--workers"),
+        ("all-reduce", {"num_nodes": 2}, {}, "leave it out"),
+        ("all-reduce", {"sync_batchnorm": True}, {}, "leave it out"),
+        ("all-reduce", {"reload_dataloaders_every_n_epochs": 1}, {}, "reload_dataloaders_every_n_epochs"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    strategy: str, settings: dict[str, Any], script: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailed, match=remedy):
+        trained(tmp_path, strategy, settings, **script)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"), [("lightning_text", "ps-asp"), ("accelerate_text", "local-sgd:every=8")]
+)
+def test_recipes(recipe: str, strategy: str, tmp_path: Path) -> None:
+    command = [PACELINE, "run", str(RECIPES / f"{recipe}.py"), "--strategy", strategy, "--workers", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (accuracy,) = re.findall(r"accuracy (\S+) .*on 2 workers", done.stdout + done.stderr)
+    assert float(accuracy) > 0.9

@@ -1,14 +1,16 @@
 """torch.distributed among the workers of a run, for frameworks that ask it who is there."""
 
 import os
+import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import distributed
 from torch.distributed import FileStore, PrefixStore, Store
 
-from paceline.engines.world import current
+from paceline.engines.world import World, current
 from paceline.training.worker import Worker
 
 
@@ -29,12 +31,14 @@ def join_group(worker: Worker) -> None:
     if worker.size == 1 or distributed.is_initialized():
         return
     backend = "paceline" if worker.device.type == "cpu" else "cpu:paceline,cuda:nccl"
-    store = PrefixStore("frameworks", world.store) if world.store is not None else _file_store(worker)
+    store = PrefixStore("frameworks", world.store) if world.store is not None else _file_store(worker, world)
     distributed.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.size)
-    world.at_release.append(distributed.destroy_process_group)
+    world.at_release.insert(0, distributed.destroy_process_group)
 
 
-def _file_store(worker: Worker) -> Store:
-    """Where all are on one host."""
+def _file_store(worker: Worker, world: World) -> Store:
+    """Where all are on one host. Its directory goes with the first worker's world."""
     own = tempfile.mkdtemp(prefix="paceline-") if worker.rank == 0 else ""
+    if own:
+        world.at_release.append(partial(shutil.rmtree, own, ignore_errors=True))
     return FileStore(str(Path(worker.broadcast_object(own)) / "group"), worker.size)

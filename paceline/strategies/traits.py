@@ -114,6 +114,8 @@ class Traits:
     """The rows of a model's tables (`paceline.nn.ShardedEmbedding`) have a place, and are updated with the model."""
     num_servers: int = 0
     """Servers that the engine has to place."""
+    num_replicas: int = 0
+    """Other servers that have a copy of what each one holds, and go on with it when that one dies."""
     traffic: tuple[Traffic, ...] | None = None
     """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
 

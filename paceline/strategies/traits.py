@@ -120,6 +120,11 @@ class Traits:
     """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
 
     @property
+    def is_for_ray_alone(self) -> bool:
+        """Whether nothing but real processes can show what it does."""
+        return self.by_script or self.num_replicas > 0
+
+    @property
     def takes_equal_steps(self) -> bool:
         """Whether workers need one another until the last step, so that all are to have as many batches."""
         return self.lock_step or (self.is_synchronous and not self.num_servers)

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import paceline
+from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import Kind, Message
@@ -29,8 +32,9 @@ from paceline.server.ranges import cut
 from paceline.server.replication import CopyAction, Replication, ToServer
 from paceline.server.server_core import Send, ServerCore, Updated
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+from paceline.strategies.parameter_server import ParameterServer
 
-EPOCH, FOREVER = 1, 10**9
+EPOCH, FOREVER, GONE = 1, 10**9, 10**6
 LAYOUT = by_group([TensorSpec("weight", (96,), torch.float32), TensorSpec("bias", (5,), torch.float64)])
 PLAIN = OptimizerSpec(torch.optim.SGD, {"lr": 1.0}, ({"lr": 1.0},), element_wise=True)
 ADAM = OptimizerSpec(torch.optim.Adam, {"lr": 0.1}, ({"lr": 0.1},), element_wise=True)
@@ -201,7 +205,7 @@ class Net:
                 self.put("launcher", f"w{worker}", chain.key_range, item)
 
     def train(self, num_steps: int, *, is_exact: bool) -> None:
-        """Each worker pushes so many times, whenever it may.
+        """Each worker pushes so many times, whenever it may, and leaves.
 
         Args:
             is_exact: every gradient is a power of two of its own; else it depends on the parameters.
@@ -210,6 +214,9 @@ class Net:
 
         def go_on() -> None:
             for worker, client in enumerate(self.clients):
+                if is_asking[worker] and client.is_done and steps[worker] == num_steps:
+                    client.require_done()
+                    is_asking[worker], steps[worker] = False, GONE
                 if is_asking[worker] and client.is_done:
                     client.require_done()
                     reply = client.reply()
@@ -224,11 +231,14 @@ class Net:
                     groups = ({"lr": 0.1 / (1 + steps[worker])},) if not is_exact and worker == 0 else None
                     self.ask(worker, client.exchange(Push(pause_at=FOREVER, groups=groups)))
                     is_asking[worker] = True
+                if not is_asking[worker] and steps[worker] == num_steps:
+                    self.ask(worker, client.leave())
+                    is_asking[worker] = True
 
         go_on()
         while self.deliver_one():
             go_on()
-        assert steps == [num_steps] * len(steps), f"{steps}: {[client.due for client in self.clients]}"
+        assert steps == [GONE] * len(steps), f"{steps}: {[client.due for client in self.clients]}"
 
     def heads_parameters(self) -> list[list[Tensor]]:
         return [self.parameters(chain.head, chain.key_range) for chain in self.chains.chains]
@@ -243,6 +253,7 @@ class Net:
                 assert other.iteration == first.iteration
                 pairs = zip(states_of(first.parts).items(), states_of(other.parts).items(), strict=True)
                 assert all(name == theirs and torch.equal(own, its) for (name, own), (theirs, its) in pairs)
+                assert all(part.shard.rule.active == set() for part in other.parts)
             for server in chain.servers:
                 pairs_of_tensors = zip(
                     self.parameters(chain.head, chain.key_range), self.parameters(server, chain.key_range), strict=True
@@ -332,6 +343,21 @@ def test_two_replicas_count_every_gradient_once(rule: str, deaths: list[Death], 
     assert_each_gradient_counts_once(rule, hosts, deaths, seed, replicas=2)
 
 
+def test_a_state_that_was_loaded_outlives_its_server() -> None:
+    net = make_net("bsp", hosts="three hosts", deaths=[], seed=0, spec=ADAM)
+    state = {f"{index}.exp_avg": torch.rand(slot.shape, dtype=slot.dtype) for index, slot in enumerate(LAYOUT.specs)}
+    state |= {name.replace("avg", "avg_sq"): torch.ones_like(tensor) for name, tensor in state.items()}
+    net.ask(0, net.clients[0].set_state(state | {f"{index}.step": torch.tensor(3.0) for index in (0, 1)}))
+    net.run()
+    net.clients[0].require_done()
+    net.kill(Death(1, 0, 0))
+    net.ask(0, net.clients[0].get_state())
+    net.run()
+    loaded = net.clients[0].state()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    net.train(NUM_STEPS, is_exact=False)
+
+
 def test_servers_of_a_chain_are_on_different_hosts() -> None:
     chains = Chains.first(["a", "a", "b", "b"], replicas=1, epoch=EPOCH).chains
     assert [chain.servers for chain in chains] == [(0, 2), (1, 3), (2, 1), (3, 0)]
@@ -345,6 +371,27 @@ def test_whoever_comes_next_serves_and_the_epoch_tells_so() -> None:
     lost, changed = left.died(2)
     assert [chain.key_range for chain in changed if not chain.servers] == [1]
     assert lost.dead == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("consistency", "options", "found"),
+    [
+        ("bsp", {"backup_workers": 1}, "backup_workers"),
+        ("asp", {"torn_reads": True}, "torn_reads"),
+        ("ssp", {"servers": 1}, "servers=1"),
+    ],
+)
+def test_what_copies_would_not_have_is_refused(consistency: Any, options: dict[str, Any], found: str) -> None:
+    with pytest.raises(UsageError, match=found):
+        ParameterServer(consistency=consistency, **{"servers": 2, "replicas": 1, **options})
+
+
+def test_a_second_optimizer_and_simulated_time_are_refused(tmp_path: Path) -> None:
+    strategy = ParameterServer(servers=2, replicas=1)
+    with pytest.raises(UsageError, match="one optimizer so far"):
+        strategy.admission_rule_beside(Membership.first(2))
+    with pytest.raises(UsageError, match="the virtual engine would call what replicas take free"):
+        paceline.run(list, strategy=strategy, workers=2, engine="virtual", cluster="lab-1gbe", out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("body", [{}, {"key_range": 0, "servers": 3, "epoch": 1}, {"key_range": 0, "servers": [True]}])

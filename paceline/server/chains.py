@@ -63,9 +63,6 @@ class Chains:
         changed = [new for old, new in zip(self.chains, chains, strict=True) if new != old]
         return Chains(chains, (*self.dead, server)), changed
 
-    def held_by(self, server: int) -> list[Chain]:
-        return [chain for chain in self.chains if server in chain.servers]
-
 
 def to_body(chain: Chain) -> dict[str, object]:
     """A message's body that says it."""

@@ -22,7 +22,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
-from paceline.messages import Kind, Message
+from paceline.messages import Kind, Message, WireError
 from paceline.records import UpdateRecord
 from paceline.server.admission import BulkSynchronous, StaleSynchronous
 from paceline.server.chains import Chain, Chains, from_body, to_body
@@ -119,8 +119,7 @@ class Net:
     def ask(self, worker: int, sends: Iterable[Send]) -> None:
         for key_range, message in sends:
             server = self.heads[worker][key_range]
-            frames = message.encode_head() if self.is_beside(worker, server) else message.encode()
-            self.put(f"w{worker}", f"s{server}", key_range, [bytes(frame) for frame in frames])
+            self.put(f"w{worker}", f"s{server}", key_range, [bytes(frame) for frame in message.encode()])
 
     def put(self, source: str, target: str, key_range: int, item: Any) -> None:
         self.ways.setdefault((source, target, key_range), deque()).append(item)
@@ -163,9 +162,7 @@ class Net:
         for action in actions:
             if isinstance(action, Send):
                 assert action.message.kind is not Kind.ERROR, action.message.body
-                is_beside = self.is_beside(action.to, server)
-                frames = action.message.encode_head() if is_beside else action.message.encode()
-                self.put(f"s{server}", f"w{action.to}", key_range, [bytes(frame) for frame in frames])
+                self.put(f"s{server}", f"w{action.to}", key_range, [bytes(frame) for frame in action.message.encode()])
             elif isinstance(action, ToServer):
                 frames = [bytes(frame) for frame in action.message.encode()]
                 self.put(f"s{server}", f"s{action.to}", key_range, frames)
@@ -356,6 +353,21 @@ def test_a_state_that_was_loaded_outlives_its_server() -> None:
     loaded = net.clients[0].state()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
     net.train(NUM_STEPS, is_exact=False)
+
+
+def test_only_the_head_serves_and_nothing_of_an_epoch_before_is_taken() -> None:
+    net = make_net("bsp", hosts="one host", deaths=[], seed=0, spec=PLAIN, replicas=2)
+    (_, head), (_, tail) = net.copies[1, 0], net.copies[2, 0]
+    for copy in (head, tail):
+        list(copy.reform(Chain(0, (1, 2), EPOCH + 1)))
+    stale, unknown = (Message(Kind.REPLICATE, epoch, sender=0, clock=FOREVER) for epoch in (EPOCH, EPOCH + 1))
+    assert list(tail.receive(stale, 0.0)) == []
+    with pytest.raises(WireError, match="has come after entry"):
+        list(tail.receive(unknown, 0.0))
+    assert list(head.receive(unknown, 0.0)) == []
+    (refused,) = tail.receive(Message(Kind.PULL, EPOCH + 1, sender=0), 0.0)
+    assert isinstance(refused, Send)
+    assert "it only has a copy" in refused.message.body["error"]
 
 
 def test_servers_of_a_chain_are_on_different_hosts() -> None:

@@ -108,7 +108,7 @@ def test_every_gradient_counts_once(start: Start, tmp_path: Path, strategy: str,
 
 def train_rows() -> None:
     worker = paceline.init()
-    model = nn.Sequential(ShardedEmbedding(100, 4), nn.Linear(4, 1))
+    model = nn.Sequential(ShardedEmbedding(100, 4, optimizer="sgd:lr=0.1"), nn.Linear(4, 1))
     loader = DataLoader(TensorDataset(torch.arange(64), torch.zeros(64)), batch_size=4)
     worker.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1), loader)
 

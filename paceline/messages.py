@@ -48,6 +48,8 @@ class Kind(IntEnum):
     RECEIVED = 10
     JOIN = 11
     UPDATE = 12
+    REPLICATE = 13
+    REPLICATED = 14
     ANSWER = 16
     OK = 17
     ERROR = 18
@@ -78,6 +80,8 @@ class Kind(IntEnum):
     GIVE = 55
     RETIRE = 56
     TURN = 57
+    CHAIN = 58
+    SERVES = 59
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds
@@ -135,8 +139,8 @@ class Message:
         return [header, json.dumps(self.body).encode() if self.body else b""]
 
     @classmethod
-    def decode(cls, frames: Sequence[Raw], *, epoch: int) -> "Message":
-        """Read a message of this epoch. Raises WireError if it is none, or of another epoch."""
+    def decode(cls, frames: Sequence[Raw], *, epoch: int | None) -> "Message":
+        """Read a message of this epoch; none: of any. Raises WireError if it is none, or of another epoch."""
         try:
             header, text = raw_bytes(frames[0]), raw_bytes(frames[1])
             numbers = _HEADER.unpack(header)
@@ -148,7 +152,7 @@ class Message:
             message = cls(_KINDS[kind], theirs, sender, flags, shard, *counts, waiting_s, body, frames[2:])
         except (LookupError, ValueError, RecursionError, struct.error) as error:
             raise WireError(f"refused a malformed message: {error}") from None
-        if theirs != epoch:
+        if epoch is not None and theirs != epoch:
             raise WireError(f"refused a message of membership epoch {theirs}; this is epoch {epoch}")
         return message
 

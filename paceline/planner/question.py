@@ -42,7 +42,7 @@ class Question:
         chosen.check(num_workers=workers)
         name, traits = name_of(chosen), chosen.traits
         if (reason := why_unpriced(traits)) is not None:
-            raise UsageError(f"strategy {name} {reason}, so no plan can price it; {_INSTEAD[traits.by_script]}")
+            raise UsageError(f"strategy {name} {reason}, so no plan can price it; {_INSTEAD[traits.is_for_ray_alone]}")
         traffic = traits.traffic[0] if traits.traffic else None
         setting = Setting.of(cluster, work, num_workers=workers, num_servers=traits.num_servers)
         return cls(name, traits, traffic, setting)
@@ -52,6 +52,8 @@ def why_unpriced(traits: Traits) -> str | None:
     """What keeps a plan from saying what a strategy takes; none: nothing does."""
     if traits.by_script:
         return "leaves to the script what moves"
+    if traits.num_replicas:
+        return "has copies of what servers hold (replicas), whose traffic is not modelled"
     if traits.traffic is None:
         return "does not say what it moves"
     return "moves several things in one step" if len(traits.traffic) > 1 else None

@@ -60,7 +60,7 @@ class AdmissionRule(ABC):
         """The first clock follows so many updates, which were made before a checkpoint."""
 
     def resume(self, clocks: Mapping[int, int]) -> None:
-        """Others have gone on for a plain rule: where each worker is now."""
+        """Others have gone on for a rule that holds nothing: where each worker is now."""
         raise NotImplementedError(type(self).__name__)
 
     @abstractmethod
@@ -398,8 +398,8 @@ class StaleSynchronous(AdmissionRule):
 
     def resume(self, clocks: Mapping[int, int]) -> None:
         self._clocks = dict(clocks)
-        self._num_at = Counter(clocks.values())  # active workers, by their clocks
-        self._slowest = min(clocks.values())
+        self._num_at = Counter(clocks[worker] for worker in self.active)  # active workers, by their clocks
+        self._slowest = min(self._num_at, default=0)
 
     def for_another_shard(self) -> AdmissionRule:
         return StaleSynchronous(self.members, staleness=self._staleness, torn_reads=self.torn_reads)

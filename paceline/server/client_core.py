@@ -35,6 +35,8 @@ from paceline.server.windows import PIECES_UNDER_WAY, SendWindow
 
 Request = Callable[..., Message]
 """Makes a message, with further fields."""
+Requests = Callable[[int, "_Server"], list[Message]]
+"""Makes what a server is asked, whose index is given."""
 _SHARD = attrgetter("shard")
 _TENSORS = frozenset({Kind.EXCHANGE, Kind.WAIT, Kind.PULL})  # answered with parameters
 
@@ -45,6 +47,10 @@ class _Server:
 
     is_beside: bool
     """It is on this host: it reads and writes this worker's memory, and takes one request for all its shards."""
+    epoch: int
+    """Of messages to and from it."""
+    is_new: bool = False
+    """It has taken another one's key range, and has yet to say that it knows this worker."""
     pieces: KeyRange = ()
     parameters: list[list[Tensor]] = field(default_factory=list)
     """This worker's, for each of the server's shards."""
@@ -79,13 +85,14 @@ class ClientCore:
         self.moved_bytes = 0
         """Of its messages so far."""
         self._rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
-        self._servers = [_Server(is_beside) for is_beside in beside]
+        self._servers = [_Server(is_beside, epoch) for is_beside in beside]
         self._layout: Layout | None = None
         self._clock = 0
         self._begun_at = 0  # the iteration at which clocks began
         self._num_due = 0
         self._pushed: tuple[Push, Request] | None = None
         self._error: WireError | None = None
+        self._requests: Requests = lambda index, server: []
 
     # --- conversations ------------------------------------------------------------------------------------------
 
@@ -125,13 +132,12 @@ class ClientCore:
                     rank=self._rank,
                     in_place=server.is_beside or not self._carries_bytes,
                 )
-        flags = 0 if any(server.is_beside for server in self._servers) else APART
-        return self._ask("attach", [[self._message(Kind.ATTACH, flags=flags, body=body)] for body in bodies])
+        return self._ask("attach", lambda index, server: [self._attaching(bodies[index])])
 
     def initialise(self, *, iteration: int) -> list[Send]:
         """Give the servers this worker's parameters."""
         request = partial(self._message, Kind.INITIALISE, iteration=iteration)
-        return self._ask("initial parameters", [self._with_tensors(request, s, s.parameters) for s in self._servers])
+        return self._ask("initial parameters", lambda _, server: self._with_tensors(request, server, server.parameters))
 
     def begin_at(self, iteration: int) -> None:
         """The servers go on there: what codecs draw follows from the iteration, not from clocks that begin anew."""
@@ -170,12 +176,12 @@ class ClientCore:
             pause_at=push.pause_at,
             body=body,
         )
-        requests = []
-        for server in self._servers:
+
+        def requests(_: int, server: _Server) -> list[Message]:
             if server.is_beside and server.follows:
-                requests.append(list[Message]())  # it gets the push with the decision
-            else:
-                requests.append([request()] if push.void else self._pushed_to(server, request))
+                return []  # it gets the push with the decision
+            return [request()] if push.void else self._pushed_to(server, request)
+
         self._pushed = push, request
         return self._ask(f"exchange of clock {self._clock}", requests)
 
@@ -196,12 +202,25 @@ class ClientCore:
         return self._ask_all("optimizer state", Kind.GET_STATE)
 
     def set_state(self, state: Mapping[str, Tensor]) -> list[Send]:
-        requests = []
-        for part in split(self._require_layout(), [server.pieces for server in self._servers], state):
-            body, payload = pack(part)
-            num_bytes = sum(map(len, payload))
-            requests.append([self._message(Kind.SET_STATE, body=body, payload=payload, tensor_bytes=num_bytes)])
+        parts = split(self._require_layout(), [server.pieces for server in self._servers], state)
+
+        def requests(index: int, _: _Server) -> list[Message]:
+            body, payload = pack(parts[index])
+            return [self._message(Kind.SET_STATE, body=body, payload=payload, tensor_bytes=sum(map(len, payload)))]
+
         return self._ask("optimizer state", requests)
+
+    def moved(self, index: int, *, epoch: int, is_beside: bool, body: Mapping[str, Any]) -> list[Send]:
+        """Another server has this key range from now on. It is asked again what has not been answered.
+
+        Args:
+            body: how it reaches this worker's memory.
+        """
+        server = self._servers[index]
+        server.epoch, server.is_beside = epoch, is_beside
+        self._num_due += not server.is_new
+        server.is_new = True
+        return [self._sent(index, self._attaching(body))]
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -216,6 +235,12 @@ class ClientCore:
         self.moved_bytes += answer.num_bytes
         if answer.kind is Kind.ERROR:
             self._error = WireError(f"{self.what} was refused by {answer.body.get('error')}")
+            return
+        if server.is_new:
+            server.is_new = False
+            self._num_due -= 1
+            server.is_in_turn = bool(answer.body["is_in_turn"])
+            yield from self._ask_server(index) if server.num_due else ()
             return
         server.num_due -= 1
         self._num_due -= 1
@@ -239,7 +264,7 @@ class ClientCore:
     @property
     def due(self) -> list[int]:
         """Servers that owe an answer."""
-        return [index for index, server in enumerate(self._servers) if server.num_due]
+        return [index for index, server in enumerate(self._servers) if server.num_due or server.is_new]
 
     @property
     def has_followers(self) -> bool:
@@ -308,30 +333,42 @@ class ClientCore:
 
     def _ask_all(self, what: str, kind: Kind, **fields: Any) -> list[Send]:
         self._pushed = None
-        return self._ask(what, [[self._message(kind, **fields)] for _ in self._servers])
+        return self._ask(what, lambda _, server: [self._message(kind, **fields)])
 
-    def _ask(self, what: str, requests: Sequence[Sequence[Message]]) -> list[Send]:
-        """Each server is to answer: to a request for tensors, once a shard, unless it is beside.
+    def _ask(self, what: str, requests: Requests) -> list[Send]:
+        """Begin a conversation with all servers."""
+        self.what, self.moved_bytes, self._num_due, self._error = what, 0, 0, None
+        self._requests = requests
+        for server in self._servers:
+            server.num_due = 0
+        return [send for index in range(len(self._servers)) for send in self._ask_server(index)]
+
+    def _ask_server(self, index: int) -> list[Send]:
+        """The server is to answer: to a request for tensors, once a shard, unless it is beside.
 
         Of pushed pieces only a few go out before the first is answered, where updates need every worker's.
         """
-        self.what, self.moved_bytes, self._num_due, self._error = what, 0, 0, None
-        sends: list[Send] = []
-        for index, (server, messages) in enumerate(zip(self._servers, requests, strict=True)):
-            is_cut = bool(messages) and messages[0].kind in _TENSORS and not server.is_beside
-            server.num_due = len(server.parameters) if is_cut else 1
-            self._num_due += server.num_due
-            server.answers = []
-            server.window = None
-            if is_cut and server.is_in_turn:
-                server.window = SendWindow(limit_bytes=PIECES_UNDER_WAY * FRAME_BYTES)
-                for message in messages:
-                    server.window.put(message, message.tensor_bytes)
-                messages = list(server.window.take())
-            sends += [self._sent(index, message) for message in messages]
-        return sends
+        server = self._servers[index]
+        messages = self._requests(index, server)
+        is_cut = bool(messages) and messages[0].kind in _TENSORS and not server.is_beside
+        num_due = len(server.parameters) if is_cut else 1
+        self._num_due += num_due - server.num_due
+        server.num_due = num_due
+        server.answers = []
+        server.window = None
+        if is_cut and server.is_in_turn:
+            server.window = SendWindow(limit_bytes=PIECES_UNDER_WAY * FRAME_BYTES)
+            for message in messages:
+                server.window.put(message, message.tensor_bytes)
+            messages = list(server.window.take())
+        return [self._sent(index, message) for message in messages]
+
+    def _attaching(self, body: Mapping[str, Any]) -> Message:
+        flags = 0 if any(server.is_beside for server in self._servers) else APART
+        return self._message(Kind.ATTACH, flags=flags, body=body)
 
     def _sent(self, index: int, message: Message) -> Send:
+        message.epoch = self._servers[index].epoch
         self.moved_bytes += message.num_bytes
         return Send(index, message)
 

@@ -5,7 +5,7 @@ while the next one still arrives. Each is complete in itself, so nothing but byt
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final, get_args
 
@@ -45,6 +45,20 @@ class Applied(NamedTuple):
     worker: int
     clock: int
     staleness: int
+
+
+class Closed(NamedTuple):
+    """What a shard is about to make of the contributions to one clock, so that a copy of the shard can do the same."""
+
+    gradients: Sequence[Tensor] | None
+    """As the optimizer gets them, which may overwrite them; None: the clock is void, or updates are over."""
+    contributors: Mapping[int, tuple[int, int]]
+    """Of each worker its contribution's clock, and its staleness."""
+    clocks: Mapping[int, tuple[int, int]]
+    """As `Shard.clocks` gives them after it."""
+    groups: Mapping[int, Groups]
+    """By worker: hyperparameters that have come with its contribution."""
+    stop: bool
 
 
 @dataclass(slots=True)
@@ -102,6 +116,10 @@ class Shard:
         """By worker: when to answer it even so, and what it pushed last."""
         self._stop = False
         self._applied: list[Applied] = []
+        self._copied: dict[int, tuple[int, int]] = {}
+        """By worker: clock and staleness of the last contribution that another copy of this shard has closed."""
+        self.before_closing: Callable[[Closed], None] | None = None
+        """Told of each clock before it changes anything but the rule."""
 
     @property
     def follows(self) -> bool:
@@ -147,6 +165,8 @@ class Shard:
             ProtocolError: the sender is not the worker's, or not at this clock; or tensors, weight or groups are not of
                 this server's form.
         """
+        if worker in self._copied and clock <= self._copied[worker][0]:
+            return self._push_again(worker, clock, pause_at=pause_at)
         sender = worker if sender is None else sender
         if type(sender) is not int:
             raise ProtocolError(f"worker {worker} pushed for sender {sender!r}, which is no number")
@@ -165,6 +185,14 @@ class Shard:
         self._given[sender] = given = _Given(worker, clock, sender, contribution, contribution is None)
         self._waiting[worker] = pause_at, given
         self._update(contributors)
+        return list(self._answers())
+
+    def _push_again(self, worker: int, clock: int, *, pause_at: int) -> list[Answer]:
+        """A contribution that is part of this copy already, whose answer was lost with the server that made it so."""
+        last, staleness = self._copied[worker]
+        if clock != last:
+            raise ProtocolError(f"worker {worker} pushed for clock {clock}, and has been answered for clock {last}")
+        self._waiting[worker] = pause_at, _Given(worker, clock, worker, None, is_void=True, staleness=staleness)
         return list(self._answers())
 
     def wait(self, worker: int, *, pause_at: int) -> list[Answer]:
@@ -234,6 +262,19 @@ class Shard:
         self.rule.resume({worker: clock for worker, (clock, _) in clocks.items()})
         self._pulled_at = {worker: pulled_at for worker, (_, pulled_at) in clocks.items()}
 
+    def repeat(self, closed: Closed) -> None:
+        """Do what another copy of this shard has done, in the same order."""
+        for worker, (clock, staleness) in closed.contributors.items():
+            if worker in closed.groups:
+                self._groups[worker] = (clock, closed.groups[worker])
+            self._copied[worker] = (clock, staleness)
+        self._stop = self._stop or closed.stop
+        if closed.gradients is not None:
+            self._apply(list(closed.contributors), closed.gradients)
+        self.resume(self.iteration, closed.clocks)
+        for worker in closed.contributors:
+            self.pulled(worker)
+
     def drain_applied(self) -> list[Applied]:
         """The gradients applied since the last call."""
         applied, self._applied = self._applied, []
@@ -262,21 +303,38 @@ class Shard:
                 self._kept.pop((each.worker, each.clock), None)
         # One sender without a gradient voids the clock: what one process would do with the combined batch.
         if any(each.is_void for each in given) or self._is_over():
+            self._tell_of_closing(given, None)
             return
         contributions = [each.contribution for each in given if each.contribution is not None]
-        self._adopt_groups(given)
         joined = self._aggregator.aggregate(contributions, self._sums)
-        for parameter, tensor in zip(self.parameters, joined, strict=True):
-            parameter.grad = tensor if tensor.dtype == parameter.dtype else tensor.to(parameter.dtype)
-        self._step()
-        self.iteration += 1
+        pairs = zip(self.parameters, joined, strict=True)
+        gradients = [tensor if tensor.dtype == own.dtype else tensor.to(own.dtype) for own, tensor in pairs]
         for each in given:
-            each.staleness = self.iteration - 1 - self._pulled_at.get(each.worker, 0)
+            each.staleness = self.iteration - self._pulled_at.get(each.worker, 0)
+        self._tell_of_closing(given, gradients)
+        self._apply([each.worker for each in given], gradients)
+        for each in given:
             self._applied.append(Applied(self.iteration, each.worker, each.clock, each.staleness))
 
-    def _adopt_groups(self, given: Sequence[_Given]) -> None:
+    def _tell_of_closing(self, given: Sequence[_Given], gradients: Sequence[Tensor] | None) -> None:
+        if self.before_closing is None:
+            return
+        contributors = {each.worker: (each.clock, each.staleness) for each in given}
+        latest = {worker: self._groups[worker] for worker in contributors if worker in self._groups}
+        groups = {worker: new for worker, (clock, new) in latest.items() if clock == contributors[worker][0]}
+        self.before_closing(Closed(gradients, contributors, self.clocks(), groups, self._stop))
+
+    def _apply(self, workers: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """One step of the optimizer."""
+        self._adopt_groups(workers)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._step()
+        self.iteration += 1
+
+    def _adopt_groups(self, workers: Sequence[int]) -> None:
         """Update with what the gradient's own worker set; of several workers, with what was set last."""
-        known = [self._groups[each.worker] for each in given if each.worker in self._groups]
+        known = [self._groups[worker] for worker in workers if worker in self._groups]
         groups = max(known, key=lambda entry: entry[0])[1] if known else self._initial
         if groups is not self._in_force:
             for own, new in zip(self.optimizer.param_groups, groups, strict=True):

@@ -47,6 +47,7 @@ class ParameterServer(Strategy):
 
     consistency: Consistency = "bsp"
     servers: int = option(1, "number of servers, each owning one key range")
+    replicas: int = option(0, "other servers that have a copy of each one's key range, and go on with it when it dies")
     staleness: int | None = option(None, f"clocks a worker may run ahead of the slowest (default {DEFAULT_STALENESS})")
     backup_workers: int = option(0, "gradients of a clock that need not be waited for")
     torn_reads: bool = option(
@@ -67,6 +68,8 @@ class ParameterServer(Strategy):
         require_choice("combine", self.combine, get_args(Mode))
         if self.servers < 1:
             raise UsageError(f"servers must be at least 1, not {self.servers}")
+        if self.replicas:
+            self._require_replicable()
         if self.staleness is not None and self.consistency != "ssp":
             raise UsageError(f"staleness has no effect under ps-{self.consistency}; use ps-ssp")
         if self.staleness is not None and self.staleness < 0:
@@ -103,6 +106,7 @@ class ParameterServer(Strategy):
             tells_stop=True,
             shows_model=self.consistency != "bsp",
             num_servers=self.servers,
+            num_replicas=self.replicas,
             passes_attacks=True,
             holds_rows=True,
             traffic=(AllReduced(), served) if self.combine == "always" else (served,),
@@ -129,6 +133,8 @@ class ParameterServer(Strategy):
                 "wait for one another at different optimizers for ever; prepare one optimizer, or leave backup_workers "
                 "out"
             )
+        if self.replicas:
+            raise UsageError(f"replicas={self.replicas} is for one optimizer so far; prepare one, or use replicas=0")
         if self._staleness is None:
             return BulkSynchronous(members)
         return StaleSynchronous(members, torn_reads=self.torn_reads)
@@ -138,6 +144,11 @@ class ParameterServer(Strategy):
             raise UsageError("this world has no servers; start the script with `paceline run --strategy ps-...`")
         require_no_closure(replica.optimizer)
         require_plain_steps(replica)
+        if replica.tables and self.replicas:
+            raise UsageError(
+                f"replicas={self.replicas} does not copy the rows of a ShardedEmbedding, which would be lost with "
+                "their server; use replicas=0"
+            )
         if replica.tables:
             self._require_rows_joined_alike(context)
         is_synchronous = self.consistency == "bsp"
@@ -177,6 +188,21 @@ class ParameterServer(Strategy):
             raise UsageError(f"codec={self.codec} is joined by a vote; leave out aggregate={self.aggregate}")
         if self.combine == "always":
             raise UsageError(f"combine=always averages gradients, and codec={self.codec} has nothing to vote on then")
+
+    def _require_replicable(self) -> None:
+        """Copies hold the model, its optimizer, and the clocks of rules that hold nothing else."""
+        if not 0 < self.replicas < self.servers:
+            raise UsageError(
+                f"replicas={self.replicas} needs as many servers besides the first, and servers={self.servers}"
+            )
+        unfit = {
+            "codec": self.codec is not None,
+            "backup_workers": self.backup_workers > 0,
+            "torn_reads": self.torn_reads,
+        }
+        found = [name for name, is_set in unfit.items() if is_set]
+        if found:
+            raise UsageError(f"replicas={self.replicas} does not go with {found[0]} so far; leave one of them out")
 
     def _require_comparable(self) -> None:
         """Servers have several gradients of each update, and all of each where they compare whole ones."""

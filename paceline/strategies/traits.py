@@ -114,8 +114,15 @@ class Traits:
     """The rows of a model's tables (`paceline.nn.ShardedEmbedding`) have a place, and are updated with the model."""
     num_servers: int = 0
     """Servers that the engine has to place."""
+    num_replicas: int = 0
+    """Other servers that have a copy of what each one holds, and go on with it when that one dies."""
     traffic: tuple[Traffic, ...] | None = None
     """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
+
+    @property
+    def is_for_ray_alone(self) -> bool:
+        """Whether nothing but real processes can show what it does."""
+        return self.by_script or self.num_replicas > 0
 
     @property
     def takes_equal_steps(self) -> bool:

@@ -92,6 +92,23 @@ def test_synchronous_strategies_equal_one_process(
 
 
 @pytest.mark.slow
+def test_a_server_that_dies_has_a_replica_on_the_other_node(cluster: Cluster, tmp_path: Path) -> None:
+    models = []
+    for name, faults in (("whole", []), ("struck", ["--fault", "kill-server"])):
+        out = tmp_path / name
+        listener = Listener()
+        given = [*faults, "--rank", "1", "--step", "40", "--step-s", "0.02", "--results", str(out)]
+        result = paceline.run(
+            TRAIN, strategy="ps-bsp", workers=2, options={"servers": 2, "replicas": 1}, max_steps=100,
+            address=cluster.address, out=out, watcher=listener, arguments=given,
+        )  # fmt: skip
+        assert result.iteration == 100
+        models.append(safetensors.torch.load_file(out / "model.safetensors"))
+        assert any("has key range 1 now" in line for line in listener.of("run")) == bool(faults)
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+
+
+@pytest.mark.slow
 def test_asynchronous_servers(cluster: Cluster, tmp_path: Path) -> None:
     result = paceline.run(
         TRAIN, strategy="ps-asp", workers=2, options={"servers": 2}, max_steps=100, address=cluster.address,

@@ -92,6 +92,14 @@ def save_checkpoint(directory: Path, *, workers: int = 2, seed: int = 0) -> Path
             "backup_workers=2 leaves no gradient to wait for with 2 worker(s)",
         ),
         (
+            "--strategy ps-bsp --option replicas=1",
+            "replicas=1 needs as many servers besides the first, and servers=1",
+        ),
+        (
+            "--strategy ps-bsp --option servers=2 --option replicas=1 --option codec=int8",
+            "replicas=1 does not go with codec so far; leave one of them out",
+        ),
+        (
             "--strategy horovod --max-time 9",
             "--max-time has no effect under strategy horovod, whose script exchanges, evaluates and saves by itself; "
             "--max-steps ends it",

@@ -173,6 +173,8 @@ def test_stale_synchronous_lies_between() -> None:
 def test_refusals() -> None:
     with pytest.raises(UsageError, match="did you mean 'ps-bsp'"):
         predict(cluster_of(), strategy="ps-bs", workers=2, work=WORK)
+    with pytest.raises(UsageError, match=r"replicas.*measure it with"):
+        predict(cluster_of(), strategy="ps-bsp", workers=2, work=WORK, options={"servers": 2, "replicas": 1})
     with pytest.raises(UsageError, match="room for 40"):
         predict(cluster_of(), strategy="all-reduce", workers=41, work=WORK)
     counted = Cluster(hosts=(Hosts(bandwidth_gbit_per_s=1.0, gflop_per_s=1.0),))

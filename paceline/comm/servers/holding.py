@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, final
 
+from paceline.comm.servers.copies import identity_of_server
 from paceline.comm.servers.lending import Lending, can_lend
 from paceline.comm.servers.line import LINE_BYTES, ServerLine
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.errors import PacelineError
 from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import Reporter, UpdateRecord
-from paceline.server.server_core import Action, Send, ServerCore, Updated
+from paceline.server.chains import Chain
+from paceline.server.replication import CopyAction, Replication, ToServer
+from paceline.server.server_core import Send, ServerCore, Updated
 from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
 
@@ -45,18 +48,30 @@ class Holding:
         epoch: membership epoch; requests of another one are refused.
         reporter: gets a record for every gradient applied.
         send: sends a message to the socket of that identity.
+        is_copy: it is of a key range that another server has at the start.
     """
 
     def __init__(
-        self, *, index: int, number: int, epoch: int, reporter: Reporter, send: Callable[[bytes, Message], None]
+        self,
+        *,
+        index: int,
+        number: int,
+        epoch: int,
+        reporter: Reporter,
+        send: Callable[[bytes, Message], None],
+        is_copy: bool = False,
     ) -> None:
         self.core = ServerCore(index=index, epoch=epoch)
+        self.identity_of = functools.partial(identity_of, number=number, copy_of=index if is_copy else None)
+        """A worker's name."""
         self.neighbours: dict[bytes, Neighbour] = {}
         """By identity."""
-        self._number, self._reporter, self._send_elsewhere = number, reporter, send
+        self._reporter, self._send_elsewhere = reporter, send
         self._spec: ServerSpec | None = None
         self._shared: SharedBlock | None = None
         self._lending: Lending | None = None
+        self._replication: Replication | None = None
+        self._send_on: Callable[[int, int, Message], None] | None = None
 
     @property
     def iteration(self) -> int:
@@ -72,11 +87,34 @@ class Holding:
         self.core.configure(spec, memory=self._shared.tensor[:num_bytes] if self._shared is not None else None)
         self._spec = spec
 
+    def replicate(self, chain: Chain, *, server: int, send_on: Callable[[int, int, Message], None]) -> None:
+        """Be one of several copies; called once, after `configure`.
+
+        Args:
+            server: which one of the group this is.
+            send_on: sends, of a key range, a server the message.
+        """
+        self._replication, self._send_on = Replication(self.core, server=server, chain=chain), send_on
+
+    def reform(self, chain: Chain) -> None:
+        """The chain of copies has changed."""
+        if self._replication is not None:
+            self._do(self._replication.reform(chain))
+
+    def handle_copy(self, server: int, frames: Sequence[Raw]) -> None:
+        """Another copy says something. Raises WireError if it is nothing that the next or the last one would."""
+        message = Message.decode(frames, epoch=None)  # epochs are for the chain to judge
+        is_of_copy = message.kind in (Kind.REPLICATE, Kind.REPLICATED) and message.sender == server
+        if self._replication is None or not is_of_copy:
+            raise WireError(f"refused {message.kind.name} from server {server}")
+        self._do(self._replication.receive(message, time.perf_counter()))
+
     def handle(self, identity: bytes, frames: Sequence[Raw]) -> None:
         """Answer one request, and whoever it completes; trouble with it is the asker's."""
         try:
             message = Message.decode(frames, epoch=self.core.epoch)
-            if identity != identity_of(message.sender, self._number):
+            is_of_copy = message.kind in (Kind.REPLICATE, Kind.REPLICATED)
+            if is_of_copy or identity != self.identity_of(message.sender):
                 raise WireError(f"refused a message for worker {message.sender} from {identity!r}")
             if self._lending is not None:
                 self._report(self._lending.take_back(self.core.parts))
@@ -86,11 +124,11 @@ class Holding:
         except PacelineError as error:
             self._send(identity, self.core.failure(error))
             return
-        self._do(self.core.receive(message, time.perf_counter()))
+        self._do((self._replication or self.core).receive(message, time.perf_counter()))
         is_plain = message.kind is Kind.EXCHANGE and not message.flags and not message.body
         if self._lending is not None and is_plain and self.core.is_quiet:
             ranks = range(len(self.neighbours))
-            gradients = [self.neighbours[identity_of(rank, self._number)].gradients for rank in ranks]
+            gradients = [self.neighbours[self.identity_of(rank)].gradients for rank in ranks]
             self._lending.lend(self.core.parts, gradients)
 
     def look(self) -> None:
@@ -115,17 +153,26 @@ class Holding:
         if self._lending is not None:
             self._lending.close()
 
-    def _do(self, actions: Iterator[Action]) -> None:
+    def _do(self, actions: Iterator[CopyAction]) -> None:
         records: list[UpdateRecord] = []
         for action in actions:
             if isinstance(action, Send):
-                self._send(identity_of(action.to, self._number), action.message)
+                self._send(self.identity_of(action.to), action.message)
+            elif isinstance(action, ToServer):
+                self._send_to_copy(action)
             elif isinstance(action, Updated):
                 records += action.records
             else:
                 os.sched_yield()  # to the thread that sends: a worker beside, which wakes next, may take its core
         for record in records:
             self._reporter.emit(record)
+
+    def _send_to_copy(self, action: ToServer) -> None:
+        """Entries go to the next copy; word that they are there goes back where they came from."""
+        if action.message.kind is Kind.REPLICATED:
+            self._send_elsewhere(identity_of_server(action.to, self.core.index), action.message)
+        elif self._send_on is not None:
+            self._send_on(self.core.index, action.to, action.message)
 
     def _report(self, applied: Sequence[Applied]) -> None:
         for one in applied:
@@ -140,7 +187,7 @@ class Holding:
 
     def _attach(self, message: Message) -> None:
         """Open the memory of a worker on this host, in place of what it had before."""
-        identity = identity_of(message.sender, self._number)
+        identity = self.identity_of(message.sender)
         if identity in self.neighbours:
             self.neighbours.pop(identity).close()
         if self._spec is None or not message.body:
@@ -175,6 +222,8 @@ def _address(numbers: Any, *, least_bytes: int) -> BlockAddress:
 
 
 @functools.lru_cache
-def identity_of(worker: int, number: int = 0) -> bytes:
-    """A worker's name on a server's socket, where it has one for each of the run's optimizers."""
-    return f"worker-{worker}.{number}".encode() if number else f"worker-{worker}".encode()
+def identity_of(worker: int, number: int = 0, copy_of: int | None = None) -> bytes:
+    """A worker's name on a server's socket, where it has one for each of the run's optimizers, and for each key range
+    whose copy the server has taken over."""
+    name = f"worker-{worker}.{number}" if number else f"worker-{worker}"
+    return (name if copy_of is None else f"{name}@{copy_of}").encode()

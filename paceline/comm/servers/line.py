@@ -3,6 +3,7 @@
 Not through ZeroMQ, whose own threads compete with the workers for the cores.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -40,6 +41,11 @@ class Bell:
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.address = BellAddress(os.getpid(), self._write_fd, os.fstat(self._write_fd).st_ino)
+
+    def ring(self) -> None:
+        """As workers do."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write_fd, b"\1")
 
     def silence(self) -> None:
         """Forget the rings so far; to be called before looking for what they announced."""

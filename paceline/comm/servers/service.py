@@ -1,14 +1,18 @@
 """A server's loop: what it holds, behind a socket and lines. Tensors of workers on this host stay in shared memory."""
 
 import math
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import final
 
 import zmq
 
-from paceline.comm.servers.holding import Holding, identity_of
+from paceline.comm.servers.copies import NextCopies, identity_of_server
+from paceline.comm.servers.holding import Holding
 from paceline.comm.servers.line import Bell, BellAddress
 from paceline.comm.wire import Keys, Listener
 from paceline.records import NullReporter, Reporter
+from paceline.server.chains import Chain
 from paceline.server.spec import ServerSpec
 
 POLL_S = 0.1
@@ -24,13 +28,28 @@ class ParameterService:
         index: which server of the group this is.
         epoch: membership epoch; requests of another one are refused.
         reporter: gets a record for every gradient that the first optimizer applies.
+        on_serving: told of each chain of copies that is as it was told to be, and has this server at its head.
     """
 
-    def __init__(self, keys: Keys, *, host: str, index: int, epoch: int, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        *,
+        host: str,
+        index: int,
+        epoch: int,
+        reporter: Reporter,
+        on_serving: Callable[[Chain], None] = lambda chain: None,
+    ) -> None:
         self._listener = Listener(keys, host=host)
         self.endpoint = self._listener.endpoint
         self._bell = Bell()
-        self._index, self._epoch = index, epoch
+        self._index, self._epoch, self._reporter, self._on_serving = index, epoch, reporter, on_serving
+        self._poller = zmq.Poller()
+        self._next_copies = NextCopies(keys, server=index, poller=self._poller)
+        self._copies: dict[int, Holding] = {}  # by key range, of those that have copies
+        self._copies_before: dict[bytes, tuple[Holding, int]] = {}  # by the identity of the server that has the other
+        self._changed: deque[Chain] = deque()
         self._first = Holding(index=index, number=0, epoch=epoch, reporter=reporter, send=self._listener.send)
         self._holdings = [self._first]
         self._asked: dict[bytes, Holding] = {}  # by the identity of who asks, if that is not the first
@@ -57,24 +76,62 @@ class ParameterService:
                 send=self._listener.send,
             )
             holding.configure(spec)
-            self._asked |= {identity_of(rank, spec.number): holding for rank in spec.rule.members.ranks}
-            self._holdings.append(holding)
+            self._add(holding, spec)
         else:
             self._first.configure(spec)
 
+    def replicate(self, spec: ServerSpec, chain: Chain, *, endpoints: Mapping[int, str]) -> None:
+        """Build one copy of a key range, which is served by the first of the chain; called once for each, before any
+        worker attaches.
+
+        Args:
+            endpoints: of all servers.
+        """
+        self._next_copies.endpoints = endpoints
+        if chain.key_range == self._index:
+            holding = self._first
+            holding.configure(spec)
+        else:
+            holding = Holding(
+                index=chain.key_range,
+                number=0,
+                epoch=self._epoch,
+                reporter=self._reporter,
+                send=self._listener.send,
+                is_copy=True,
+            )
+            holding.configure(spec)
+            self._add(holding, spec)
+        holding.replicate(chain, server=self._index, send_on=self._next_copies.send)
+        self._copies[chain.key_range] = holding
+        for server in chain.servers:
+            self._copies_before[identity_of_server(server, chain.key_range)] = holding, server
+
+    def reform(self, chain: Chain) -> None:
+        """A chain that this server is in has changed; callable from any thread."""
+        self._changed.append(chain)
+        self._bell.ring()
+
+    def _add(self, holding: Holding, spec: ServerSpec) -> None:
+        self._asked |= {holding.identity_of(rank): holding for rank in spec.rule.members.ranks}
+        self._holdings.append(holding)
+
     def serve(self) -> None:
         """Answer requests until `stop` is called. Raises what an update raised; then nothing is served any more."""
-        poller = zmq.Poller()
-        poller.register(self._listener.socket, zmq.POLLIN)
-        poller.register(self._bell.fd, zmq.POLLIN)
+        self._poller.register(self._listener.socket, zmq.POLLIN)
+        self._poller.register(self._bell.fd, zmq.POLLIN)
         try:
             while not self._is_stopping:
                 wakes_in_s = min(POLL_S, *(holding.wakes_in_s for holding in self._holdings))
-                for source, _ in poller.poll(math.ceil(max(0.0, wakes_in_s) * 1000)):
+                for source, _ in self._poller.poll(math.ceil(max(0.0, wakes_in_s) * 1000)):
                     if source == self._bell.fd:
                         self._handle_lines()
-                    else:
+                    elif source is self._listener.socket:
                         self._handle_socket()
+                    else:
+                        self._handle_next_copy(source)
+                while self._changed:
+                    self._reform(self._changed.popleft())
                 for holding in self._holdings:
                     holding.look()
         finally:
@@ -84,6 +141,7 @@ class ParameterService:
         self._is_stopping = True
 
     def _close(self) -> None:
+        self._next_copies.close()
         self._listener.close()
         self._bell.close()
         for holding in self._holdings:
@@ -102,7 +160,20 @@ class ParameterService:
     def _handle_socket(self) -> None:
         frame, *frames = self._listener.socket.recv_multipart(copy=False)
         identity = frame.bytes
+        if identity in self._copies_before:
+            copy, server = self._copies_before[identity]
+            copy.handle_copy(server, frames)
+            return
         holding = self._asked.get(identity, self._first)
         if identity in holding.neighbours:
             holding.neighbours[identity].asked_on_line = False
         holding.handle(identity, frames)
+
+    def _handle_next_copy(self, socket: zmq.Socket[bytes]) -> None:
+        key_range, server = self._next_copies.about(socket)
+        self._copies[key_range].handle_copy(server, socket.recv_multipart(copy=False))
+
+    def _reform(self, chain: Chain) -> None:
+        self._copies[chain.key_range].reform(chain)
+        if chain.head == self._index:
+            self._on_serving(chain)

@@ -1,7 +1,9 @@
 """Messages to real servers: over lines in shared memory to those on this host, over sockets to others."""
 
+import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, final
@@ -18,7 +20,7 @@ from paceline.comm.servers.loan import Loan
 from paceline.comm.servers.self_service import SelfService
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.wire import Caller, Keys
-from paceline.errors import Aborted, DeadlineExceeded
+from paceline.errors import Aborted, DeadlineExceeded, PeerLost
 from paceline.layout import Layout
 from paceline.messages import Kind, Message, Raw
 from paceline.server.client_core import ClientCore
@@ -42,6 +44,20 @@ class ServerAddress:
     bell: BellAddress | None
 
 
+@dataclass(frozen=True)
+class Move:
+    """Another server has this key range from now on."""
+
+    key_range: int
+    address: ServerAddress
+    epoch: int
+    """Of messages about it."""
+
+
+Moves = deque[Move]
+"""Those that a worker has yet to follow; filled from any thread."""
+
+
 def connect_servers(
     keys: Keys,
     *,
@@ -51,6 +67,7 @@ def connect_servers(
     epoch: int,
     deadline_s: float | None,
     number: int = 0,
+    moves: Moves | None = None,
 ) -> ServerGroup:
     """A worker's store.
 
@@ -62,6 +79,7 @@ def connect_servers(
         epoch: of the membership.
         deadline_s: how long servers may all be silent while an answer is due; none: for ever.
         number: of the run's optimizer that it is for.
+        moves: where servers have replicas, of those that have died; else a server that is gone is an error at once.
     """
     carrier = SocketCarrier(
         keys,
@@ -71,6 +89,7 @@ def connect_servers(
         epoch=epoch,
         deadline_s=deadline_s,
         number=number,
+        moves=moves,
     )
     return ServerGroup(carrier, collective=collective, configure=configure, epoch=epoch)
 
@@ -82,11 +101,19 @@ class _Link:
     caller: Caller
     line: WorkerLine | None
     """The quick way to a server on this host."""
+    epoch: int
+    """Of its messages."""
     sources: list[Tensor] = field(default_factory=list)
     """The server's own parameters, if this worker is to read them itself."""
     targets: list[Tensor] = field(default_factory=list)
     asked_over: WorkerLine | Caller | None = None
     """Where its answers will come from; none if it has not been asked yet."""
+
+    def close(self) -> None:
+        self.caller.close()
+        self.sources, self.targets = [], []
+        if self.line is not None:
+            self.line.close()
 
 
 @final
@@ -103,14 +130,19 @@ class SocketCarrier(Carrier):
         epoch: int,
         deadline_s: float | None,
         number: int = 0,
+        moves: Moves | None = None,
     ) -> None:
-        self._rank, self._num_workers, self._epoch, self._deadline_s = rank, num_workers, epoch, deadline_s
+        self._rank, self._num_workers, self._deadline_s = rank, num_workers, deadline_s
+        self._keys, self._moves = keys, moves
+        self._client: ClientCore | None = None
+        self._memory: Mapping[str, Any] = {}
         self._yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
         self.beside = [server.bell is not None for server in servers]
         self._links = [
             _Link(
                 Caller(keys, endpoint=server.endpoint, identity=identity_of(rank, number).decode()),
                 WorkerLine(server.bell, yield_s=self._yield_s) if server.bell is not None else None,
+                epoch,
             )
             for server in servers
         ]
@@ -128,12 +160,16 @@ class SocketCarrier(Carrier):
         return segment.tensor[:num_bytes]
 
     def bodies(self, parameters: Tensor, gradients: Tensor) -> Sequence[Mapping[str, Any]]:
-        memory = {"parameters": self._address_of(parameters), "gradients": self._address_of(gradients)}
-        return [memory | {"line": astuple(link.line.address)} if link.line is not None else {} for link in self._links]
+        self._memory = {"parameters": self._address_of(parameters), "gradients": self._address_of(gradients)}
+        return [self._body(link) for link in self._links]
+
+    def _body(self, link: _Link) -> dict[str, Any]:
+        return {} if link.line is None else {**self._memory, "line": astuple(link.line.address)}
 
     def attached(
         self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
     ) -> None:
+        self._client = client
         self._look_s = _GLANCE_S if client.has_followers else WAKE_S
         for index, (link, about) in enumerate(zip(self._links, said, strict=True)):
             if "parameters" in about:
@@ -203,11 +239,13 @@ class SocketCarrier(Carrier):
         while not client.is_done:
             if self._abort_reason is not None:
                 raise Aborted(f"{client.what} on rank {self._rank} was ended: {self._abort_reason}")
+            if self._moves:
+                self._follow(self._moves.popleft())
             for index, frames in self._receive_some(client.due):
-                answer = Message.decode(frames, epoch=self._epoch)
+                link = self._links[index]
+                answer = Message.decode(frames, epoch=link.epoch)
                 self._send(client.receive(index, answer))
                 heard_s = time.perf_counter()
-                link = self._links[index]
                 if link.sources and answer.kind is Kind.ANSWER:
                     for source, target in zip(link.sources, link.targets, strict=True):
                         target.copy_(source)
@@ -218,16 +256,30 @@ class SocketCarrier(Carrier):
                 )
         return time.perf_counter() - began_s
 
+    def _follow(self, move: Move) -> None:
+        """Leave the server that had a key range, and ask the one that has it now. Nothing is done where that is gone as
+        well: either another one takes over, or the run ends."""
+        if self._client is None:
+            return
+        with contextlib.suppress(PeerLost):
+            bell, index = move.address.bell, move.key_range
+            line = None if bell is None else WorkerLine(bell, yield_s=self._yield_s)
+            identity = identity_of(self._rank, copy_of=index).decode()
+            caller = Caller(self._keys, endpoint=move.address.endpoint, identity=identity)
+            self._poller.unregister(self._links[index].caller.socket)
+            self._links[index].close()
+            self._links[index] = link = _Link(caller, line, move.epoch)
+            self._poller.register(caller.socket, zmq.POLLIN)
+            self._send(self._client.moved(index, epoch=move.epoch, is_beside=line is not None, body=self._body(link)))
+
     def abort(self, reason: str) -> None:
         self._abort_reason = reason
 
     def close(self) -> None:
         for link in self._links:
-            link.caller.close()
-            link.sources, link.targets = [], []
-            if link.line is not None:
-                link.line.close()
+            link.close()
         self._links.clear()
+        self._client = None
         self._self_service = None
         for segment in self._segments:
             segment.close()
@@ -237,11 +289,14 @@ class SocketCarrier(Carrier):
         """Each on the server's line if it has one and the request fits."""
         for index, request in sends:
             link = self._links[index]
-            if link.line is not None and request.kind in _ON_LINE and link.line.send(request.encode_head()):
-                link.asked_over = link.line
-            else:
-                link.caller.send(request)
-                link.asked_over = link.caller
+            link.asked_over = link.line
+            try:
+                if link.line is None or request.kind not in _ON_LINE or not link.line.send(request.encode_head()):
+                    link.caller.send(request)
+                    link.asked_over = link.caller
+            except PeerLost:  # with replicas another server is to take over, and is asked then
+                if self._moves is None:
+                    raise
 
     def _receive_some(self, due: Sequence[int]) -> list[tuple[int, Sequence[Raw]]]:
         """Wait a while for those of the servers that owe an answer, and take what has come."""

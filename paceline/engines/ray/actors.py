@@ -21,7 +21,7 @@ from paceline.comm.meeting import exchange
 from paceline.comm.run_store import RunStore
 from paceline.comm.servers.line import BellAddress
 from paceline.comm.servers.service import ParameterService
-from paceline.comm.servers.sockets import ServerAddress, connect_servers
+from paceline.comm.servers.sockets import Move, Moves, ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.socket_mailbox import SocketMailbox
@@ -37,6 +37,8 @@ from paceline.errors import Aborted, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
+from paceline.messages import Kind
+from paceline.server.chains import Chain, Chains, to_body
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.strategies.base import Context, Strategy
@@ -108,6 +110,17 @@ class WorldSpec:
         """
         worker = self.workers[rank]
         return max(1, worker.num_cores // len(self.ranks_on(worker.node_id)))
+
+    @property
+    def chains(self) -> Chains | None:
+        """Who holds which key range at the start, if servers have replicas."""
+        replicas, hosts = self.strategy.traits.num_replicas, [server.node_id for server in self.servers]
+        return Chains.first(hosts, replicas=replicas, epoch=self.epoch) if replicas else None
+
+    def server_address(self, server: int, *, node_id: str) -> ServerAddress:
+        """As members on that node reach it."""
+        info = self.servers[server]
+        return ServerAddress(info.endpoint, info.bell if info.node_id == node_id else None)
 
     def ranks_on(self, node_id: str) -> list[int]:
         return [rank for rank, worker in enumerate(self.workers) if worker.node_id == node_id]
@@ -190,7 +203,12 @@ class WorkerActor:
         os.environ[RUN_VARIABLE] = launcher.run
         bind_forks_to_this_process()
         ends = _Ends()
+        moves: Moves = Moves()
         world: World | None = None
+
+        def move(chain: Chain) -> None:
+            address = spec.server_address(chain.head, node_id=spec.workers[rank].node_id)
+            moves.append(Move(chain.key_range, address, chain.epoch))
 
         def progress() -> int:
             return world.progress() if world is not None else 0
@@ -205,9 +223,10 @@ class WorkerActor:
             on_abort=ends.abort,
             awaits_others=awaits_others,
             epoch=lambda: world.epoch() if world is not None else 0,
+            on_chain=move,
         )
         try:
-            world = self._enter_world(spec, rank, launcher, line, servers, ends)
+            world = self._enter_world(spec, rank, launcher, line, servers, ends, moves)
             with captured(line.say):
                 run_program(program)
                 for finish in world.at_end:
@@ -230,6 +249,7 @@ class WorkerActor:
         line: ControlLine,
         servers: list[Any],
         ends: _Ends,
+        moves: Moves,
     ) -> World:
         newcomer = spec.newcomer
         place = rank if newcomer is None else 0
@@ -253,12 +273,13 @@ class WorkerActor:
         def store_of(number: int) -> Store:
             store = connect_servers(
                 launcher.keys,
-                servers=[ServerAddress(s.endpoint, s.bell if s.node_id == me.node_id else None) for s in spec.servers],
+                servers=[spec.server_address(index, node_id=me.node_id) for index in range(len(spec.servers))],
                 collective=collective,
                 configure=partial(_configure, spec, servers, number),
                 epoch=spec.epoch,
                 deadline_s=spec.config.deadline_s,
                 number=number,
+                moves=moves if spec.chains is not None else None,
             )
             ends.add(store)
             return store
@@ -304,9 +325,20 @@ class ServerActor:
     def __init__(self, launcher: LauncherAddress, index: int) -> None:
         torch.set_num_threads(1)
         self._service: ParameterService | None = None
-        self._line = ControlLine(launcher, identity=f"server-{index}", progress=self._iteration, on_abort=self._abort)
+        self._line = ControlLine(
+            launcher,
+            identity=f"server-{index}",
+            progress=self._iteration,
+            on_abort=self._abort,
+            on_chain=lambda chain: self._built.reform(chain),
+        )
         self._service = ParameterService(
-            launcher.keys, host=own_address(), index=index, epoch=launcher.epoch, reporter=self._line
+            launcher.keys,
+            host=own_address(),
+            index=index,
+            epoch=launcher.epoch,
+            reporter=self._line,
+            on_serving=lambda chain: self._line.tell(Kind.SERVES, to_body(chain)),
         )
 
     def hello(self) -> ServerInfo:
@@ -314,6 +346,9 @@ class ServerActor:
 
     def configure(self, spec: ServerSpec) -> None:
         self._built.configure(spec)
+
+    def replicate(self, spec: ServerSpec, chain: Chain, endpoints: dict[int, str]) -> None:
+        self._built.replicate(spec, chain, endpoints=endpoints)
 
     def serve(self) -> Outcome:
         # What building the first optimizer would load, in most of a second, while all workers wait for it.
@@ -359,7 +394,17 @@ def _configure(
         )
         for pieces in ranges
     ]
-    ray.get([server.configure.remote(own) for server, own in zip(servers, specs, strict=True)])
+    if spec.chains is None:
+        ray.get([server.configure.remote(own) for server, own in zip(servers, specs, strict=True)])
+        return
+    endpoints = {index: server.endpoint for index, server in enumerate(spec.servers)}
+    ray.get(
+        [
+            servers[server].replicate.remote(specs[chain.key_range], chain, endpoints)
+            for chain in spec.chains.chains
+            for server in chain.servers
+        ]
+    )
 
 
 def _meet(spec: WorldSpec, rank: int, launcher: LauncherAddress, ends: _Ends) -> RunStore | None:

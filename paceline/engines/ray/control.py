@@ -13,6 +13,7 @@ from paceline.comm.wire import Caller, Keys
 from paceline.errors import Aborted, NotWritten
 from paceline.messages import Kind, Message, cut_into_frames, raw_bytes
 from paceline.records import EvaluationRecord, EventRecord, Record, Reporter, StepRecord, pack_steps, to_plain
+from paceline.server.chains import Chain, from_body
 
 _PULSE_S = 0.1
 # Records of steps wait for more of them: a launcher that takes many at a time keeps the cores from training for less
@@ -44,6 +45,7 @@ class ControlLine(Reporter):
         awaits_others: asked at every pulse whether this process waits in a pause, or at its end, for others to come.
         epoch: asked at every pulse for the epoch of the data that this process is in.
         on_abort: called, in the line's thread, with the reason when the launcher ends the run.
+        on_chain: called there with each chain of servers that has changed.
     """
 
     writes_beside = True
@@ -57,10 +59,11 @@ class ControlLine(Reporter):
         on_abort: Callable[[str], None],
         awaits_others: Callable[[], bool] = lambda: False,
         epoch: Callable[[], int] = lambda: 0,
+        on_chain: Callable[[Chain], None] = lambda chain: None,
     ) -> None:
         self._launcher, self._identity = launcher, identity
         self._progress, self._on_abort, self._awaits_others = progress, on_abort, awaits_others
-        self._epoch = epoch
+        self._epoch, self._on_chain = epoch, on_chain
         self._records: collections.deque[Record] = collections.deque()
         self._is_urgent = False
         self._num_pulses = 0
@@ -190,6 +193,8 @@ class ControlLine(Reporter):
             self.asked_to_give = tuple(message.body["ranks"])
         elif message.kind is Kind.RETIRE:
             self.is_asked_to_leave = True
+        elif message.kind is Kind.CHAIN:
+            self._on_chain(from_body(message.body))
         elif message.kind is Kind.STOP:
             self._stop = True
         elif message.kind is Kind.ABORT:

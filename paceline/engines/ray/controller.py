@@ -66,7 +66,7 @@ class Controller:
         self.heard_s: dict[str, float] = {}
         """When each member was last heard, by the monotonic clock."""
         self.words: collections.deque[tuple[Kind, Mapping[str, Any]]] = collections.deque()
-        """What members of an elastic run have said of themselves and of others."""
+        """What members of a run that outlives deaths have said of themselves and of others."""
         self.epochs: dict[str, int] = {}
         """Of the data, which each member was in when it was last heard."""
         self.standstill = Standstill()
@@ -152,7 +152,7 @@ class Controller:
             elif message.kind is Kind.FILE:
                 self._guarded(self._writer.flush)  # what was recorded before a checkpoint is there when that is
                 self._files.begin(identity, str(message.body.get("name")), message.payload)
-            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED):
+            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.SERVES):
                 self.words.append((message.kind, message.body))
             elif message.kind is Kind.GOODBYE:
                 self.gone.add(identity)

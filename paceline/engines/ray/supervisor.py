@@ -24,6 +24,7 @@ from paceline.engines.ray.members import Members, actor_of, last_line
 from paceline.engines.ray.newcomers import Newcomers, require_allowed
 from paceline.engines.ray.nodes import nodes, own_address, own_node_id, place
 from paceline.engines.ray.survival import Survival
+from paceline.engines.ray.takeover import Takeover
 from paceline.engines.requests import Desk
 from paceline.engines.scripting import Outcome, Program
 from paceline.engines.standing import Watcher
@@ -79,6 +80,7 @@ class Supervisor:
         self._is_urgent = False
         self._survival: Survival | None = None
         self._newcomers: Newcomers | None = None
+        self._takeover: Takeover | None = None
         self._desk = Desk(directory, self._answer)
         self._is_asked_to_stop = False
         self._wanted: int | None = None  # workers that were asked for before there were any
@@ -172,6 +174,14 @@ class Supervisor:
             )
             if self._wanted is not None:
                 self._newcomers.scale(self._wanted)
+        if spec.chains is not None:
+            self._takeover = Takeover(
+                spec.chains,
+                self._controller,
+                pids={name: info.pid for name, info in members.infos.items()},
+                say=self._say,
+                remedy=self._remedy,
+            )
         transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
@@ -213,6 +223,8 @@ class Supervisor:
             self._collect()
             if self._survival is not None and self._newcomers is not None:
                 self._survive(self._survival, self._newcomers)
+            if self._takeover is not None:
+                self._take_over(self._takeover)
             if self._members.has_failure:
                 self._fail()
             if not self._job.strategy.traits.lock_step:  # there every wait has its deadline
@@ -268,10 +280,32 @@ class Supervisor:
             survival.end_silent()
             survival.require_all()
         except RunFailed as failure:
-            self._is_urgent = True
-            self._controller.tell_all(Kind.ABORT, reason=str(failure))
-            self._gather(lambda: not members.has_workers_pending, limit_s=_GRACE_S)
+            self._give_up(failure)
             raise
+
+    def _take_over(self, takeover: Takeover) -> None:
+        """Servers that have died are no members any more, and others have their key ranges."""
+        members = self._members
+        takeover.hear()
+        try:
+            for name in sorted(members.dead & members.servers.keys()) if takeover.has_begun else ():
+                members.forget(name)
+                takeover.lose(name)
+        except RunFailed as failure:
+            self._give_up(failure)
+            raise
+
+    def _give_up(self, failure: RunFailed) -> None:
+        """Tell all who are left, and let them end."""
+        self._is_urgent = True
+        self._controller.tell_all(Kind.ABORT, reason=str(failure))
+        self._gather(lambda: not self._members.has_workers_pending, limit_s=_GRACE_S)
+
+    def _remedy(self) -> str:
+        iteration = iteration_of(self._directory / FILE_NAME)
+        if iteration is None:
+            return f"{self._directory} has no checkpoint yet to go on from"
+        return f"--resume {self._directory} goes on from its checkpoint of iteration {iteration}"
 
     def _part(self) -> None:
         """All workers have ended well: end the servers, and hear everybody's last records."""
@@ -385,6 +419,8 @@ class Supervisor:
         """Whether every worker has ended, or a failure keeps one from it."""
         if self._survival is not None and self._newcomers is not None:
             self._survive(self._survival, self._newcomers)
+        if self._takeover is not None:
+            self._take_over(self._takeover)
         return self._members.has_failure or not self._members.has_workers_pending
 
     def _end(self) -> None:

@@ -49,6 +49,7 @@ class Worlds:
         cluster = job.cluster
         self.places = place(cluster, num_workers=job.num_workers, num_servers=job.strategy.traits.num_servers)
         require_arrivals(job.strategy.traits, cluster)
+        require_no_copies(job.strategy.traits)
         self._job, self._reporter = job, reporter
         self._device = device_of(job.config)
         self._hosts = cluster.each_host()
@@ -197,6 +198,15 @@ class Worlds:
                 layout, pieces, optimizer, members=members, max_updates=max_updates, number=number
             )
             server.configure(spec)
+
+
+def require_no_copies(traits: Traits) -> None:
+    """Raises UsageError where servers hand on what they do: simulated time would leave that out."""
+    if traits.num_replicas:
+        raise UsageError(
+            f"replicas={traits.num_replicas} is for real processes so far, since the virtual engine would call what "
+            "replicas take free; use replicas=0, or --engine ray"
+        )
 
 
 def require_arrivals(traits: Traits, cluster: Cluster) -> None:

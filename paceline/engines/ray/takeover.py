@@ -1,0 +1,83 @@
+"""The launcher's half of a run whose servers have replicas: it notices which server is gone, and says who serves its
+key ranges from then on."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import final
+
+from paceline.engines.ray.controller import Controller
+from paceline.errors import RunFailed
+from paceline.messages import Kind
+from paceline.server.chains import Chain, Chains, from_body, to_body
+
+
+@final
+class Takeover:
+    """Raises RunFailed where every copy of a key range is gone.
+
+    Args:
+        pids: the members' processes, by name.
+        say: shows a line where the run was started.
+        remedy: what can be done once the run has failed, in words.
+    """
+
+    def __init__(
+        self,
+        chains: Chains,
+        controller: Controller,
+        *,
+        pids: Mapping[str, int],
+        say: Callable[[str], None],
+        remedy: Callable[[], str],
+    ) -> None:
+        self._chains, self._controller, self._pids = chains, controller, pids
+        self._say, self._remedy = say, remedy
+        self._awaited: dict[int, tuple[Chain, float]] = {}  # by key range: who is to serve it, and since when
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether servers have been built, as far as is known here."""
+        updates = [number for name, number in self._controller.num_steps.items() if name.startswith("server")]
+        return self._controller.progress.phase == "training" or any(updates)
+
+    def lose(self, name: str) -> None:
+        """This server's process has ended: have the next ones of its chains go on."""
+        server, now_s = int(name.partition("-")[2]), time.monotonic()
+        served = [chain.key_range for chain in self._chains.chains if chain.servers[0] == server]
+        self._chains, changed = self._chains.died(server)
+        process, left = self._pids[name], len(self._chains.chains) - len(self._chains.dead)
+        self._controller.event("server_lost", name, process=process, key_ranges=served, left=left)
+        self._say(f"server {server} (process {process}) is lost; servers left: {left}")
+        self._require_all(changed)
+        for chain in changed:
+            if chain.key_range in served:
+                self._awaited[chain.key_range] = chain, now_s
+            for each in chain.servers:
+                self._controller.tell(f"server-{each}", Kind.CHAIN, **to_body(chain))
+
+    def hear(self) -> None:
+        """Take in which servers have taken over, and send workers there."""
+        while self._controller.words:
+            _, body = self._controller.words.popleft()
+            chain = from_body(body)
+            awaited, since_s = self._awaited.get(chain.key_range, (None, 0.0))
+            if chain != awaited:
+                continue
+            del self._awaited[chain.key_range]
+            for name in self._controller.num_steps:
+                if name.startswith("worker"):
+                    self._controller.tell(name, Kind.CHAIN, **to_body(chain))
+            took_s, copies = time.monotonic() - since_s, len(chain.servers)
+            self._controller.event(
+                "taken_over", f"server-{chain.head}", key_range=chain.key_range, copies=copies, took_s=took_s
+            )
+            self._say(
+                f"server {chain.head} has key range {chain.key_range} now, {took_s:.2f} s later; copies of it: {copies}"
+            )
+
+    def _require_all(self, changed: list[Chain]) -> None:
+        lost = [chain.key_range for chain in changed if not chain.servers]
+        if lost:
+            dead = " and ".join(f"server {each} (process {self._pids[f'server-{each}']})" for each in self._chains.dead)
+            ranges = ", ".join(map(str, lost))
+            raise RunFailed(f"{dead} have died, and with them every copy of key range {ranges}; {self._remedy()}")

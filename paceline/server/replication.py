@@ -1,0 +1,145 @@
+"""One server's copy of a key range, as a member of the chain of servers that hold it.
+
+Sans-IO, around a `ServerCore`. The head of the chain serves workers. What a request changes it hands on as numbered
+entries, and what it says to workers waits until every copy has them. Each other copy does what entries say, in their
+order, and hands them on; the last one says that it has them, and each hands that back.
+
+When a server has died, each chain goes on without it (`reform`). Whoever is left sends again what the next copy has not
+said that it has; entries that a copy has already it passes over. A new head has every entry that was acknowledged.
+Workers send it what was not answered; contributions that are in its copy it answers, and does not apply again.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple, final
+
+from torch import Tensor
+
+from paceline.messages import Kind, Message, WireError
+from paceline.server import entries
+from paceline.server.chains import Chain
+from paceline.server.server_core import Action, Send, ServerCore
+from paceline.server.shard import Closed
+
+
+class ToServer(NamedTuple):
+    """Send this now, to a server that has another copy of the key range."""
+
+    to: int
+    message: Message
+
+
+CopyAction = Action | ToServer
+
+
+@final
+class Replication:
+    """
+    Args:
+        core: of the key range; its shards are built.
+        server: which one of the group this is.
+    """
+
+    def __init__(self, core: ServerCore, *, server: int, chain: Chain) -> None:
+        self._core, self._server, self._chain = core, server, chain
+        self._number = self._acknowledged = 0  # of the last entry that is part of this copy, and of all after it
+        self._unacknowledged: deque[Message] = deque()
+        self._held: deque[tuple[int, Action]] = deque()
+        self._gradients: list[list[Tensor]] = entries.zeroed(core.parts)
+        self._new: list[Message] = []
+        for index, part in enumerate(core.parts):
+            part.shard.before_closing = partial(self._note, index)
+
+    @property
+    def is_head(self) -> bool:
+        return self._chain.head == self._server
+
+    def receive(self, message: Message, now_s: float) -> Iterator[CopyAction]:
+        """What to do about a worker's message, or another copy's; to the end, or the state is not whole. Raises
+        WireError if it is another copy's, and not the next one."""
+        if message.kind is Kind.REPLICATE:
+            yield from self._take(message)
+        elif message.kind is Kind.REPLICATED:
+            yield from self._hear(message)
+        elif message.kind is Kind.JOIN or not self.is_head:
+            refused = WireError("nobody joins while servers have replicas" if self.is_head else "it only has a copy")
+            yield Send(message.sender, self._core.failure(refused))
+        else:
+            yield from self._serve(message, now_s)
+
+    def reform(self, chain: Chain) -> Iterator[CopyAction]:
+        """The chain has changed, and this server is still in it."""
+        self._chain, self._core.epoch = chain, chain.epoch
+        is_last = chain.after(self._server) is None
+        if is_last:
+            self._unacknowledged.clear()
+        yield from self._acknowledge(self._number if is_last else self._acknowledged)
+        for entry in list(self._unacknowledged):
+            yield self._forward(entry)
+
+    def _serve(self, message: Message, now_s: float) -> Iterator[CopyAction]:
+        actions = list(self._core.receive(message, now_s))
+        is_refused = any(isinstance(action, Send) and action.message.kind is Kind.ERROR for action in actions)
+        if not is_refused:
+            self._new += entries.of_request(message, self._core.parts)
+        new, self._new = self._new, []
+        for entry in new:
+            self._number += 1
+            entry.clock = self._number
+            yield from self._hand_on(entry)
+        self._held.extend((self._number, action) for action in actions)
+        yield from self._release()
+
+    def _note(self, index: int, closed: Closed) -> None:
+        if self.is_head:
+            self._new.append(entries.of_closed(index, self._core.parts[index], closed))
+
+    def _take(self, entry: Message) -> Iterator[CopyAction]:
+        """An entry of the copy before. Of a later epoch, whoever sends it has heard of that already."""
+        if self.is_head or entry.epoch < self._core.epoch:
+            return  # of one that is taken for dead
+        self._core.epoch = entry.epoch
+        if entry.clock > self._number + 1:
+            raise WireError(f"entry {entry.clock} has come after entry {self._number}")
+        if entry.clock == self._number + 1:
+            entries.apply(entry, self._core.parts, self._gradients)
+            self._number = entry.clock
+            yield from self._hand_on(entry)
+        elif entry.clock <= self._acknowledged:
+            yield from self._acknowledge(self._acknowledged)
+
+    def _hear(self, message: Message) -> Iterator[CopyAction]:
+        """The copies after this one have all entries up to this."""
+        if message.sender == self._chain.after(self._server):
+            while self._unacknowledged and self._unacknowledged[0].clock <= message.clock:
+                self._unacknowledged.popleft()
+            yield from self._acknowledge(message.clock)
+
+    def _hand_on(self, entry: Message) -> Iterator[CopyAction]:
+        if self._chain.after(self._server) is None:
+            yield from self._acknowledge(entry.clock)
+        else:
+            self._unacknowledged.append(entry)
+            yield self._forward(entry)
+
+    def _acknowledge(self, number: int) -> Iterator[CopyAction]:
+        self._acknowledged = max(self._acknowledged, number)
+        if self.is_head:
+            yield from self._release()
+        else:
+            said = Message(Kind.REPLICATED, self._core.epoch, sender=self._server, clock=self._acknowledged)
+            yield ToServer(_required(self._chain.before(self._server)), said)
+
+    def _forward(self, entry: Message) -> ToServer:
+        entry.sender, entry.epoch = self._server, self._core.epoch
+        return ToServer(_required(self._chain.after(self._server)), entry)
+
+    def _release(self) -> Iterator[Action]:
+        while self._held and self._held[0][0] <= self._acknowledged:
+            yield self._held.popleft()[1]
+
+
+def _required(server: int | None) -> int:
+    assert server is not None
+    return server

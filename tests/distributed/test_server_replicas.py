@@ -1,0 +1,159 @@
+"""Servers are killed in the middle of a run: with replicas it goes on as if they had not been."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.checkpoint import Checkpoint
+from paceline.errors import UsageError
+from paceline.nn import ShardedEmbedding
+from paceline.records import UpdateRecord, read_records
+from tests.distributed.harness import TRAIN, Command, events, is_training, pids, wait_until
+from tests.distributed.local import Listener
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+NUM_STEPS = 120
+SOON_S = 20.0  # of a busy machine; the deadline is 300 s
+Start = Callable[..., Command]
+
+
+def begin(start: Start, out: Path, strategy: str, *faults: object, steps: int = NUM_STEPS, **options: int) -> Command:
+    chosen = [f"--option={name}={value}" for name, value in options.items()]
+    return start(
+        "run", TRAIN, "--strategy", strategy, "--workers", 2, "--eval-every", 40, "--out", out, *chosen, "--",
+        *faults, "--step-s", 0.01, "--steps", steps, "--results", out,
+    )  # fmt: skip
+
+
+def checkpoint(out: Path) -> Checkpoint:
+    return Checkpoint.decode((out / "checkpoint.pt").read_bytes(), where="checkpoint.pt")
+
+
+def assert_equal(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    assert own.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
+
+
+def kill(out: Path, server: int) -> float:
+    pid = pids(out)[f"server-{server}"]
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def has(out: Path, name: str) -> bool:
+    return bool(of(out, name))
+
+
+def of(out: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in events(out) if event["name"] == name]
+
+
+def test_the_model_is_that_of_the_undisturbed_run(start: Start, tmp_path: Path) -> None:
+    outs = [tmp_path / "whole", *(tmp_path / f"without-{server}" for server in (0, 1))]
+    for out, faults in zip(outs, [(), *(("--fault", "kill-server", "--rank", each) for each in (0, 1))], strict=True):
+        command = begin(start, out, "ps-bsp", *faults, "--step", 40, servers=2, replicas=1)
+        output = command.wait()
+        assert command.status == 0, output
+        command.assert_nothing_left()
+    whole = checkpoint(outs[0])
+    for server, out in enumerate(outs[1:]):
+        saved = checkpoint(out)
+        assert saved.iteration == NUM_STEPS
+        assert_equal(saved.model, whole.model)
+        assert_equal(saved.optimizer, whole.optimizer)
+        (lost,), (taken,) = of(out, "server_lost"), of(out, "taken_over")
+        assert lost["who"] == f"server-{server}"
+        assert lost["details"] == {"process": pids(out)[lost["who"]], "key_ranges": [server], "left": 1}
+        assert taken["who"] == f"server-{1 - server}"
+        assert taken["details"]["key_range"] == server
+        assert taken["details"]["took_s"] < 1.0
+
+
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_every_gradient_counts_once(start: Start, tmp_path: Path, strategy: str, victim: int) -> None:
+    out = tmp_path / "out"
+    command = begin(
+        start, out, strategy, "--fault", "kill-server", "--rank", victim, "--step", 40, servers=2, replicas=1
+    )
+    output = command.wait()
+    assert command.status == 0, output
+    assert checkpoint(out).iteration == 2 * NUM_STEPS
+    updates = read_records(out, UpdateRecord)
+    seen = Counter((record.server, record.worker, record.clock) for record in updates)
+    assert max(seen.values()) == 1
+    whole = [record for record in updates if record.server != victim]
+    assert sorted((record.worker, record.clock) for record in whole) == [
+        (w, c) for w in (0, 1) for c in range(NUM_STEPS)
+    ]
+    # Of those that the dead one made, records of its last half second may be missing, but no number is given twice.
+    numbers = sorted(record.iteration for record in updates if record.server == victim)
+    assert all(after == before + 1 for before, after in pairwise(numbers[-NUM_STEPS // 2 :]))
+    assert numbers[-1] == 2 * NUM_STEPS
+
+
+def train_rows() -> None:
+    worker = paceline.init()
+    model = nn.Sequential(ShardedEmbedding(100, 4, optimizer="sgd:lr=0.1"), nn.Linear(4, 1))
+    loader = DataLoader(TensorDataset(torch.arange(64), torch.zeros(64)), batch_size=4)
+    worker.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1), loader)
+
+
+def test_rows_of_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="replicas=1 does not copy the rows of a ShardedEmbedding"):
+        paceline.run(
+            train_rows, strategy="ps-asp", options={"servers": 2, "replicas": 1}, workers=1, out=tmp_path / "out",
+            watcher=Listener(),
+        )  # fmt: skip
+
+
+def test_two_replicas_outlive_two_deaths(start: Start, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    output = begin(start, whole, "ps-bsp", steps=400, servers=3, replicas=2).wait()
+    assert checkpoint(whole).iteration == 400, output
+    command = begin(start, out, "ps-bsp", steps=400, servers=3, replicas=2)
+    assert wait_until(lambda: is_training(out), within_s=120)
+    time.sleep(0.7)
+    kill(out, 0)
+    assert wait_until(lambda: has(out, "taken_over"), within_s=SOON_S)
+    time.sleep(0.3)
+    kill(out, 1)
+    output = command.wait()
+    assert command.status == 0, output
+    assert [event["who"] for event in of(out, "server_lost")] == ["server-0", "server-1"]
+    taken = [(event["who"], event["details"]["key_range"]) for event in of(out, "taken_over")]
+    assert taken == [("server-1", 0), ("server-2", 0), ("server-2", 1)]
+    assert_equal(checkpoint(out).model, checkpoint(whole).model)
+
+
+def test_the_death_of_every_copy_ends_the_run(start: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = begin(start, out, "ps-asp", steps=100_000, servers=2, replicas=1)
+    assert wait_until(lambda: has(out, "checkpoint") or is_training(out), within_s=120)
+    time.sleep(1.0)
+    kill(out, 1)
+    assert wait_until(lambda: has(out, "taken_over"), within_s=SOON_S)
+    killed_s = kill(out, 0)
+    output = command.wait()
+    assert time.monotonic() - killed_s < SOON_S
+    assert command.status == 1
+    members = pids(out)
+    named = rf"server 1 \(process {members['server-1']}\) and server 0 \(process {members['server-0']}\) have died"
+    assert re.search(named + r", and with them every copy of key range 0, 1", output)
+    assert "has no checkpoint yet" in output or f"--resume {out} goes on from its checkpoint of iteration" in output
+    assert "Traceback" not in output
+    command.assert_nothing_left()

@@ -150,6 +150,9 @@ class Batches:
             self._survivor.give(place)
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
         self.num_samples = part.num_samples
+        same_gradients = self._run.prepared.same_gradients
+        if same_gradients is not None and same_gradients.is_looking:
+            same_gradients.hand_out(part.data)
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     def _poison(self, batch: Any) -> Any:

@@ -30,6 +30,11 @@ class _Handed:
     tensors: tuple[TensorWeakRef, ...]
 
     @property
+    def is_held(self) -> bool:
+        """Whether the script, or anybody, still has it."""
+        return any(ref() is not None for ref in self.tensors)
+
+    @property
     def memory(self) -> list[range]:
         """Where those of its tensors lie that the script still holds."""
         alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
@@ -51,6 +56,8 @@ class Handouts:
     only one is out. With several out, the model's next input tells: it shares memory with a batch, or is as long. Where
     it does not tell, batches were read ahead if an epoch begins so, and left out otherwise; that is enough as long as
     all have the same weight.
+
+    Batches that a script keeps are known by their memory when it trains on them again.
 
     Gradients that a script sets itself, without a backward pass, are of all batches since the step before.
 
@@ -77,6 +84,7 @@ class Handouts:
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
+        self._kept: list[_Handed] = []  # trained on before that, and still held by the script
         self._known: _Handed | None = None  # what the model is computing on
         self._gives_all: bool | None = None  # whether collation gives as many rows as there are samples
         self._lengths: dict[int, int] = {}  # how many rows it gives of so many samples
@@ -109,6 +117,7 @@ class Handouts:
         self._known = None
         if place.num_batches_done == 0:
             self._num_ahead = None
+            self._kept = [kept for kept in self._kept if kept.is_held]
         self._out.append(handed)
         self._weigh()
 
@@ -266,7 +275,7 @@ class Handouts:
         candidates = self._candidates()
         if len({handed.weight for handed in candidates}) == 1:
             self._set_weight(candidates[0].weight)
-        if len(candidates) > 1:
+        if len(candidates) > 1 or self._kept:
             self._look_at_inputs()
         elif self._looks and self._num_ahead != math.inf:
             for hook in self._looks:
@@ -294,7 +303,9 @@ class Handouts:
         candidates = self._candidates()
         starts = [tensor.data_ptr() for tensor in inputs]
         sharing = [
-            handed for handed in candidates if any(start in memory for memory in handed.memory for start in starts)
+            handed
+            for handed in dict.fromkeys([*candidates, *self._kept])
+            if any(start in memory for memory in handed.memory for start in starts)
         ]
         if len(sharing) == 1:
             return sharing[0]
@@ -317,9 +328,12 @@ class Handouts:
         handed = known or self._expected(self._out)
         if handed is None or handed is self._last:  # one more pass through the same batch
             return
-        if self._num_ahead is None:
-            self._num_ahead = len(self._out) - 1 - self._out.index(handed)
-        self._out.remove(handed)
+        if self._last is not None and self._last.is_held and self._last not in self._kept:
+            self._kept.append(self._last)
+        if handed in self._out:
+            if self._num_ahead is None:
+                self._num_ahead = len(self._out) - 1 - self._out.index(handed)
+            self._out.remove(handed)
         self._last = handed
         self._num_samples += handed.num_samples
 

@@ -1,8 +1,10 @@
 """Notices that all ranks compute the same gradients, though the batches that they were given differ."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -55,7 +57,8 @@ class SameGradients:
 
     def said(self) -> list[str]:
         """What this rank tells the others in a pause: its gradients since the one before, and a batch."""
-        return ["".join(self._gradients), self._batch]
+        gradients = hashlib.blake2b("".join(self._gradients).encode(), digest_size=8).hexdigest()
+        return [gradients if self._gradients else "", self._batch]
 
     def require(self, everyone: Sequence[Sequence[str]]) -> None:
         """Raises UsageError if they were the same on all ranks in several looks in a row, and batches were not."""
@@ -79,7 +82,9 @@ class SameGradients:
         self._hooks = []
 
     def _take(self, gradient: Tensor) -> None:
-        """Nothing is told by gradients that are zero."""
+        """Nothing is told by gradients that are zero; sparse ones are refused where they arrive."""
+        if gradient.layout is not torch.strided:
+            return
         some = _some_of(gradient)
         if bool(some.any()):
             self._gradients[digest([some])] = None

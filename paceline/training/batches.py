@@ -72,7 +72,7 @@ class Batches:
             on_position=on_position,
             poison=self._poison if self._poisons else None,
             on_pass=self._on_pass,
-            on_pass_end=self._on_pass_end,
+            on_pass_end=partial(self._on_pass_end, name),
             should_stop=lambda: self._course.is_over,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self._run.traits.takes_equal_steps,
@@ -133,8 +133,11 @@ class Batches:
             feed.handouts.end_pass()
         self._course.begin_turn()
 
-    def _on_pass_end(self) -> None:
-        if self._run.context.roster is not None and not self._is_elsewhere:
+    def _on_pass_end(self, name: str) -> None:
+        if self._is_elsewhere:
+            return
+        self._run.prepared.feeds[name].handouts.end_data()
+        if self._run.context.roster is not None:
             self._course.end_turn()
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:

@@ -389,9 +389,20 @@ def pinned(worker: Any) -> DataLoader[Any]:
     return DataLoader(samples(), batch_size=BATCH_SIZE, pin_memory=True)
 
 
-def kept_with_tail(worker: Any) -> nn.Module:
-    """Reads once, and trains on what it has kept, of which the last batch is smaller."""
-    return train(worker, loader=lambda worker: loader_of(samples(91)), way=partial(cached, kept={}))
+def keeping(batches: Any, *, kept: list[Any]) -> Iterator[Any]:
+    """Keeps what it has trained on, and trains on it from then on."""
+    if kept:
+        yield from kept
+        return
+    for batch in batches:
+        yield batch
+        kept.append(batch)
+
+
+def kept_with_tail(worker: Any, *, reads_first: bool) -> nn.Module:
+    """Trains on what it has kept from the first pass, of which the last batch is smaller."""
+    way: Any = partial(cached, kept={}) if reads_first else partial(keeping, kept=[])
+    return train(worker, loader=lambda worker: loader_of(samples(91)), way=way)
 
 
 def made_anew(worker: Any, *, first: int = 1) -> nn.Module:
@@ -551,7 +562,8 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "own labelled anew": partial(train, loader=labelled, passed=label_own_anew),
     "batches of a class": partial(train, loader=batches_of_a_class),
     "pinned": partial(train, loader=pinned),
-    "kept with a tail": kept_with_tail,
+    "kept with a tail": partial(kept_with_tail, reads_first=False),
+    "kept with a tail, read first": partial(kept_with_tail, reads_first=True),
     "loaders made anew": made_anew,
     "loaders made anew, later": partial(made_anew, first=2),
     "tensors in turns": partial(from_tensors, beside=False),

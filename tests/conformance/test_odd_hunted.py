@@ -270,8 +270,9 @@ def test_gradients_may_be_the_same_where_that_is_said(tmp_path: Path) -> None:
     assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path, strict=True).iteration == 24
 
 
-def test_records_count_batches_that_a_script_has_kept(tmp_path: Path) -> None:
-    script = partial(launched, odd_recipes.kept_with_tail)
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_records_count_batches_that_a_script_has_kept(reads_first: bool, tmp_path: Path) -> None:
+    script = partial(launched, partial(odd_recipes.kept_with_tail, reads_first=reads_first))
     result = virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
     assert sum(step.samples for step in result.steps) == 2 * 91
 

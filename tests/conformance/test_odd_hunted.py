@@ -107,8 +107,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "another loader beside": {EVERYWHERE: BESIDE},
     "another loader beside, two steps a batch": {EVERYWHERE: rf"{BESIDE}|every rank must step alike"},
     "heads in turns": {SERVERS: UNUSED},
-    "shared after": {SERVERS: MOVED},
-    "through a vector": {SERVERS: MOVED},
+    "shared after": {(*SERVERS, "gossip"): MOVED},
+    "through a vector": {(*SERVERS, "gossip"): MOVED},
     "rate found inside": {SERVERS: r"rank \d loads its optimizer's state after the first batch.*or use all-reduce"},
     "decayed by hand, later": {("ps-bsp",): LATE},
     "clipped by own loss": {("all-reduce",): DRIFT, ("ps-bsp",): LATE},
@@ -120,11 +120,11 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "loaders made anew": {EVERYWHERE: BESIDE},
     "loaders made anew, later": {EVERYWHERE: BESIDE},
     "tensors in turns": {JOINT: ALIKE},
-    "small ones left out, some": {JOINT: TOGETHER},
-    "bad ones left out": {JOINT: TOGETHER},
-    "stops early": {JOINT: TOGETHER},
+    "small ones left out, some": {(*JOINT, "gossip"): TOGETHER},
+    "bad ones left out": {(*JOINT, "gossip"): TOGETHER},
+    "stops early": {(*JOINT, *ALONE): TOGETHER},
     "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
-    "the first rank alone": {JOINT: TOGETHER},
+    "the first rank alone": {(*JOINT, *ALONE): TOGETHER},
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""

@@ -61,8 +61,10 @@ from paceline.strategies.looks import Window
 from paceline.strategies.server_owned import ServerOwned
 from paceline.strategies.untouched import Untouched
 from paceline.training import agreement
+from paceline.training.clock import TrainingClock
 from paceline.training.given import told_apart
 from paceline.training.handouts import Handouts
+from paceline.training.same_gradients import SameGradients
 from paceline.training.session import Session
 
 PLAIN = ("plain", "lockstep")
@@ -112,10 +114,13 @@ CHECKS: tuple[tuple[Any, str, Any], ...] = (
     (HeldState, "require_untouched", nothing),
     (ServerOwned, "require_untouched", nothing),
     (ServerOwned, "require_in_place", nothing),
-    *((Untouched, name, lambda self: ()) for name in ("_count_changes", "_all_digests")),
-    *((Window, name, lambda self: b"") for name in ("read", "next_step")),
-    (Combining, "_versions", lambda self: ([], [])),
+    *((Untouched, name, nothing) for name in ("accept", "accept_values")),
+    *((Window, name, lambda self: b"") for name in ("read", "move_on")),
+    (Combining, "_versions", lambda self: []),
     (combining, "digest", lambda tensors: ""),
+    (serving, "digest", lambda tensors: ""),
+    (serving, "next_look", lambda step: step + 1),
+    *((SameGradients, name, nothing) for name in ("begin", "hand_out", "_take")),
     (Handouts, "_require_all_samples", nothing),
     (agreement, "digest", lambda tensors: ""),
     (agreement, "settings_of", lambda optimizer: ()),
@@ -153,7 +158,9 @@ class Spent:
         def call(*arguments: Any, **settings: Any) -> Any:
             if self._depth:
                 return check(*arguments, **settings)
-            self._depth, start_s = 1, time.thread_time()
+            self._depth = 1
+            time.thread_time()  # what it takes to find the clock after a backward pass is no check's
+            start_s = time.thread_time()
             try:
                 return check(*arguments, **settings)
             finally:
@@ -211,6 +218,7 @@ class Worker:
         self.rank, self.size, self.line, self.done, self.servers = rank, size, line, done, servers
         self.model_name, self.batch_size = model, batch_size
         self.meetings = 0
+        self.clocks: dict[str, TrainingClock] = {}
 
     def step_of(self, name: str) -> Step:
         model = make_model(self.model_name)
@@ -220,6 +228,7 @@ class Worker:
         optimizer.differs_by_rank = name in PLAIN
         if name not in PLAIN:
             session = self._session(name)
+            self.clocks[name] = session.run.clock
             [loader] = session.prepare(told_apart((model, optimizer, loader), {})).values()
         batches = _repeated(loader)
 
@@ -227,6 +236,16 @@ class Worker:
             train_step(model, optimizer, next(batches))
 
         return self._meeting_after(step) if name == "lockstep" else step
+
+    @contextmanager
+    def turn_of(self, name: str) -> Iterator[None]:
+        """Others' turns are not on a contender's clock, by which it knows how fast it is and so how often to look."""
+        clock = self.clocks.get(name)
+        if clock is not None and clock.now_s:
+            clock.resume()
+        yield
+        if clock is not None:
+            clock.pause()
 
     def meet(self) -> None:
         """All workers have come here."""
@@ -322,7 +341,7 @@ def work(
         for name in order:
             step = contenders[name]
             counts = spent[name].counted() if counts_checks else nullcontext()
-            with unchecked() if name.endswith(UNCHECKED) else counts:
+            with worker.turn_of(name), unchecked() if name.endswith(UNCHECKED) else counts:
                 step()  # brings the contender's memory into caches
                 worker.meet()
                 spent[name].total_s = 0.0

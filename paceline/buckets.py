@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.arrays import as_array, is_finite
 from paceline.errors import UsageError
+from paceline.hooks import OwnHook
 from paceline.layout import NUM_FLAGS, Layout
 
 # Places among a bucket's flags; one a tensor follows, above zero where it has a gradient.
@@ -267,8 +268,8 @@ class _WhenReady:
 
 
 def is_own_hook(hook: object) -> bool:
-    """Whether it is one that `when_gradient_is_ready` has added."""
-    return type(hook) is _WhenReady
+    """Whether it is one of this package."""
+    return isinstance(hook, _WhenReady | OwnHook)
 
 
 def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:

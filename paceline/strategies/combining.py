@@ -8,7 +8,7 @@ from torch import Tensor
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.strategies.digests import digest
-from paceline.strategies.looks import Window
+from paceline.strategies.looks import Window, version_of
 
 Mode = Literal["auto", "always", "never"]
 _WINDOW_BYTES = 256
@@ -47,7 +47,9 @@ class Combining:
         self._refuses_change = mode == "auto" and collective.size > 1
         watched = [flat for flat in flats if flat.is_cpu] if self._refuses_change else []
         self._windows = [Window(flat, _WINDOW_BYTES) for flat in watched]
-        self._seen: tuple[list[int], list[bytes]] | None = None  # what `_versions` gave after backward
+        self.looks = True
+        """Whether what the windows show is compared in this step."""
+        self._seen: list[object] | None = None  # what `_versions` gave after backward
         self._looks_closely = False
         self._digest = ""  # of the gradients after backward, in a step that is looked at closely
         self.is_combined = False
@@ -113,8 +115,9 @@ class Combining:
         """The step begins: whether its gradients are the workers' mean. The next step starts anew."""
         is_combined, self.is_combined, self._seen = self.is_combined, False, None
         self._looks_closely = False
-        for window in self._windows:
-            window.next_step()
+        if self.looks:
+            for window in self._windows:
+                window.move_on()
         return is_combined
 
     def _decide(self, *, is_scaled: bool) -> None:
@@ -131,7 +134,8 @@ class Combining:
             return False
         return self._seen != self._versions() or (closely and self._digest != digest(self._flats))
 
-    def _versions(self) -> tuple[list[int], list[bytes]]:
+    def _versions(self) -> list[object]:
         """In-place changes of any gradient so far, which views count on the tensor they are a view of, and some bytes,
         since torch does not count changes through `.data`."""
-        return [flat._version for flat in self._flats], [window.read() for window in self._windows if window.is_open]
+        versions = list(map(version_of, self._flats))
+        return [*versions, *(window.read() for window in self._windows)] if self.looks else versions

@@ -17,14 +17,13 @@ class ServerOwned:
     def __init__(self, replica: Replica, layout: Layout, mirror: Mirror) -> None:
         self._replica = replica
         self._places = [view.data_ptr() for view in lay_parameters(replica, layout, mirror.local)]
-        self._untouched = Untouched(replica.parameters, mirror.local)
-        self.accept = self._untouched.accept
+        self.untouched = Untouched(replica.parameters, mirror.local)
 
     def changed(self) -> str | None:
         """The name of a parameter that the script has changed or moved, as far as can be told."""
         here = [parameter.data_ptr() for parameter in self._replica.parameters]
         moved = [index for index, place in enumerate(self._places) if here[index] != place]
-        found = moved[0] if moved else self._untouched.look()
+        found = moved[0] if moved else self.untouched.look()
         return None if found is None else self._replica.specs[found].name
 
     def require_in_place(self, *, rank: int, step: int) -> None:
@@ -38,7 +37,7 @@ class ServerOwned:
 
     def require_untouched(self, *, rank: int, step: int) -> None:
         """Raises UsageError if the script changed parameters in place, which servers would not know of."""
-        found = self._untouched.look()
+        found = self.untouched.look()
         if found is not None:
             raise UsageError(
                 f"step {step}: the script changed parameters in place on rank {rank}, but the servers own them and "

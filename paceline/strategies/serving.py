@@ -23,7 +23,7 @@ from paceline.strategies.combining import Combining, Mode
 from paceline.strategies.digests import digest
 from paceline.strategies.finite import nonfinite_row
 from paceline.strategies.held_state import HeldState
-from paceline.strategies.looks import is_looked_at
+from paceline.strategies.looks import next_look
 from paceline.strategies.meeting import gathered
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
@@ -110,9 +110,10 @@ class ServerSynchronizer(Synchronizer):
         )
         self._held = HeldState(store, replica, context.collective)
         self._steps = 0
+        self._looks_at = 1  # the step before which is looked at what the script may have changed
         self._compares = False  # what this step pushes with the other workers', if all are to push the same
         self._is_joint = context.size == 1 or (is_weighted and not is_partial)
-        self._is_left_to_script = False  # the servers' parameters are no longer written here
+        self._has_left = self._is_left_to_script = False  # the last: the servers' parameters are no longer written here
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
         self._attributes = own_attributes(replica.optimizer)
@@ -157,7 +158,8 @@ class ServerSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
         optimizer = self.replica.optimizer
-        if is_looked_at(self._steps):
+        if self._steps == self._looks_at:
+            self._looks_at = next_look(self._steps)
             self._require_as_prepared()
             self._owned.require_in_place(rank=self.context.rank, step=self._steps)
         self._owned.require_untouched(rank=self.context.rank, step=self._steps)
@@ -185,32 +187,41 @@ class ServerSynchronizer(Synchronizer):
             for segment, flat in zip(self._buckets.layout.segments, self._flats, strict=True):
                 segment.zero_padding(flat)
         looks_closely = self._steps == 1 or outcome.iteration >= pause_at
-        self._owned.accept(looks_closely=looks_closely)
         if looks_closely:
+            self._looks_at = self._steps + 1
             self._combining.look_closely()
+        self._combining.looks = self._looks_at == self._steps + 1
+        if self._combining.looks:
+            self._owned.untouched.accept_values(looks_closely=looks_closely)
         self._compares = looks_closely
         return outcome
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         outcome = self._take(self._store.wait_for_admission(pause_at=pause_at))
-        self._owned.accept()
+        self._owned.untouched.accept_values()
         return outcome
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """The servers' parameters. They come again at the end: an evaluation may have swapped in others."""
-        self._refresh()
+        """The servers' parameters. They come again at the end: an evaluation may have swapped in others.
+
+        Raises:
+            UsageError: the script has changed them since its last step, which would be undone here.
+        """
+        if not self._has_left:
+            self._owned.require_untouched(rank=self.context.rank, step=self._steps + 1)
+        self._refresh(looks_closely=False)
         try:
             with super().global_model() as model:
                 yield model
         finally:
-            self._refresh()
+            self._refresh(looks_closely=True)
 
     def leave(self) -> None:
         """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of
         them is in the run's model. Elsewhere others may still train, and it is told that this is not in it."""
         self._require_as_prepared()
-        self._is_left_to_script = self._is_joint
+        self._has_left, self._is_left_to_script = True, self._is_joint
         changed = None if self._is_joint or not self.context.is_first else self._owned.changed()
         if changed is not None:
             warnings.warn(
@@ -250,12 +261,12 @@ class ServerSynchronizer(Synchronizer):
         spend = self.context.pacing.spend
         return PushCoding(codec, self.context.seed, left, beside=scope == "all", spend=spend)
 
-    def _refresh(self) -> None:
+    def _refresh(self, *, looks_closely: bool) -> None:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
         if self.context.rank == 0 and not self._is_left_to_script:
             self._store.pull()
             self._parameters.to_device()
-            self._owned.accept()
+            self._owned.untouched.accept(looks_closely=looks_closely)
 
     def _take(self, reply: Reply) -> StepOutcome:
         self._parameters.to_device()

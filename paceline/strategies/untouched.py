@@ -6,7 +6,7 @@ from typing import final
 from torch import Tensor, nn
 
 from paceline.strategies.digests import digest
-from paceline.strategies.looks import Window
+from paceline.strategies.looks import Window, version_of
 
 _WINDOW_BYTES = 2048
 
@@ -35,41 +35,43 @@ class Untouched:
         Args:
             looks_closely: any change is to show at the next look, through `.data` too.
         """
+        self._versions = list(map(version_of, self._parameters))
+        self.accept_values(looks_closely=looks_closely)
+
+    def accept_values(self, *, looks_closely: bool = False) -> None:
+        """As `accept`, by who has changed values past torch: what torch has counted up to now still shows."""
         looks_closely = looks_closely or self._digests is not None
-        self._versions = self._count_changes()
         self._digests = self._all_digests() if looks_closely else None
         if self._window is not None:
-            self._window.next_step()
+            self._window.move_on()
             self._seen = self._window.read()
 
     def look(self) -> int | None:
         """The index of a parameter that was changed since `accept`."""
-        found = _first_unlike(self._versions, self._count_changes())
-        if found is None and self._digests is not None:
-            found = _first_unlike(self._digests, self._all_digests())
-        if found is None and self._seen and self._window is not None:
-            found = self._found_in(self._window)
-        self._digests = None
+        versions = list(map(version_of, self._parameters))
+        if versions != self._versions:
+            return _first_unlike(self._versions, versions)
+        digests, seen, self._digests, self._seen = self._digests, self._seen, None, b""
+        found = None if digests is None else _first_unlike(digests, self._all_digests())
+        if found is None and seen and self._window is not None:
+            found = self._found_in(self._window, seen)
         return found
 
-    def _found_in(self, window: Window) -> int | None:
+    def _found_in(self, window: Window, before: bytes) -> int | None:
         """What lies between parameters is nobody's."""
-        seen = window.read()
-        if seen == self._seen:
+        now = window.read()
+        if now == before:
             return None
         starts_at = self._begins + window.start
         for index, parameter in enumerate(self._parameters):
             place = parameter.data_ptr() - starts_at
             own = slice(max(0, place), max(0, place + parameter.nbytes))
-            if self._seen[own] != seen[own]:
+            if before[own] != now[own]:
                 return index
         return None
 
     def _all_digests(self) -> list[str]:
         return [digest([parameter]) for parameter in self._parameters]
-
-    def _count_changes(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
 
 
 def _first_unlike(before: Sequence[object], now: Sequence[object]) -> int | None:

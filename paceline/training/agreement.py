@@ -71,7 +71,12 @@ class Agreement:
         before_s = run.context.pacing.now_s()
         parameters = digest(replica.model.parameters()) if looks else None
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
+        own = run.prepared.same_gradients
+        said = own.said() if own is not None else []
+        if own is not None and not is_last:
+            own.begin()
         return {
+            "own": said,
             "progress": list(run.prepared.handouts.progress()),
             "settings": hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest(),
             "parameters": parameters,
@@ -82,7 +87,7 @@ class Agreement:
         """Compare all workers' reports. Collective call.
 
         Raises:
-            UsageError: a worker alone has left out a batch or a step.
+            UsageError: a worker alone has left out a batch or a step, or all compute the same.
             TensorMismatch: settings or parameters differ; the message names the first, the ranks, and what to do. A
                 difference of parameters that is within rounding is told once, as an event.
         """
@@ -91,6 +96,9 @@ class Agreement:
         require_same([Progress(*report["progress"]) for report in reports])
         if len({report["settings"] for report in reports}) > 1:
             self._compare_settings()
+        own = self._run.prepared.same_gradients
+        if own is not None:
+            own.require([report["own"] for report in reports])
         before_s = self._run.context.pacing.now_s()
         if len({report["parameters"] for report in reports}) > 1:
             self._compare_parameters()

@@ -72,7 +72,7 @@ class Batches:
             on_position=on_position,
             poison=self._poison if self._poisons else None,
             on_pass=self._on_pass,
-            on_pass_end=self._on_pass_end,
+            on_pass_end=partial(self._on_pass_end, name),
             should_stop=lambda: self._course.is_over,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self._run.traits.takes_equal_steps,
@@ -133,8 +133,11 @@ class Batches:
             feed.handouts.end_pass()
         self._course.begin_turn()
 
-    def _on_pass_end(self) -> None:
-        if self._run.context.roster is not None and not self._is_elsewhere:
+    def _on_pass_end(self, name: str) -> None:
+        if self._is_elsewhere:
+            return
+        self._run.prepared.feeds[name].handouts.end_data()
+        if self._run.context.roster is not None:
             self._course.end_turn()
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:
@@ -150,6 +153,9 @@ class Batches:
             self._survivor.give(place)
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
         self.num_samples = part.num_samples
+        same_gradients = self._run.prepared.same_gradients
+        if same_gradients is not None and same_gradients.is_looking:
+            same_gradients.hand_out(part.data)
         feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
 
     def _poison(self, batch: Any) -> Any:

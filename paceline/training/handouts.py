@@ -52,6 +52,8 @@ class Handouts:
     it does not tell, batches were read ahead if an epoch begins so, and left out otherwise; that is enough as long as
     all have the same weight.
 
+    Batches that a script keeps are known by their memory when it trains on them again.
+
     Gradients that a script sets itself, without a backward pass, are of all batches since the step before.
 
     Args:
@@ -77,6 +79,8 @@ class Handouts:
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[_Handed] = deque()
         self._last: _Handed | None = None  # trained on last
+        self._kept: dict[int, _Handed] = {}  # trained on before that and still held, by where a tensor of it lies
+        self._is_over = False  # the pass: what is trained on before the next one, the script has kept
         self._known: _Handed | None = None  # what the model is computing on
         self._gives_all: bool | None = None  # whether collation gives as many rows as there are samples
         self._lengths: dict[int, int] = {}  # how many rows it gives of so many samples
@@ -109,6 +113,8 @@ class Handouts:
         self._known = None
         if place.num_batches_done == 0:
             self._num_ahead = None
+            self._kept = {start: kept for start, kept in self._kept.items() if kept.memory}
+        self._is_over = False
         self._out.append(handed)
         self._weigh()
 
@@ -198,6 +204,14 @@ class Handouts:
         num_samples, self._num_samples = self._num_samples, 0
         return num_samples
 
+    def end_data(self) -> None:
+        """The pass has no more batches."""
+        self._is_over = True
+        if self._last is not None:
+            self._kept |= {memory.start: self._last for memory in self._last.memory}
+        if self._kept:
+            self._look_at_inputs()
+
     def end_pass(self) -> None:
         """Another pass begins: what the script has left out of the one before, it does not train on any more.
 
@@ -266,7 +280,7 @@ class Handouts:
         candidates = self._candidates()
         if len({handed.weight for handed in candidates}) == 1:
             self._set_weight(candidates[0].weight)
-        if len(candidates) > 1:
+        if len(candidates) > 1 or (self._is_over and self._kept):
             self._look_at_inputs()
         elif self._looks and self._num_ahead != math.inf:
             for hook in self._looks:
@@ -293,8 +307,11 @@ class Handouts:
     def _found(self, inputs: list[Tensor]) -> _Handed | None:
         candidates = self._candidates()
         starts = [tensor.data_ptr() for tensor in inputs]
+        kept = [self._kept[start] for start in starts if start in self._kept] if self._is_over else []
         sharing = [
-            handed for handed in candidates if any(start in memory for memory in handed.memory for start in starts)
+            handed
+            for handed in dict.fromkeys([*candidates, *kept])
+            if any(start in memory for memory in handed.memory for start in starts)
         ]
         if len(sharing) == 1:
             return sharing[0]
@@ -317,9 +334,12 @@ class Handouts:
         handed = known or self._expected(self._out)
         if handed is None or handed is self._last:  # one more pass through the same batch
             return
-        if self._num_ahead is None:
-            self._num_ahead = len(self._out) - 1 - self._out.index(handed)
-        self._out.remove(handed)
+        if self._last is not None:
+            self._kept |= {memory.start: self._last for memory in self._last.memory}
+        if handed in self._out:
+            if self._num_ahead is None:
+                self._num_ahead = len(self._out) - 1 - self._out.index(handed)
+            self._out.remove(handed)
         self._last = handed
         self._num_samples += handed.num_samples
 

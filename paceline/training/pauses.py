@@ -128,7 +128,7 @@ class Pauses:
         run.awaits_others = False
         self._agreement.require(reports)
         if self._same_data is not None:
-            self._same_data.require([report["data"] for report in reports], gather=collective.all_gather_object)
+            self._same_data.require([report["data"] for report in reports])
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
         first = reports[0]
         active = [rank for rank, report in enumerate(reports) if not report["done"]]

@@ -35,7 +35,8 @@ from paceline.training.handouts import Handouts
 from paceline.training.handover import Handover
 from paceline.training.joining import States
 from paceline.training.pauses import Pauses
-from paceline.training.sharding import ShardedLoader, UnpreparedLoaders
+from paceline.training.same_gradients import SameGradients
+from paceline.training.sharding import DIFFERS, ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
 from paceline.training.summed_loss import SummedLoss
 from paceline.training.unprepared import UnpreparedSteps
@@ -129,7 +130,10 @@ class Session:
             self._survivor.attach(given, handouts)
         account = Account(self.run.clock, synchronizer.timings)
         optimizers, names = given.optimizers, given.optimizer_names
-        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, given.extra))
+        own = self._same_gradients(whole, loaders)
+        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, own, given.extra))
+        if own is not None:
+            self._at_release.callback(own.close)
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
         self._at_release.callback(looked_at.close)
         steps = Steps(self.run, self.course, self._cadence, self._summed_loss(whole, batches), looked_at)
@@ -255,6 +259,13 @@ class Session:
             is_weighed=context.has_peers and traits.is_synchronous,
         )
         return Feed(loader, handouts)
+
+    def _same_gradients(self, whole: Replica, loaders: Mapping[str, ShardedLoader]) -> SameGradients | None:
+        context = self.run.context
+        is_meant = any(getattr(loader.dataset, DIFFERS, False) for loader in loaders.values())
+        if not context.has_peers or not self.run.traits.lock_step or is_meant:
+            return None
+        return SameGradients(whole.parameters, size=context.size)
 
     def _summed_loss(self, whole: Replica, batches: Batches) -> SummedLoss | None:
         context = self.run.context

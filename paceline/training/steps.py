@@ -112,6 +112,8 @@ class Steps:
         if prepared.synchronizer.facts is not self._told:
             self.tell_facts(prepared.synchronizer.facts)
         samples = prepared.handouts.end_step()
+        if prepared.same_gradients is not None and prepared.same_gradients.is_looking:
+            prepared.same_gradients.end_step()
         run.steps += 1
         run.samples += samples
         self._course.end_step(samples, outcome)

@@ -1,7 +1,9 @@
 """Notices a loss that is a sum over its batch, where workers average gradients as if it were a mean."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -17,8 +19,9 @@ _PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0")
 
 @final
 class SummedLoss:
-    """Looks at the loss of the first backward pass, while its gradients come: on a CPU the pass has been called further
-    up the stack. What a script multiplies or divides is as it wants it.
+    """Looks at the loss of the first backward pass, while its gradients come: the pass has been called further up the
+    stack on a CPU, and in the script's own thread on a GPU, whose passes run in a thread of their own. What a script
+    multiplies or divides is as it wants it.
 
     Args:
         num_samples: of the batch that the script has got last.
@@ -29,6 +32,7 @@ class SummedLoss:
     ) -> None:
         self._rank, self._size, self._num_samples = rank, size, num_samples
         self.has_looked = False
+        self._thread = threading.get_ident()
         self._hooks = [when_gradient_is_ready(parameter, self._look, 0) for parameter in parameters]
 
     def close(self) -> None:
@@ -41,7 +45,7 @@ class SummedLoss:
             return
         self.has_looked = True
         num_samples = self._num_samples()
-        culprit = next(filter(None, _sums(num_samples)), None)
+        culprit = next(filter(None, _sums(num_samples, self._thread)), None)
         if culprit is not None and num_samples > 1:
             raise UsageError(
                 f"rank {self._rank}: the loss is a sum over the batch ({culprit}), and workers average gradients as if "
@@ -50,19 +54,23 @@ class SummedLoss:
             )
 
 
-def _sums(num_samples: int) -> Iterator[str | None]:
-    """The names of the sums among what the backward pass further up the stack began at. One that was given gradients
-    to begin with adds up the samples' losses where these are ones."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _BACKWARD:
-            tensors, gradients = frame.f_locals["tensors"], frame.f_locals["grad_tensors"]
-            if gradients is None:
-                yield from (_sum_in(tensor.grad_fn, num_samples) for tensor in _listed(tensors))
-            elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
-                yield "backward(ones)"
-            return
-        frame = frame.f_back  # type: ignore[assignment]
+def _sums(num_samples: int, thread: int) -> Iterator[str | None]:
+    """The names of the sums among what the backward pass began at that is under way here, or else in that thread. One
+    that was given gradients to begin with adds up the samples' losses where these are ones."""
+    frame = _backward_above(sys._getframe()) or _backward_above(sys._current_frames().get(thread))
+    if frame is None:
+        return
+    tensors, gradients = frame.f_locals["tensors"], frame.f_locals["grad_tensors"]
+    if gradients is None:
+        yield from (_sum_in(tensor.grad_fn, num_samples) for tensor in _listed(tensors))
+    elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
+        yield "backward(ones)"
+
+
+def _backward_above(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not _BACKWARD:
+        frame = frame.f_back
+    return frame
 
 
 def _listed(given: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
 from paceline.training.feeds import EachHandouts, Feed
 from paceline.training.handouts import Handouts
+from paceline.training.same_gradients import SameGradients
 
 
 @final
@@ -32,6 +33,8 @@ class Prepared:
     feeds: Mapping[str, Feed]
     handouts: Handouts | EachHandouts
     account: Account
+    same_gradients: SameGradients | None
+    """Looks at each rank's own, under strategies in lock-step."""
     extra: dict[str, Any]
     """What else a checkpoint holds, by name."""
 

@@ -1,6 +1,6 @@
 """Scripts that a hunt has found: each does what one process does, or ends at once and says why not.
 
-A new kind of script is one new row here and one in `odd_hunted.py` or `odd_habits.py`.
+A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits.py` or `odd_recipes.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.errors import RunFailed
-from tests.conformance import local_engine, odd_habits, odd_hunted, virtual_engine
+from tests.conformance import local_engine, odd_habits, odd_hunted, odd_recipes, virtual_engine
 from tests.conformance.odd_models import set_gradients
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
@@ -51,6 +51,10 @@ SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the
 OWN_CHANGE = r"step \d: the script has changed the mean gradient of '\d\.weight' on rank 1 .*what worker\.all_reduce"
 CONVERTED = r"parameter '\d\.\w+' (is torch.float32 instead of|was moved or converted).*convert it before prepare"
 BESIDE = r"rank \d: the script takes a batch for every step from a loader of TensorDataset .*give prepare every loader"
+ALIKE = r"all 2 ranks compute the same gradients, step after step, .*Loop over what prepare returned"
+OTHER_ORDER = r"epoch 1: the sampler of the loader 'loader' draws another order on rank 1 .*the same on every rank"
+LATE = r"step 5: the script changed gradients .* on rank \d.*use --option combine=always"
+UNUSED = r"step 1: parameter '(heads\.0|1)\.weight' has no gradient on rank \d.*or use all-reduce"
 OTHER_DATA = (
     r"epoch \d: the data set of the loader 'loader' is not the same on ranks 0 and 1 .*the same seed on every rank"
 )
@@ -102,10 +106,36 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "nothing of some batches": {JOINT: TOGETHER},
     "another loader beside": {EVERYWHERE: BESIDE},
     "another loader beside, two steps a batch": {EVERYWHERE: rf"{BESIDE}|every rank must step alike"},
+    "heads in turns": {SERVERS: UNUSED},
+    "shared after": {(*SERVERS, "gossip"): MOVED},
+    "through a vector": {(*SERVERS, "gossip"): MOVED},
+    "rate found inside": {SERVERS: r"rank \d loads its optimizer's state after the first batch.*or use all-reduce"},
+    "decayed by hand, later": {("ps-bsp",): LATE},
+    "clipped by own loss": {("all-reduce",): DRIFT, ("ps-bsp",): LATE},
+    "gradients detached and zeroed": {("all-reduce", *SERVERS): r"Can't detach views in-place. Use detach\(\) instead"},
+    "head alone": {SERVERS: UNUSED},
+    "weights perturbed": {SERVERS: IN_PLACE},
+    "weighted by own losses": {EVERYWHERE: OTHER_ORDER},
+    "own labelled anew": {EVERYWHERE: OTHER_DATA},
+    "loaders made anew": {EVERYWHERE: BESIDE},
+    "loaders made anew, later": {EVERYWHERE: BESIDE},
+    "tensors in turns": {JOINT: ALIKE},
+    "small ones left out, some": {(*JOINT, "gossip"): TOGETHER},
+    "bad ones left out": {(*JOINT, "gossip"): TOGETHER},
+    "stops early": {(*JOINT, *ALONE): TOGETHER},
+    "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
+    "the first rank alone": {(*JOINT, *ALONE): TOGETHER},
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""
+OWN = ("augmented at random", "weights perturbed", "tensors beside")
+"""What docs/script.md says to be each worker's own."""
 QUICK = (
+    "weighted by own losses",
+    "own labelled anew",
+    "kept with a tail",
+    "loaders made anew",
+    "tensors in turns",
     "state forgotten",
     "a parameter dropped",
     "step wrapped before",
@@ -121,7 +151,7 @@ QUICK = (
     "shuffled in place, later",
     "another loader beside",
 )
-SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS
+SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS | odd_recipes.SCRIPTS
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 
@@ -158,6 +188,8 @@ def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -
         return
     result = run(workers=2, out=tmp_path / "two")
     assert all(tensor.isfinite().all() for tensor in result.model_state().values())
+    if name in OWN:
+        return
     if strategy in JOINT:
         assert_close(result.model_state(), train_alone(script, 2), EXACT)
     elif name not in RANDOM:
@@ -195,6 +227,70 @@ def test_another_loader_beside_may_be_each_workers_own(more: Any, tmp_path: Path
         return odd_hunted.train(worker, way=partial(odd_habits.beside, more=partial(more, worker)))
 
     assert virtual_engine.run(partial(launched, script), strategy="all-reduce", workers=2, out=tmp_path).iteration > 3
+
+
+def with_loader_workers(worker: Any) -> DataLoader[Any]:
+    return DataLoader(odd_habits.Shard(worker.rank, worker.size), batch_size=BATCH_SIZE, num_workers=1)
+
+
+def test_data_that_loader_workers_alone_read_are_compared(tmp_path: Path) -> None:
+    script = partial(launched, partial(odd_hunted.train, loader=with_loader_workers))
+    with pytest.raises(RunFailed, match=f"(?s){OTHER_DATA}"):
+        virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path)
+
+
+class Constant(Dataset[Any]):
+    """As benchmarks have it."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1, 8, 8, dtype=torch.float64), 1
+
+
+def test_data_that_are_all_alike_may_give_the_same_gradients(tmp_path: Path) -> None:
+    def loader(worker: Any) -> DataLoader[Any]:
+        return DataLoader(Constant(), batch_size=BATCH_SIZE)
+
+    script = partial(launched, partial(odd_hunted.train, loader=loader))
+    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path, strict=True).iteration == 12
+
+
+def test_gradients_may_be_the_same_where_that_is_said(tmp_path: Path) -> None:
+    def loader(worker: Any) -> DataLoader[Any]:
+        found = DataLoader(samples(), batch_size=BATCH_SIZE)
+        found.dataset.differs_by_rank = True  # type: ignore[attr-defined]
+        return found
+
+    def ones(batches: Any) -> Any:
+        return ((torch.ones_like(x), torch.ones_like(y)) for x, y, _ in batches)
+
+    script = partial(launched, partial(odd_hunted.train, loader=loader, way=ones))
+    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path, strict=True).iteration == 24
+
+
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_records_count_batches_that_a_script_has_kept(reads_first: bool, tmp_path: Path) -> None:
+    script = partial(launched, partial(odd_recipes.kept_with_tail, reads_first=reads_first))
+    result = virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+    assert sum(step.samples for step in result.steps) == 2 * 91
+
+
+def test_a_change_right_before_an_evaluation_is_not_undone(tmp_path: Path) -> None:
+    def script() -> None:
+        worker = paceline.init()
+        worker.evaluation(lambda model: {"norm": float(sum(p.norm() for p in model.parameters()))})
+
+        def halve(run: odd_hunted.Run) -> None:
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.mul_(0.5)
+
+        odd_hunted.train(worker, prepared=halve)
+
+    with pytest.raises(RunFailed, match=IN_PLACE):
+        virtual_engine.run(script, strategy="ps-bsp", workers=1, out=tmp_path, eval_every="5")
 
 
 def test_a_hook_that_only_looks_is_called_once_a_gradient(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.engines.ray import local_directory
+from paceline.errors import UsageError
 
 NOBODY = 65534
 
@@ -85,6 +86,39 @@ def test_another_users_directory_is_left_alone(place: Path) -> None:
     with local_directory.local_directory():
         pass
     assert (theirs / "session").is_dir()
+
+
+def make_open_to_all(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def make_theirs(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, NOBODY, NOBODY)
+
+
+def make_link_to_own(path: Path) -> None:
+    (path.parent / "own").mkdir(mode=0o700)
+    path.symlink_to(path.parent / "own")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [make_fifo, make_file, make_link, make_link_to_own, make_open_to_all, make_theirs])
+def test_what_somebody_has_put_in_the_place_of_another_hosts_directory_is_refused(
+    place: Path, make: Callable[[Path], None]
+) -> None:
+    """Its name is on the first host's command lines, where other users read it."""
+    if make is make_theirs and os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    planted = place / "paceline-ray-planted"
+    make(planted)
+    with (
+        pytest.raises(UsageError, match=r"paceline-ray-planted, where Ray is to have its files, .*remove it"),
+        local_directory.same_directory(planted),
+    ):
+        pytest.fail("it was used")
+    assert os.path.lexists(planted)
 
 
 def test_launchers_that_start_at_once_do_not_remove_each_others(place: Path) -> None:

@@ -3,10 +3,13 @@
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from paceline.errors import UsageError
 
 _PLACE = Path("/tmp")  # the paths of sockets must be short
 _PREFIX = "paceline-ray-"
@@ -35,12 +38,19 @@ def local_directory() -> Iterator[str]:
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Raises OSError if another process holds it, or it is no directory of this user's."""
+    with _opened(directory) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """Raises OSError if it is no directory, or another user's."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError(f"{directory} is another user's")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -48,10 +58,23 @@ def locked(directory: Path) -> Iterator[None]:
 @contextmanager
 def same_directory(path: Path) -> Iterator[None]:
     """Another host's directory, made here under its path, as Ray wants it; of one that is here already, as where a
-    scheduler has several hosts on one machine, whoever made it takes care."""
+    scheduler has several hosts on one machine, whoever made it takes care.
+
+    Raises:
+        UsageError: what is here already was put there by somebody else.
+    """
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
+        try:
+            with _opened(path) as descriptor:
+                if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
+                    raise PermissionError(f"other users can enter {path}")
+        except OSError as error:
+            raise UsageError(
+                f"{path}, where Ray is to have its files, is there already and is no directory of this user's alone "
+                f"({error}): look who has put it there, remove it, and start the job again"
+            ) from error
         yield
         return
     with locked(path):

@@ -72,12 +72,14 @@ class ShardedLoader:
         self._on_part, self._on_position, self._poison = on_part, on_position, poison
         self._on_pass, self._on_pass_end = on_pass, on_pass_end
         self._source: Source
+        self._orders: Orders | None = None
         self.roster: Roster | None = None
         """Whose turn each pass is, where there are clients."""
         if dealing is not None:
             if isinstance(loader.dataset, IterableDataset):
                 raise UsageError("--elastic deals samples anew, which streams do not allow; use a map-style data set")
-            self._source = dealing(Orders(loader, rank=rank, size=size, seed=seed))
+            self._orders = Orders(loader, rank=rank, size=size, seed=seed)
+            self._source = dealing(self._orders)
         elif participation is not None and not participation.is_played:
             self._source = nobody = NoBatches(loader, participation)
             self.roster = nobody.roster
@@ -89,7 +91,7 @@ class ShardedLoader:
                 loader, rank=rank, size=size, seed=seed, gather=gather, takes_equal_steps=takes_equal_steps
             )
         else:
-            self._source = Orders(loader, rank=rank, size=size, seed=seed)
+            self._source = self._orders = Orders(loader, rank=rank, size=size, seed=seed)
         self.place = Place(0, 0)
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
@@ -113,6 +115,15 @@ class ShardedLoader:
         """This rank's indices of an epoch of map-style data."""
         assert isinstance(self._source, Orders)
         return list(self._source.batches(epoch))
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """As `Orders.order`."""
+        return self._orders.order if self._orders is not None else (0, "")
+
+    def look(self) -> tuple[int, list[int]] | None:
+        """As `Orders.look`, in the epoch that the loader is in."""
+        return None if self._orders is None else self._orders.look(self.place.epoch)
 
     def resume_at(self, place: Place, identity: dict[str, Any]) -> None:
         """Skip to a checkpoint's place in the data.

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from paceline.errors import UsageError
 from paceline.seeding import derive, preserved_random_state, random_state, seed_everything, set_random_state
 from paceline.training.sharding.division import Group, RankBatch, groups_of, share_out
+from paceline.training.sharding.fingerprint import FirstLook, fingerprint
 from paceline.training.sharding.part import Part, Place
 from paceline.training.sharding.rebuilding import rebuilt
 
@@ -40,10 +41,16 @@ class Orders:
             )
         self._feed = IndexFeed(is_whole=self._batch_sampler is not None)
         self._generator = torch.Generator()
+        self._first_look = FirstLook(loader.worker_init_fn) if loader.num_workers and size > 1 else None
+        changes: dict[str, Any] = {"worker_init_fn": self._first_look} if self._first_look is not None else {}
         if loader.batch_sampler is not None:
-            self._inner = rebuilt(loader, loader.dataset, self._generator, batch_sampler=self._feed)
+            self._inner = rebuilt(loader, loader.dataset, self._generator, batch_sampler=self._feed, **changes)
         else:
-            self._inner = rebuilt(loader, loader.dataset, self._generator, batch_size=None, sampler=self._feed)
+            self._inner = rebuilt(
+                loader, loader.dataset, self._generator, batch_size=None, sampler=self._feed, **changes
+            )
+        self.order = 0, ""
+        """The last epoch that the script's own samplers have drawn, and a digest of how it begins."""
         self._limit = _length(loader.sampler if self._batch_sampler is None else self._batch_sampler)
         first = list(self.batches(0)) if self._limit is not None else []
         self._length = len(first) if self._limit is not None else None
@@ -85,7 +92,16 @@ class Orders:
         """All ranks' indices of an epoch, by global batches."""
         return groups_of(self._drawn(epoch), size=self._size, drop_last=self._drops_last)
 
+    def look(self, epoch: int) -> tuple[int, list[int]] | None:
+        """The epoch in which the data set was looked at last, this one where it is read in this process, and the
+        fingerprint there."""
+        if self._loader.num_workers:
+            return None if self._first_look is None else self._first_look.found
+        return epoch, fingerprint(self._loader.dataset, epoch)
+
     def parts(self, place: Place) -> Iterator[Part]:
+        if self._first_look is not None:
+            self._first_look.begin(place.epoch)
         batches = itertools.islice(self.batches(place.epoch), place.num_batches_done, None)
         return self.fetched(batches, self._rank, place.epoch)
 
@@ -108,9 +124,9 @@ class Orders:
         seed, sampler = derive(self._seed, "order", epoch), self._batch_sampler
         if _is_plain(sampler):
             return _plainly_drawn(sampler, seed)
-        return self._drawn_by_script(seed)
+        return self._drawn_by_script(seed, epoch)
 
-    def _drawn_by_script(self, seed: int) -> Iterator[Sequence[Any]]:
+    def _drawn_by_script(self, seed: int, epoch: int) -> Iterator[Sequence[Any]]:
         """What the script's own samplers draw, from a random state of their own."""
         with preserved_random_state():
             seed_everything(seed)
@@ -126,6 +142,8 @@ class Orders:
                 set_random_state(state)
                 drawn = list(itertools.islice(drawing, _DRAWN_AT_ONCE))
                 state = random_state()
+            if not num_drawn:
+                self.order = epoch, hashlib.blake2b(repr(drawn).encode(), digest_size=8).hexdigest()
             num_drawn += len(drawn)
             self._require_end(num_drawn, is_over=len(drawn) < _DRAWN_AT_ONCE)
             yield from ([index] for index in drawn) if self._batch_sampler is None else drawn

@@ -61,18 +61,19 @@ class UnpreparedLoaders:
         """Before each step.
 
         Args:
-            num_prepared: batches that prepared loaders have given. Steps before which these gave none do not count.
+            num_prepared: batches that prepared loaders have given. Steps before which no loader gave one do not count.
 
         Raises:
             UsageError: the script trains on a loader that was not prepared.
         """
-        if num_prepared == self._num_prepared:
-            return
-        self._num_prepared = num_prepared
+        is_new, self._num_prepared = num_prepared != self._num_prepared, num_prepared
         for one in self.passes:
             batches: Any = one.batches()
             num_taken = 0 if batches is None else batches._num_yielded
-            one.num_steps = one.num_steps + 1 if num_taken > one.num_taken else 0
+            if num_taken > one.num_taken:
+                one.num_steps += 1
+            elif is_new:
+                one.num_steps = 0
             one.num_taken = num_taken
             if one.num_steps == _NUM_STEPS:
                 raise UsageError(

@@ -1,0 +1,95 @@
+"""Notices that all ranks compute the same gradients, though the batches that they were given differ."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.errors import UsageError
+from paceline.hooks import OwnHook
+from paceline.strategies.digests import digest
+from paceline.training.sharding import DIFFERS
+from paceline.training.sharding.contents import tensors_in
+
+_NUM_STEPS = 2
+"""That are looked at: one of them may be of a penalty on weights alone, which is the same on all ranks."""
+_NUM_ROWS, _NUM_ELEMENTS = 16, 1024
+_NUM_LOOKS = 2
+"""In a row, after which it is no chance. Data that are all alike give the same batches, too."""
+
+
+@final
+class SameGradients:
+    """Looks at each rank's own gradients, before they are averaged, in the steps after a pause, and tells them in the
+    next one. Such a script trains on tensors that it slices or draws itself, alike on every rank."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, size: int) -> None:
+        self._parameters, self._size = parameters, size
+        self._hooks: list[RemovableHandle] = []
+        self._gradients: dict[str, None] = {}
+        self._batch = ""  # the one that was handed out last while somebody looked
+        self._num_steps = self._num_looks = 0
+        self.begin()
+
+    @property
+    def is_looking(self) -> bool:
+        return bool(self._hooks)
+
+    def begin(self) -> None:
+        """Look at the next steps."""
+        self._gradients, self._num_steps = {}, 0
+        if not self._hooks:
+            look = OwnHook(self._take)
+            self._hooks = [parameter.register_hook(look) for parameter in self._parameters if parameter.requires_grad]
+
+    def hand_out(self, data: Any) -> None:
+        """The script gets this batch while somebody looks."""
+        self._batch = digest(map(_some_of, tensors_in(data)))
+
+    def end_step(self) -> None:
+        """A step is over while somebody looks."""
+        self._num_steps += 1
+        if self._num_steps == _NUM_STEPS:
+            self.close()
+
+    def said(self) -> list[str]:
+        """What this rank tells the others in a pause: its gradients since the one before, and a batch."""
+        gradients = hashlib.blake2b("".join(self._gradients).encode(), digest_size=8).hexdigest()
+        return [gradients if self._gradients else "", self._batch]
+
+    def require(self, everyone: Sequence[Sequence[str]]) -> None:
+        """Raises UsageError if they were the same on all ranks in several looks in a row, and batches were not."""
+        gradients, batches = map(set, zip(*everyone, strict=True))
+        if gradients == {""}:
+            return
+        is_alike = len(gradients) == 1 and (len(batches) > 1 or batches == {""})
+        self._num_looks = self._num_looks + 1 if is_alike else 0
+        if self._num_looks == _NUM_LOOKS:
+            raise UsageError(
+                f"all {self._size} ranks compute the same gradients, step after step, though the prepared loader gives "
+                "each other batches: the script trains on data that are the same on every rank, such as tensors that "
+                "it slices or draws itself, and all workers do what one would. Loop over what prepare returned, or "
+                "take this rank's part of the data (data[worker.rank :: worker.size]); if it is to be so, set "
+                f"loader.dataset.{DIFFERS} = True"
+            )
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _take(self, gradient: Tensor) -> None:
+        """Nothing is told by gradients that are zero; sparse ones are refused where they arrive."""
+        if gradient.layout is not torch.strided:
+            return
+        some = _some_of(gradient)
+        if bool(some.any()):
+            self._gradients[digest([some])] = None
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    """As many elements as no step feels."""
+    return tensor.detach()[:_NUM_ROWS].flatten()[:_NUM_ELEMENTS] if tensor.dim() else tensor.detach()

@@ -243,7 +243,8 @@ class ServerSynchronizer(Synchronizer):
         self._parameters.to_host()
         self._store.load_state(state, iteration=iteration)
         self._held.drop()
-        self._owned.accept()  # a script may load the weights itself, after it has prepared the model
+        # A script may load the weights itself, after it has prepared the model.
+        self._owned.untouched.accept(looks_closely=True)
         self.iteration = iteration
 
     def close(self) -> None:

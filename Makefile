@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 DOCS_STAMP := $(VENV)/.complete-docs
 FRAMEWORKS_STAMP := $(VENV)/.complete-frameworks
-# Two tests at a time: much of a test of processes is waiting for them to start.
-PARALLEL := -n 2 --dist worksteal
+# Three tests at a time on two cores: much of a test of processes is waiting for them to start.
+PARALLEL := -n 3 --dist worksteal
 
 .PHONY: demo test test-slow lint docs results clean
 .DELETE_ON_ERROR:

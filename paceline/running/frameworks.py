@@ -16,10 +16,11 @@ def require_possible(strategy: Strategy) -> None:
             f"{name_of(strategy)} needs the script's own training loop, whose passes over the data differ in length; "
             "write it with worker.prepare, or choose a strategy without clients"
         )
-    if strategy.traits.num_servers and strategy.traits.unit == "round":
+    if strategy.traits.takes_first_comers:
         raise UsageError(
-            f"under {name_of(strategy)} servers wait for a quorum, which a worker that waits for others to validate or "
-            "save would keep from them; use diloco, or the script's own training loop"
+            f"under {name_of(strategy)} servers go on with those workers that come first, and those who wait for the "
+            "others to validate or save keep them from going on; use diloco or ps-bsp without backup_workers, or the "
+            "script's own training loop"
         )
     if world.config.elastic is not None:
         raise UsageError("--elastic repeats steps of the script's own loop; leave it out, and resume from a checkpoint")

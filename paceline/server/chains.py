@@ -47,13 +47,12 @@ class Chains:
 
     @classmethod
     def first(cls, hosts: Sequence[str], *, replicas: int, epoch: int) -> "Chains":
-        """Servers on these hosts. Those next to each other are on different ones, as far as that can be."""
-        count: Counter[str] = Counter()
-        turns = []
-        for server, host in enumerate(hosts):
-            turns.append((count[host], server))
-            count[host] += 1
-        ring = [server for _, server in sorted(turns)]
+        """Servers on these hosts. Those next to each other on the ring are on different ones, as far as that can be."""
+        count = Counter(hosts)
+        by_host = sorted(range(len(hosts)), key=lambda server: (-count[hosts[server]], hosts[server], server))
+        # Every other place is filled first, with the servers of the largest hosts, then those between.
+        ring = [0] * len(hosts)
+        ring[::2], ring[1::2] = by_host[: (len(hosts) + 1) // 2], by_host[(len(hosts) + 1) // 2 :]
         follows = {server: [*ring[place:], *ring[:place]][: replicas + 1] for place, server in enumerate(ring)}
         return cls(tuple(Chain(index, tuple(follows[index]), epoch) for index in range(len(hosts))))
 

@@ -96,7 +96,7 @@ class Replication:
             self._new.append(entries.of_closed(index, self._core.parts[index], closed))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
-        """An entry of the copy before. Of a later epoch, whoever sends it has heard of that already."""
+        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""
         if self.is_head or entry.epoch < self._core.epoch:
             return  # of one that is taken for dead
         self._core.epoch = entry.epoch

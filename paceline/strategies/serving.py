@@ -113,7 +113,8 @@ class ServerSynchronizer(Synchronizer):
         self._looks_at = 1  # the step before which is looked at what the script may have changed
         self._compares = False  # what this step pushes with the other workers', if all are to push the same
         self._is_joint = context.size == 1 or (is_weighted and not is_partial)
-        self._has_left = self._is_left_to_script = False  # the last: the servers' parameters are no longer written here
+        self._has_left = False  # the script takes no further steps
+        self._is_left_to_script = False  # the servers' parameters are no longer written here
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
         self._attributes = own_attributes(replica.optimizer)
@@ -210,12 +211,13 @@ class ServerSynchronizer(Synchronizer):
         """
         if not self._has_left:
             self._owned.require_untouched(rank=self.context.rank, step=self._steps + 1)
-        self._refresh(looks_closely=False)
+        self._refresh()
         try:
             with super().global_model() as model:
                 yield model
         finally:
-            self._refresh(looks_closely=True)
+            self._refresh()
+            self._owned.untouched.accept(looks_closely=True)
 
     def leave(self) -> None:
         """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of
@@ -262,12 +264,12 @@ class ServerSynchronizer(Synchronizer):
         spend = self.context.pacing.spend
         return PushCoding(codec, self.context.seed, left, beside=scope == "all", spend=spend)
 
-    def _refresh(self, *, looks_closely: bool) -> None:
+    def _refresh(self) -> None:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
         if self.context.rank == 0 and not self._is_left_to_script:
             self._store.pull()
             self._parameters.to_device()
-            self._owned.untouched.accept(looks_closely=looks_closely)
+            self._owned.untouched.accept()
 
     def _take(self, reply: Reply) -> StepOutcome:
         self._parameters.to_device()

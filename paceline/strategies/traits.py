@@ -130,6 +130,11 @@ class Traits:
         return self.lock_step or (self.is_synchronous and not self.num_servers)
 
     @property
+    def takes_first_comers(self) -> bool:
+        """Whether servers make an iteration of the contributions that come first, so that some are left behind."""
+        return self.is_synchronous and self.num_servers > 0 and not self.lock_step
+
+    @property
     def averages_gradients(self) -> bool:
         """Whether an iteration joins workers' gradients, rather than what each has trained by itself."""
         return self.unit == "update" and (self.lock_step or self.num_servers > 0)

@@ -130,11 +130,17 @@ class Course:
         training clock. Until all are there, those who wait take part in the pauses of the others. Collective call.
 
         Raises:
-            UsageError: a worker does not come to the place any more, or this one evaluates by itself.
+            UsageError: a worker does not come to the place any more, this one evaluates by itself, or servers go on
+                with those who come first, whom workers at the place would keep from them.
         """
         if self.is_meeting or not self.has_started or self.has_finished:
             yield  # they are together
             return
+        if self._run.traits.takes_first_comers and self._run.context.size > 1:
+            raise UsageError(
+                f"{place}: workers cannot meet while servers go on with those that come first; use diloco, or ps-bsp "
+                "without backup_workers"
+            )
         if self.is_pausing:
             raise UsageError(f"{place}: an evaluation runs on one worker alone, which cannot meet the others in it")
         self.require_allowed()
@@ -142,11 +148,15 @@ class Course:
         with self._pausing(), self._run.prepared.account.pause():
             while not self._run.traits.lock_step and not self._meet(is_done=False, waits_at=place):
                 pass
+            collective = self._run.context.collective
+            collective.set_deadline(None)  # one may evaluate or save for all for as long as it takes
             self.is_meeting = True
             try:
                 yield
+                collective.barrier()
             finally:
                 self.is_meeting = False
+                collective.set_deadline(self._run.config.deadline_s)
 
     def come_or_leave(self) -> None:
         """The script asks for a batch: take part from there on in a run that trains already, or no longer, if this

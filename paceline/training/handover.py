@@ -55,9 +55,11 @@ class Handover:
         own = [tensor.clone() for tensor in tensors]
         for tensor in tensors:
             self._run.context.collective.broadcast(tensor)
-        yield
-        for tensor, before in zip(tensors, own, strict=True):
-            tensor.copy_(before)
+        try:
+            yield
+        finally:
+            for tensor, before in zip(tensors, own, strict=True):
+                tensor.copy_(before)
 
     def state(self) -> bytes:
         """All that a checkpoint holds beside the model's weights, on the first worker; empty elsewhere. Collective call

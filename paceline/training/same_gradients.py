@@ -32,6 +32,7 @@ class SameGradients:
         self._gradients: dict[str, None] = {}
         self._batch = ""  # the one that was handed out last while somebody looked
         self._num_steps = self._num_looks = 0
+        self._before: set[str] = set()  # what all told in the look before
         self.begin()
 
     @property
@@ -61,12 +62,14 @@ class SameGradients:
         return [gradients if self._gradients else "", self._batch]
 
     def require(self, everyone: Sequence[Sequence[str]]) -> None:
-        """Raises UsageError if they were the same on all ranks in several looks in a row, and batches were not."""
+        """Raises UsageError if they were the same on all ranks in several looks in a row, and batches were not. What is
+        the same from look to look as well comes from no data."""
         gradients, batches = map(set, zip(*everyone, strict=True))
         if gradients == {""}:
             return
         is_alike = len(gradients) == 1 and (len(batches) > 1 or batches == {""})
-        self._num_looks = self._num_looks + 1 if is_alike else 0
+        self._num_looks = self._num_looks + 1 if is_alike and gradients != self._before else 0
+        self._before = gradients
         if self._num_looks == _NUM_LOOKS:
             raise UsageError(
                 f"all {self._size} ranks compute the same gradients, step after step, though the prepared loader gives "
@@ -82,11 +85,11 @@ class SameGradients:
         self._hooks = []
 
     def _take(self, gradient: Tensor) -> None:
-        """Nothing is told by gradients that are zero; sparse ones are refused where they arrive."""
+        """Nothing is told by gradients that are zero or not finite; sparse ones are refused where they arrive."""
         if gradient.layout is not torch.strided:
             return
         some = _some_of(gradient)
-        if bool(some.any()):
+        if bool(some.any()) and bool(some.isfinite().all()):
             self._gradients[digest([some])] = None
 
 

@@ -145,15 +145,15 @@ class Worker:
 
     def meeting(self, place: str) -> AbstractContextManager[None]:
         """Inside, all workers are between two steps at this place of the script, off the training clock, so that what
-        needs all of them is possible under every strategy, as in `with worker.meeting("validation"): ...`. Each worker
-        must come to the place as often. Not for `async-diloco`: who waits here keeps the quorum from its servers.
-        Collective call.
+        needs all of them is possible, as in `with worker.meeting("validation"): ...`. Each worker must come to the
+        place after as many steps. Collective call.
 
         Args:
             place: what it is, for messages.
 
         Raises:
-            UsageError: a worker has come to another place, or to its script's end.
+            UsageError: a worker has come to another place, or to its script's end; or servers go on with those workers
+                that come first (`async-diloco`, `ps-bsp` with backup workers), whom those who wait here keep from them.
         """
         return self._session.course.meeting(place)
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import RunFailed
+from paceline.strategies import build
 from tests.conformance import local_engine
 
 
@@ -88,3 +89,9 @@ def test_an_evaluation_cannot_ask_all_workers(tmp_path: Path) -> None:
         local_engine.run(
             partial(script, tmp_path, evaluates=True), strategy="gossip", workers=2, out=tmp_path, eval_every=1
         )
+
+
+@pytest.mark.parametrize("strategy", ["ps-bsp:backup_workers=1", "async-diloco:every=2"])
+def test_workers_do_not_meet_while_servers_go_on_without_some(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="here: workers cannot meet while servers go on with those that come first"):
+        local_engine.run(partial(script, tmp_path), strategy=build(strategy), workers=2, out=tmp_path)

@@ -249,6 +249,7 @@ def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None
         ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
         ("fed-avg:clients=2", {}, {}, "own training loop"),
         ("async-diloco:every=2", {}, {}, "use diloco"),
+        ("ps-bsp:backup_workers=1", {}, {}, "without backup_workers"),
         ("all-reduce", {"devices": 3}, {}, "--workers"),
         ("all-reduce", {"num_nodes": 2}, {}, "leave it out"),
         ("all-reduce", {"sync_batchnorm": True}, {}, "leave it out"),

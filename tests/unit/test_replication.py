@@ -374,15 +374,18 @@ def test_servers_of_a_chain_are_on_different_hosts() -> None:
     chains = Chains.first(["a", "a", "b", "b"], replicas=1, epoch=EPOCH).chains
     assert [chain.servers for chain in chains] == [(0, 2), (1, 3), (2, 1), (3, 0)]
     assert sorted(chain.servers[1] for chain in chains) == [0, 1, 2, 3]
+    for hosts in (["a", "b", "c", "a"], ["a", "a", "b", "c"], ["a", "b", "a", "b", "c", "a"]):
+        for chain in Chains.first(hosts, replicas=1, epoch=EPOCH).chains:
+            assert hosts[chain.servers[0]] != hosts[chain.servers[1]]
 
 
 def test_whoever_comes_next_serves_and_the_epoch_tells_so() -> None:
     chains = Chains.first(["a"] * 3, replicas=1, epoch=EPOCH)
     left, changed = chains.died(1)
-    assert changed == [Chain(0, (0,), EPOCH), Chain(1, (2,), EPOCH + 1)]
-    lost, changed = left.died(2)
+    assert changed == [Chain(1, (0,), EPOCH + 1), Chain(2, (2,), EPOCH)]
+    lost, changed = left.died(0)
     assert [chain.key_range for chain in changed if not chain.servers] == [1]
-    assert lost.dead == (1, 2)
+    assert lost.dead == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Not through ZeroMQ, whose own threads compete with the workers for the cores.
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,13 +40,16 @@ class Bell:
     """A pipe that a server waits on beside its sockets; what comes through says only that there is something to see."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_closed = False
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.address = BellAddress(os.getpid(), self._write_fd, os.fstat(self._write_fd).st_ino)
 
     def ring(self) -> None:
-        """As workers do."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write_fd, b"\1")
+        """As workers do; from any thread, and no more once it is closed."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if not self._is_closed:
+                os.write(self._write_fd, b"\1")
 
     def silence(self) -> None:
         """Forget the rings so far; to be called before looking for what they announced."""
@@ -56,8 +60,10 @@ class Bell:
             pass
 
     def close(self) -> None:
-        os.close(self.fd)
-        os.close(self._write_fd)
+        with self._lock:
+            self._is_closed = True
+            os.close(self.fd)
+            os.close(self._write_fd)
 
 
 @final

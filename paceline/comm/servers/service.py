@@ -128,7 +128,7 @@ class ParameterService:
                         self._handle_lines()
                     elif source is self._listener.socket:
                         self._handle_socket()
-                    else:
+                    elif not source.closed:  # what came before it may have had us leave that server
                         self._handle_next_copy(source)
                 while self._changed:
                     self._reform(self._changed.popleft())

@@ -85,5 +85,7 @@ class FirstLook:
             info: Any = get_worker_info()
             epoch = int(self._shared[0])
             numbers = fingerprint(info.dataset, epoch)
+            self._shared[2] = -1  # who reads meanwhile finds nothing
             self._shared[3 : 3 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-            self._shared[1], self._shared[2] = epoch, len(numbers)
+            self._shared[1] = epoch
+            self._shared[2] = len(numbers)

@@ -13,8 +13,9 @@ from paceline.cluster.writing import as_toml
 from paceline.comm.wire import Keys
 from paceline.config import DeviceChoice, RunConfig
 from paceline.engines.ray import probes
+from paceline.engines.ray.job import Job
 from paceline.engines.ray.nodes import Node, chosen_address, connected, nodes
-from paceline.engines.ray.supervisor import Job, Supervisor
+from paceline.engines.ray.supervisor import Supervisor
 from paceline.engines.scripting import Program, Script, read_script
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError

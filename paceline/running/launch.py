@@ -19,8 +19,9 @@ from paceline.cluster.description import Cluster
 from paceline.config import AfterTarget, Best, DeviceChoice, RunConfig, Target
 from paceline.elastic import Elastic, GlobalBatch
 from paceline.engines.ray.interrupts import Interrupted
+from paceline.engines.ray.job import Job
 from paceline.engines.ray.nodes import chosen_address, connected
-from paceline.engines.ray.supervisor import Job, Supervisor
+from paceline.engines.ray.supervisor import Supervisor
 from paceline.engines.scripting import Program, Script, read_script
 from paceline.engines.standing import Watcher
 from paceline.engines.virtual.engine import VirtualRun

@@ -7,8 +7,8 @@ from typing import Any, cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from paceline.engines.ray.actors import ServerInfo, WorkerInfo
 from paceline.engines.ray.nodes import Place
+from paceline.engines.ray.world_spec import ServerInfo, WorkerInfo
 from paceline.engines.scripting import Outcome
 
 

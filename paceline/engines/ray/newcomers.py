@@ -9,13 +9,14 @@ import ray
 from ray.exceptions import RayError
 
 from paceline.elastic import Elastic
-from paceline.engines.ray.actors import Newcomer, WorkerActor, WorkerInfo, WorldSpec
 from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.liveness import Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
 from paceline.engines.ray.nodes import Place, nodes
 from paceline.engines.ray.survival import Survival, rank_of
+from paceline.engines.ray.worker_actor import WorkerActor
+from paceline.engines.ray.world_spec import Newcomer, WorkerInfo, WorldSpec
 from paceline.errors import UsageError
 
 

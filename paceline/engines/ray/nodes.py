@@ -128,7 +128,7 @@ def _system_config(num_ready: int) -> dict[str, Any]:
         # would load. Ray would start one a core, so their number is limited, by how many may start at a time.
         config["enable_worker_prestart"] = True
         config["worker_maximum_startup_concurrency"] = num_ready
-        config["preload_python_modules"] = ["paceline.engines.ray.actors", "torch._dynamo"]
+        config["preload_python_modules"] = ["paceline.engines.ray.worker_actor", "torch._dynamo"]
     return config
 
 

@@ -3,34 +3,34 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.checkpoint import FILE_NAME
 from paceline.checkpoint_files import CheckpointFiles, iteration_of
 from paceline.comm.connecting import transport
-from paceline.config import RunConfig
 from paceline.engines.blame import Statement, judge
-from paceline.engines.ray.actors import ServerActor, ServerInfo, WorkerActor, WorkerInfo, WorldSpec
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
-from paceline.engines.ray.liveness import Watch, end_processes_of
+from paceline.engines.ray.job import Job
+from paceline.engines.ray.liveness import Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
 from paceline.engines.ray.newcomers import Newcomers, require_allowed
 from paceline.engines.ray.nodes import nodes, own_address, own_node_id, place
+from paceline.engines.ray.server_actor import ServerActor
 from paceline.engines.ray.survival import Survival
+from paceline.engines.ray.sweeping import sweep
 from paceline.engines.ray.takeover import Takeover
+from paceline.engines.ray.worker_actor import WorkerActor
+from paceline.engines.ray.world_spec import ServerInfo, WorkerInfo, WorldSpec
 from paceline.engines.requests import Desk
-from paceline.engines.scripting import Outcome, Program
+from paceline.engines.scripting import Outcome
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.messages import Kind
-from paceline.strategies.base import Strategy
 
 FIRST_EPOCH = 1
 _TURN_S = 0.05
@@ -39,25 +39,7 @@ _GATHER_S = 1.5  # how long others may take to tell their side once one member h
 _WORD_S = 5.0  # how long it may take until it is clear that an elastic run has begun, when somebody dies early
 _GRACE_S = 2.0  # how long members have to end by themselves once the run is aborted
 _FAREWELL_S = 30.0  # how long members that have ended well may take to have their last records heard
-_SWEEP_S = 3.0  # how long other hosts may take to end what a dead member left
 _SAVE_S = 7.0  # how long an interrupted run has to save
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a run needs to know."""
-
-    program: Program
-    strategy: Strategy
-    num_workers: int
-    config: RunConfig
-    checkpoint: bytes | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the launcher has and a cluster's processes may not."""
-    num_at_start: int | None = None
-    """Of an elastic run that is resumed, the workers that it was begun with."""
-    is_spread: bool = False
-    """Hosts get the same number of workers each, whatever they are."""
 
 
 @final
@@ -284,13 +266,8 @@ class Supervisor:
             raise
 
     def _take_over(self, takeover: Takeover) -> None:
-        """Servers that have died are no members any more, and others have their key ranges."""
-        members = self._members
-        takeover.hear()
         try:
-            for name in sorted(members.dead & members.servers.keys()) if takeover.has_begun else ():
-                members.forget(name)
-                takeover.lose(name)
+            takeover.turn(self._members)
         except RunFailed as failure:
             self._give_up(failure)
             raise
@@ -443,19 +420,10 @@ class Supervisor:
 
     def _sweep(self) -> None:
         """End what scripts started and left running: here, and where a member died without ending it itself."""
-        members, run = self._members, self._controller.run
-        end_processes_of(run)
-        if not (self._is_urgent or members.has_failure):
-            return  # every member has ended by itself, and its children with it
-        elsewhere = {info.node_id for info in members.infos.values()} - {own_node_id()}
-        task = cast(Any, ray.remote)(num_cpus=0, max_retries=0)(end_processes_of)
-        sweeps = [
-            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(run)
-            for node_id in elsewhere
-        ]
-        if sweeps:
-            with contextlib.suppress(RayError):
-                ray.wait(sweeps, num_returns=len(sweeps), timeout=_SWEEP_S)
+        members, elsewhere = self._members, set[str]()
+        if self._is_urgent or members.has_failure:  # else every member has ended by itself, and its children with it
+            elsewhere = {info.node_id for info in members.infos.values()} - {own_node_id()}
+        sweep(self._controller.run, elsewhere)
 
 
 def _uses_cuda(device: str, num_gpus: float) -> bool:

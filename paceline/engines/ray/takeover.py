@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import final
 
 from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.members import Members
 from paceline.errors import RunFailed
 from paceline.messages import Kind
 from paceline.server.chains import Chain, Chains, from_body, to_body
@@ -34,13 +35,20 @@ class Takeover:
         self._say, self._remedy = say, remedy
         self._awaited: dict[int, tuple[Chain, float]] = {}  # by key range: who is to serve it, and since when
 
+    def turn(self, members: Members) -> None:
+        """Servers that have died are no members any more, and others have their key ranges."""
+        self._hear()
+        for name in sorted(members.dead & members.servers.keys()) if self._has_begun else ():
+            members.forget(name)
+            self._lose(name)
+
     @property
-    def has_begun(self) -> bool:
+    def _has_begun(self) -> bool:
         """Whether servers have been built, as far as is known here."""
         updates = [number for name, number in self._controller.num_steps.items() if name.startswith("server")]
         return self._controller.progress.phase == "training" or any(updates)
 
-    def lose(self, name: str) -> None:
+    def _lose(self, name: str) -> None:
         """This server's process has ended: have the next ones of its chains go on."""
         server, now_s = int(name.partition("-")[2]), time.monotonic()
         served = [chain.key_range for chain in self._chains.chains if chain.servers[0] == server]
@@ -55,7 +63,7 @@ class Takeover:
             for each in chain.servers:
                 self._controller.tell(f"server-{each}", Kind.CHAIN, **to_body(chain))
 
-    def hear(self) -> None:
+    def _hear(self) -> None:
         """Take in which servers have taken over, and send workers there."""
         while self._controller.words:
             _, body = self._controller.words.popleft()

@@ -1,0 +1,109 @@
+"""A parameter server of a run, as a Ray actor, and how workers have servers built."""
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any, final
+
+import ray
+import torch
+
+from paceline.comm.servers.service import ParameterService
+from paceline.engines.ray.control import ControlLine, LauncherAddress
+from paceline.engines.ray.nodes import own_address, own_node_id
+from paceline.engines.ray.world_spec import ServerInfo, WorldSpec
+from paceline.engines.scripting import Outcome, outcome_of
+from paceline.layout import Layout
+from paceline.messages import Kind
+from paceline.server.chains import Chain, to_body
+from paceline.server.ranges import KeyRange
+from paceline.server.spec import OptimizerSpec, ServerSpec
+
+
+@final
+class ServerActor:
+    """One parameter server. `serve` runs in one thread until `stop`, called in another."""
+
+    def __init__(self, launcher: LauncherAddress, index: int) -> None:
+        torch.set_num_threads(1)
+        self._service: ParameterService | None = None
+        self._line = ControlLine(
+            launcher,
+            identity=f"server-{index}",
+            progress=self._iteration,
+            on_abort=self._abort,
+            on_chain=lambda chain: self._built.reform(chain),
+        )
+        self._service = ParameterService(
+            launcher.keys,
+            host=own_address(),
+            index=index,
+            epoch=launcher.epoch,
+            reporter=self._line,
+            on_serving=lambda chain: self._line.tell(Kind.SERVES, to_body(chain)),
+        )
+
+    def hello(self) -> ServerInfo:
+        return ServerInfo(os.getpid(), own_node_id(), self._built.endpoint, self._built.bell)
+
+    def configure(self, spec: ServerSpec) -> None:
+        self._built.configure(spec)
+
+    def replicate(self, spec: ServerSpec, chain: Chain, endpoints: dict[int, str]) -> None:
+        self._built.replicate(spec, chain, endpoints=endpoints)
+
+    def serve(self) -> Outcome:
+        # What building the first optimizer would load, in most of a second, while all workers wait for it.
+        importlib.import_module("torch._dynamo")
+        try:
+            self._built.serve()
+            return Outcome(num_steps=self._iteration())
+        except BaseException as error:
+            return outcome_of(error, num_steps=self._iteration())
+        finally:
+            self._line.close()
+
+    def stop(self) -> None:
+        self._built.stop()
+
+    @property
+    def _built(self) -> ParameterService:
+        assert self._service is not None
+        return self._service
+
+    def _iteration(self) -> int:
+        """Asked by the control line from its start, which is before the service's."""
+        return self._service.iteration if self._service is not None else 0
+
+    def _abort(self, reason: str) -> None:
+        if self._service is not None:
+            self._service.stop()
+
+
+def configure(
+    spec: WorldSpec,
+    servers: list[Any],
+    number: int,
+    layout: Layout,
+    optimizer: OptimizerSpec,
+    ranges: Sequence[KeyRange],
+) -> None:
+    """Have every server build its shards for the optimizer of this number. Set-up goes through Ray, which can carry a
+    script's own optimizer class."""
+    specs = [
+        spec.strategy.server_spec(
+            layout, pieces, optimizer, members=spec.membership, max_updates=spec.config.max_steps, number=number
+        )
+        for pieces in ranges
+    ]
+    if spec.chains is None:
+        ray.get([server.configure.remote(own) for server, own in zip(servers, specs, strict=True)])
+        return
+    endpoints = {index: server.endpoint for index, server in enumerate(spec.servers)}
+    ray.get(
+        [
+            servers[server].replicate.remote(specs[chain.key_range], chain, endpoints)
+            for chain in spec.chains.chains
+            for server in chain.servers
+        ]
+    )

@@ -1,0 +1,114 @@
+"""The world of a run, as its members are told it: who they are, where, and what they train under."""
+
+from dataclasses import dataclass
+
+from paceline.comm.connecting import Site
+from paceline.comm.servers.line import BellAddress
+from paceline.comm.servers.sockets import ServerAddress
+from paceline.comm.shared_memory.block import BlockAddress
+from paceline.config import RunConfig
+from paceline.membership import Membership
+from paceline.server.chains import Chains
+from paceline.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker tells of itself before the world is known."""
+
+    pid: int
+    node_id: str
+    address: str
+    memory: BlockAddress
+    gpus: tuple[str, ...]
+    """Identities of the GPUs that the worker sees; none in a run on CPUs."""
+    num_cores: int
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server tells of itself."""
+
+    pid: int
+    node_id: str
+    endpoint: str
+    bell: BellAddress
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A worker that comes while others train."""
+
+    rank: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """The whole world, as every worker is told it. Ranks run host by host."""
+
+    epoch: int
+    workers: tuple[WorkerInfo, ...]
+    servers: tuple[ServerInfo, ...]
+    strategy: Strategy
+    config: RunConfig
+    is_resumed: bool
+    num_at_start: int
+    """Workers that the run began with, where it was resumed with others."""
+    newcomer: Newcomer | None = None
+    """The only worker of this world, until it has joined the others."""
+
+    @property
+    def membership(self) -> Membership:
+        ranks = tuple(range(self.size)) if self.newcomer is None else (self.newcomer.rank,)
+        return Membership(self.epoch, ranks)
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    @property
+    def num_hosts(self) -> int:
+        return len({worker.node_id for worker in self.workers})
+
+    def num_threads(self, rank: int) -> int:
+        """A worker computes with its share of its host's cores.
+
+        Servers are not counted: under bsp they compute while workers wait, else they take what their updates need.
+        """
+        worker = self.workers[rank]
+        return max(1, worker.num_cores // len(self.ranks_on(worker.node_id)))
+
+    @property
+    def chains(self) -> Chains | None:
+        """Who holds which key range at the start, if servers have replicas."""
+        replicas, hosts = self.strategy.traits.num_replicas, [server.node_id for server in self.servers]
+        return Chains.first(hosts, replicas=replicas, epoch=self.epoch) if replicas else None
+
+    def server_address(self, server: int, *, node_id: str) -> ServerAddress:
+        """As members on that node reach it."""
+        info = self.servers[server]
+        return ServerAddress(info.endpoint, info.bell if info.node_id == node_id else None)
+
+    def ranks_on(self, node_id: str) -> list[int]:
+        return [rank for rank, worker in enumerate(self.workers) if worker.node_id == node_id]
+
+    def local_rank(self, rank: int) -> int:
+        return self.ranks_on(self.workers[rank].node_id).index(rank)
+
+    def gpu_index(self, rank: int) -> int | None:
+        """Which of the GPUs that a worker sees is its own.
+
+        Ray shows a worker those that it was given, or all of them where it was given a share of each.
+        """
+        num_gpus = len(self.workers[rank].gpus)
+        return self.local_rank(rank) % num_gpus if num_gpus else None
+
+    @property
+    def members(self) -> list[Site]:
+        members = []
+        for rank, worker in enumerate(self.workers):
+            index = self.gpu_index(rank)
+            gpu = None if index is None else worker.gpus[index]
+            members.append(Site(worker.node_id, gpu, worker.memory))
+        return members

@@ -60,7 +60,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._worker = paceline.init()
         require_possible(self._worker.strategy)
         join_group(self._worker)
-        settings["cpu"] = self._worker.device.type == "cpu"
+        is_cpu = self._worker.device.type == "cpu"
+        if settings.setdefault("cpu", is_cpu) != is_cpu:
+            raise UsageError(
+                f"cpu={settings['cpu']}: this run is on {self._worker.device}; leave it out, and use --device"
+            )
         super().__init__(*arguments, **settings)
         if self.distributed_type not in _KINDS:
             raise UsageError(f"{self.distributed_type} is a strategy of its own; leave its plugin out")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,15 +20,16 @@ def join_group(worker: Worker) -> None:
     environment. Collective call."""
     world = current()
     assert world is not None
-    context = world.context
-    os.environ |= {
+    described = {
         "RANK": str(worker.rank),
         "WORLD_SIZE": str(worker.size),
         "LOCAL_RANK": str(worker.local_rank),
-        "LOCAL_WORLD_SIZE": str(context.local_size),
+        "LOCAL_WORLD_SIZE": str(world.context.local_size),
         "ACCELERATE_TORCH_DEVICE": str(worker.device),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),  # else it is set anew
     }
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it is set anew
+    world.at_release.append(partial(_put_back, {name: os.environ.get(name) for name in described}))
+    os.environ |= described
     if worker.size == 1 or distributed.is_initialized():
         return
     backend = "paceline" if worker.device.type == "cpu" else "cpu:paceline,cuda:nccl"
@@ -42,3 +44,11 @@ def _file_store(worker: Worker, world: World) -> Store:
     if own:
         world.at_release.append(partial(shutil.rmtree, own, ignore_errors=True))
     return FileStore(str(Path(worker.broadcast_object(own)) / "group"), worker.size)
+
+
+def _put_back(before: Mapping[str, str | None]) -> None:
+    """Whatever starts in this process later is not of this run."""
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value

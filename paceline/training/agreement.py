@@ -87,7 +87,7 @@ class Agreement:
         """Compare all workers' reports. Collective call.
 
         Raises:
-            UsageError: a worker alone has left out a batch or a step, or all compute the same.
+            UsageError: a worker alone has left out a batch or a step.
             TensorMismatch: settings or parameters differ; the message names the first, the ranks, and what to do. A
                 difference of parameters that is within rounding is told once, as an event.
         """
@@ -98,7 +98,7 @@ class Agreement:
             self._compare_settings()
         own = self._run.prepared.same_gradients
         if own is not None:
-            own.require([report["own"] for report in reports])
+            own.compare([report["own"] for report in reports])
         before_s = self._run.context.pacing.now_s()
         if len({report["parameters"] for report in reports}) > 1:
             self._compare_parameters()

@@ -1,6 +1,7 @@
 """Notices that all ranks compute the same gradients, though the batches that they were given differ."""
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.errors import UsageError
 from paceline.hooks import OwnHook
 from paceline.strategies.digests import digest
 from paceline.training.sharding import DIFFERS
@@ -26,8 +26,8 @@ class SameGradients:
     """Looks at each rank's own gradients, before they are averaged, in the steps after a pause, and tells them in the
     next one. Such a script trains on tensors that it slices or draws itself, alike on every rank."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, size: int) -> None:
-        self._parameters, self._size = parameters, size
+    def __init__(self, parameters: Sequence[nn.Parameter], *, size: int, is_first: bool) -> None:
+        self._parameters, self._size, self._is_first = parameters, size, is_first
         self._hooks: list[RemovableHandle] = []
         self._gradients: dict[str, None] = {}
         self._batch = ""  # the one that was handed out last while somebody looked
@@ -61,22 +61,26 @@ class SameGradients:
         gradients = hashlib.blake2b("".join(self._gradients).encode(), digest_size=8).hexdigest()
         return [gradients if self._gradients else "", self._batch]
 
-    def require(self, everyone: Sequence[Sequence[str]]) -> None:
-        """Raises UsageError if they were the same on all ranks in several looks in a row, and batches were not. What is
-        the same from look to look as well comes from no data."""
+    def compare(self, everyone: Sequence[Sequence[str]]) -> None:
+        """Warn, on rank 0, if they were the same on all ranks in several looks in a row, and batches were not. What is
+        the same from look to look as well comes from no data.
+
+        It is no error: a loss that no data are in has the same gradients everywhere, too.
+        """
         gradients, batches = map(set, zip(*everyone, strict=True))
         if gradients == {""}:
             return
         is_alike = len(gradients) == 1 and (len(batches) > 1 or batches == {""})
         self._num_looks = self._num_looks + 1 if is_alike and gradients != self._before else 0
         self._before = gradients
-        if self._num_looks == _NUM_LOOKS:
-            raise UsageError(
+        if self._num_looks == _NUM_LOOKS and self._is_first:
+            warnings.warn(
                 f"all {self._size} ranks compute the same gradients, step after step, though the prepared loader gives "
-                "each other batches: the script trains on data that are the same on every rank, such as tensors that "
-                "it slices or draws itself, and all workers do what one would. Loop over what prepare returned, or "
+                "each other batches: if the script trains on data that are the same on every rank, such as tensors "
+                "that it slices or draws itself, all workers do what one would. Loop over what prepare returned, or "
                 "take this rank's part of the data (data[worker.rank :: worker.size]); if it is to be so, set "
-                f"loader.dataset.{DIFFERS} = True"
+                f"loader.dataset.{DIFFERS} = True",
+                stacklevel=2,
             )
 
     def close(self) -> None:

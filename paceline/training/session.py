@@ -265,7 +265,7 @@ class Session:
         is_meant = any(getattr(loader.dataset, DIFFERS, False) for loader in loaders.values())
         if not context.has_peers or not self.run.traits.lock_step or is_meant:
             return None
-        return SameGradients(whole.parameters, size=context.size)
+        return SameGradients(whole.parameters, size=context.size, is_first=context.is_first)
 
     def _summed_loss(self, whole: Replica, batches: Batches) -> SummedLoss | None:
         context = self.run.context

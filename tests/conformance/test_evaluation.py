@@ -119,5 +119,7 @@ def test_evaluated_and_saved_model_is_the_one_of_its_iteration(row: Row, tmp_pat
         return
     for evaluation in result.evaluations:
         num_steps = evaluation.iteration * row.steps_an_iteration
-        assert evaluation.metrics == {"least": num_steps, "most": num_steps}
+        # Beside training, another worker's update may have come to some of several servers.
+        behind = row.workers - 1 if row.is_judged_beside and row.options.get("servers", 1) > 1 else 0
+        assert num_steps - behind <= evaluation.metrics["least"] <= evaluation.metrics["most"] <= num_steps + behind
     assert saved.tolist() == [30.0 * row.steps_an_iteration] * 200

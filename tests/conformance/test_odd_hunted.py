@@ -119,7 +119,6 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "own labelled anew": {EVERYWHERE: OTHER_DATA},
     "loaders made anew": {EVERYWHERE: BESIDE},
     "loaders made anew, later": {EVERYWHERE: BESIDE},
-    "tensors in turns": {JOINT: ALIKE},
     "small ones left out, some": {(*JOINT, "gossip"): TOGETHER},
     "bad ones left out": {(*JOINT, "gossip"): TOGETHER},
     "stops early": {(*JOINT, *ALONE): TOGETHER},
@@ -128,14 +127,13 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""
-OWN = ("augmented at random", "weights perturbed", "tensors beside")
+OWN = ("augmented at random", "weights perturbed", "tensors beside", "tensors in turns")
 """What docs/script.md says to be each worker's own."""
 QUICK = (
     "weighted by own losses",
     "own labelled anew",
     "kept with a tail",
     "loaders made anew",
-    "tensors in turns",
     "state forgotten",
     "a parameter dropped",
     "step wrapped before",
@@ -237,6 +235,13 @@ def test_data_that_loader_workers_alone_read_are_compared(tmp_path: Path) -> Non
     script = partial(launched, partial(odd_hunted.train, loader=with_loader_workers))
     with pytest.raises(RunFailed, match=f"(?s){OTHER_DATA}"):
         virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path)
+
+
+def test_ranks_that_train_on_the_same_data_are_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=ALIKE):
+        virtual_engine.run(
+            partial(launched, SCRIPTS["tensors in turns"]), strategy="all-reduce", workers=2, out=tmp_path
+        )
 
 
 class Constant(Dataset[Any]):

@@ -29,6 +29,9 @@ from paceline.planner.simulator import ring_ends_s, simulate
 from tests.conformance import virtual_cluster
 from tests.conformance.rows import loader_of, problem
 
+# Losses here have no data in them.
+pytestmark = pytest.mark.filterwarnings("ignore:all . ranks compute the same gradients")
+
 B = 125e6
 STEP_S = 0.1
 WORK = StepWork(tensor_bytes=(1_000_000,) * 4, samples=32)

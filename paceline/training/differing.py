@@ -25,7 +25,8 @@ class Differing:
     def record_distance(self) -> None:
         """While the mean model is in place. Collective call."""
         parts = zip(self._own, self._model.parameters(), strict=True)
-        squared = sum(float(torch.linalg.vector_norm(own - mean.detach()).double() ** 2) for own, mean in parts)
+        apart = [own - mean.detach() for own, mean in parts if own.is_floating_point() or own.is_complex()]
+        squared = sum(float(torch.linalg.vector_norm(each).double() ** 2) for each in apart)
         everyone = self._run.context.collective.all_gather_object(squared)
         if self._run.context.is_first:
             self._record(CONSENSUS_DISTANCE, math.sqrt(sum(everyone) / len(everyone)))

@@ -184,7 +184,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().save_model(*arguments, **settings)
 
     def load_state(self, *arguments: Any, **settings: Any) -> Any:
-        """As Accelerate's, before the first batch. Training goes on at the place in the data where it was saved."""
+        """Does what Accelerate's does. Call it before the first batch; training goes on at the place in the data where
+        `save_state` was called."""
         self._loads_from = None
         super().load_state(*arguments, **settings)
         if self._training is not None and self._loads_from is not None:

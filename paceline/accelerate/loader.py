@@ -8,11 +8,11 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from paceline.errors import UsageError
-from paceline.training.sharding import Place, ShardedLoader
+from paceline.training.sharding import Place, ShardedLoader, StandIn
 
 
 @final
-class TrainingLoader(DataLoaderStateMixin):  # type: ignore[misc]
+class TrainingLoader(StandIn, DataLoaderStateMixin):  # type: ignore[misc]
     """A prepared loader that tells Accelerate which batch is an epoch's last."""
 
     def __init__(self, loader: ShardedLoader, device: Any) -> None:
@@ -46,8 +46,3 @@ class TrainingLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if "_loader" not in self.__dict__:  # copy and pickle look before there is anything
-            raise AttributeError(name)
-        return getattr(self._loader, name)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from paceline.training.sharding import Place, ShardedLoader
+from paceline.training.sharding import Place, ShardedLoader, StandIn
 
 
 @final
-class TrainingBatches:
+class TrainingBatches(StandIn):
     """A prepared loader whose every pass begins where Lightning's counters are, also after a resume.
 
     Args:
@@ -27,11 +27,6 @@ class TrainingBatches:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if "_loader" not in self.__dict__:  # copy and pickle look before there is anything
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Tells Lightning that passes go on where they were; its own counters say where."""

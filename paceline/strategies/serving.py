@@ -269,7 +269,6 @@ class ServerSynchronizer(Synchronizer):
         if self.context.rank == 0 and not self._is_left_to_script:
             self._store.pull()
             self._parameters.to_device()
-            self._owned.untouched.accept()
 
     def _take(self, reply: Reply) -> StepOutcome:
         self._parameters.to_device()

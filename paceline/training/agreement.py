@@ -71,12 +71,12 @@ class Agreement:
         before_s = run.context.pacing.now_s()
         parameters = digest(replica.model.parameters()) if looks else None
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
-        own = run.prepared.same_gradients
-        said = own.said() if own is not None else []
-        if own is not None and not is_last:
-            own.begin()
+        alike = run.prepared.same_gradients
+        gradients = alike.said() if alike is not None else []
+        if alike is not None and not is_last:
+            alike.begin()
         return {
-            "own": said,
+            "gradients": gradients,
             "progress": list(run.prepared.handouts.progress()),
             "settings": hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest(),
             "parameters": parameters,
@@ -96,9 +96,9 @@ class Agreement:
         require_same([Progress(*report["progress"]) for report in reports])
         if len({report["settings"] for report in reports}) > 1:
             self._compare_settings()
-        own = self._run.prepared.same_gradients
-        if own is not None:
-            own.compare([report["own"] for report in reports])
+        alike = self._run.prepared.same_gradients
+        if alike is not None:
+            alike.compare([report["gradients"] for report in reports])
         before_s = self._run.context.pacing.now_s()
         if len({report["parameters"] for report in reports}) > 1:
             self._compare_parameters()

@@ -130,10 +130,10 @@ class Session:
             self._survivor.attach(given, handouts)
         account = Account(self.run.clock, synchronizer.timings)
         optimizers, names = given.optimizers, given.optimizer_names
-        own = self._same_gradients(whole, loaders)
-        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, own, given.extra))
-        if own is not None:
-            self._at_release.callback(own.close)
+        alike = self._same_gradients(whole, loaders)
+        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, given.extra))
+        if alike is not None:
+            self._at_release.callback(alike.close)
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
         self._at_release.callback(looked_at.close)
         steps = Steps(self.run, self.course, self._cadence, self._summed_loss(whole, batches), looked_at)

@@ -1,6 +1,6 @@
 """Scripts that a hunt has found: each does what one process does, or ends at once and says why not.
 
-A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits.py` or `odd_recipes.py`.
+A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits.py`, `odd_recipes.py` or `odd_data.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.errors import RunFailed
-from tests.conformance import local_engine, odd_habits, odd_hunted, odd_recipes, virtual_engine
+from tests.conformance import local_engine, odd_data, odd_habits, odd_hunted, odd_recipes, virtual_engine
 from tests.conformance.odd_models import set_gradients
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
@@ -149,7 +149,7 @@ QUICK = (
     "shuffled in place, later",
     "another loader beside",
 )
-SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS | odd_recipes.SCRIPTS
+SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS | odd_recipes.SCRIPTS | odd_data.SCRIPTS
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 
@@ -277,7 +277,7 @@ def test_gradients_may_be_the_same_where_that_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reads_first", [False, True])
 def test_records_count_batches_that_a_script_has_kept(reads_first: bool, tmp_path: Path) -> None:
-    script = partial(launched, partial(odd_recipes.kept_with_tail, reads_first=reads_first))
+    script = partial(launched, partial(odd_data.kept_with_tail, reads_first=reads_first))
     result = virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
     assert sum(step.samples for step in result.steps) == 2 * 91
 

@@ -21,7 +21,7 @@ class NextCopies:
 
     def __init__(self, keys: Keys, *, server: int, poller: zmq.Poller) -> None:
         self.endpoints: Mapping[int, str] = {}
-        """Of all servers."""
+        """Where each server listens."""
         self._keys, self._server, self._poller = keys, server, poller
         self._callers: dict[int, tuple[int, Caller]] = {}  # by key range, and to which server
 
@@ -36,7 +36,7 @@ class NextCopies:
         self._callers[key_range][1].send(message)
 
     def about(self, socket: zmq.Socket[bytes]) -> tuple[int, int]:
-        """Of which key range is spoken there, and with which server."""
+        """The key range that this socket is for, and the server at its other end."""
         return next((key_range, to) for key_range, (to, caller) in self._callers.items() if caller.socket is socket)
 
     def close(self) -> None:

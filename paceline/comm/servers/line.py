@@ -46,7 +46,7 @@ class Bell:
         self.address = BellAddress(os.getpid(), self._write_fd, os.fstat(self._write_fd).st_ino)
 
     def ring(self) -> None:
-        """As workers do; from any thread, and no more once it is closed."""
+        """Wakes the server, as a worker does. Any thread may call it; it does nothing once the bell is closed."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if not self._is_closed:
                 os.write(self._write_fd, b"\1")

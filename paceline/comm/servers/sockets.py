@@ -51,7 +51,7 @@ class Move:
     key_range: int
     address: ServerAddress
     epoch: int
-    """Of messages about it."""
+    """Messages about it carry this membership epoch from now on."""
 
 
 Moves = deque[Move]
@@ -102,7 +102,7 @@ class _Link:
     line: WorkerLine | None
     """The quick way to a server on this host."""
     epoch: int
-    """Of its messages."""
+    """What this server's messages carry, and those to it."""
     sources: list[Tensor] = field(default_factory=list)
     """The server's own parameters, if this worker is to read them itself."""
     targets: list[Tensor] = field(default_factory=list)

@@ -12,6 +12,7 @@ from paceline.training.sharding.clients import ClientBatches, NoBatches
 from paceline.training.sharding.division import RankBatch
 from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import Part, Place, Source
+from paceline.training.sharding.stand_in import StandIn
 from paceline.training.sharding.streams import Gather, Stream
 from paceline.training.sharding.unprepared import reading_prepared
 
@@ -19,7 +20,7 @@ _MAX_IDLE_EPOCHS = 1000
 
 
 @final
-class ShardedLoader:
+class ShardedLoader(StandIn):
     """This rank's part of a `DataLoader`, with its data set, collation and worker processes.
 
     The order of an epoch is drawn from (seed, epoch), the same on every rank. Iterating ends early once `should_stop()`
@@ -104,12 +105,6 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         return len(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else that a DataLoader has, as the script made it."""
-        if "_loader" not in self.__dict__:  # copy and pickle look before there is anything
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def batches(self, epoch: int) -> list[RankBatch]:
         """This rank's indices of an epoch of map-style data."""

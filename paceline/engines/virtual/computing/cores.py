@@ -35,9 +35,7 @@ class Core:
     def wake(self, thread: "Thread") -> None:
         """The thread has work again."""
         thread.had_s = 0.0
-        if self._is_between or not self._turns:
-            self._turns.append(thread)
-        elif self._is_out_of_slice():
+        if not self._is_between and self._turns and self._is_out_of_slice():
             self._turns.appendleft(thread)
         else:
             self._turns.append(thread)

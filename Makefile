@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 DOCS_STAMP := $(VENV)/.complete-docs
 FRAMEWORKS_STAMP := $(VENV)/.complete-frameworks
-# Two tests at a time: much of a test of processes is waiting for them to start.
-PARALLEL := -n 2 --dist worksteal
+# More tests at a time than cores: much of a test of processes is waiting for them to start. Slow ones start more of them.
+PARALLEL := -n 3 --dist worksteal
+PARALLEL_SLOW := -n 2 --dist worksteal
 
 .PHONY: demo test test-slow lint docs results clean
 .DELETE_ON_ERROR:
@@ -22,7 +23,7 @@ test: $(STAMP)
 
 # What `make test` leaves out, and properties with many more examples.
 test-slow: $(FRAMEWORKS_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow or hypothesis" --hypothesis-profile thorough
+	$(BIN)/python -m pytest $(PARALLEL_SLOW) -m "slow or hypothesis" --hypothesis-profile thorough
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -86,7 +86,7 @@ def test_max_steps_counts_as_the_literature_does(row: Row, tmp_path: Path) -> No
 def test_max_time_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
     """Nothing else would end it."""
     result = row.run(partial(train_for_long, max_epochs=10**9), tmp_path, max_time_s=0.25)
-    assert result.training_time_s >= 0.25
+    assert result.training_time_s >= 0.249  # any worker's clock ends it, and clocks differ by some microseconds
     if row.is_deterministic:
         assert len({len(steps_of(result, worker)) for worker in range(row.workers)}) == 1
 

@@ -71,6 +71,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.split_batches or self.dispatch_batches:
             raise UsageError("split_batches, dispatch_batches: each worker takes batches of its own; leave them out")
         self._training: TrainingLoader | None = None
+        self._beside: tuple[nn.Module | Optimizer, ...] = ()
+        self._known: set[int] = set()  # optimizers that exchange
         self._loads_from: Path | None = None
         self.register_save_state_pre_hook(self._save_run)
         self.register_load_state_pre_hook(self._find_run)
@@ -78,27 +80,40 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- preparing ----------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        optimizers = [thing for thing in args if isinstance(thing, Optimizer)]
-        if not optimizers:
-            return super().prepare(*args, device_placement=device_placement)
-        loaders = [thing for thing in args if isinstance(thing, DataLoader)]
-        models = [thing for thing in args if isinstance(thing, nn.Module)] or list(self._models)
-        if not models or not loaders or self._training is not None:
-            raise UsageError(
-                "give prepare all optimizers at once, with the training DataLoader, and after or with their models: "
-                "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-            )
+        things = (*self._beside, *args)
+        optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+        loaders = [thing for thing in things if isinstance(thing, DataLoader)]
+        models = [thing for thing in things if isinstance(thing, nn.Module)] or list(self._models)
+        replaced: dict[int, Any] = {}
+        if optimizers and not all(id(optimizer) in self._known for optimizer in optimizers):
+            if not models or not loaders or self._training is not None:
+                raise UsageError(
+                    "give prepare all optimizers at once, with the training DataLoader, and after or with their "
+                    "models: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+                )
+            replaced[id(loaders[0])] = self._begin(models, optimizers, loaders[0])
+        return super().prepare(*(replaced.get(id(thing), thing) for thing in args), device_placement=device_placement)
+
+    @contextmanager
+    def training(self, *things: nn.Module | Optimizer) -> Iterator[None]:
+        """Inside, a DataLoader that is prepared by itself is the training data of these models and optimizers."""
+        self._beside = things
+        try:
+            yield
+        finally:
+            self._beside = ()
+
+    def _begin(self, models: list[nn.Module], optimizers: list[Optimizer], loader: DataLoader[Any]) -> TrainingLoader:
         named: dict[str, list[Any]] = {"model": models, "optimizer": optimizers}
         given = {
             kind if len(things) == 1 else f"{kind}_{number}": thing
             for kind, things in named.items()
             for number, thing in enumerate(things)
         }
-        *_, loader = self._worker.prepare(**given, loader=loaders[0])
-        self._training = TrainingLoader(cast(ShardedLoader, loader), self.device if self.device_placement else None)
-        return super().prepare(
-            *(self._training if thing is loaders[0] else thing for thing in args), device_placement=device_placement
-        )
+        *_, prepared = self._worker.prepare(**given, loader=loader)
+        self._known = {id(optimizer) for optimizer in optimizers}
+        self._training = TrainingLoader(cast(ShardedLoader, prepared), self.device if self.device_placement else None)
+        return self._training
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -17,7 +17,7 @@ from paceline.training.worker import Worker
 
 def join_group(worker: Worker) -> None:
     """Make torch's default process group of the run's workers, over Paceline's backend, and describe it in the
-    environment. Collective call."""
+    environment. Collective call; a second one finds all there."""
     world = current()
     assert world is not None
     described = {
@@ -28,6 +28,8 @@ def join_group(worker: Worker) -> None:
         "ACCELERATE_TORCH_DEVICE": str(worker.device),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),  # else it is set anew
     }
+    if described.items() <= os.environ.items() and (worker.size == 1 or distributed.is_initialized()):
+        return
     world.at_release.append(partial(_put_back, {name: os.environ.get(name) for name in described}))
     os.environ |= described
     if worker.size == 1 or distributed.is_initialized():

@@ -264,7 +264,8 @@ def test_what_cannot_be_honoured_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "strategy"), [("lightning_text", "ps-asp"), ("accelerate_text", "local-sgd:every=8")]
+    ("recipe", "strategy"),
+    [("lightning_text", "ps-asp"), ("accelerate_text", "local-sgd:every=8"), ("trainer_text", "local-sgd:every=8")],
 )
 def test_recipes(recipe: str, strategy: str, tmp_path: Path) -> None:
     command = [PACELINE, "run", str(RECIPES / f"{recipe}.py"), "--strategy", strategy, "--workers", "2"]

@@ -1,0 +1,221 @@
+"""Transformers' Trainer trains under Paceline's strategies as it trains by itself in one process."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from paceline.errors import RunFailed
+from tests.conformance import local_engine
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("transformers") is None, reason="Transformers is not installed (paceline[frameworks])"
+    ),
+]
+SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
+IGNORED = -100
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Rows with as many labels as ignored ones leave."""
+
+    def __init__(self, number: int) -> None:
+        draw = torch.Generator().manual_seed(number)
+        self.x = torch.randn(number, 6, 4, generator=draw)
+        self.labels = (self.x.sum(2) > 0).long()
+        self.labels[torch.rand(number, 6, generator=draw) < 0.4] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "labels": self.labels[index]}
+
+
+class Tagger(nn.Module):
+    """Its loss is a mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten()), "logits": logits}
+
+
+class TokenTagger(Tagger):
+    """Its loss is a mean over the labelled tokens of all workers, as language models have it."""
+
+    accepts_loss_kwargs = True
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.net(x)
+        summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return {
+            "loss": summed / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch),
+            "logits": logits,
+        }
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    is_labelled = found.label_ids != IGNORED
+    return {"accuracy": float((found.predictions.argmax(2) == found.label_ids)[is_labelled].mean())}
+
+
+def train(
+    out: Path,
+    *,
+    is_plain: bool = False,
+    model: type[nn.Module] = Tagger,
+    samples: int = SAMPLES,
+    batch_size: int = GLOBAL_BATCH // 2,
+    resumes: Path | None = None,
+    **arguments: Any,
+) -> None:
+    """The script, with its one line changed or not."""
+    if is_plain:
+        from transformers import Trainer, TrainingArguments
+    else:
+        from paceline.transformers import Trainer, TrainingArguments  # type: ignore[assignment]
+    torch.manual_seed(0)
+    settings = {
+        "num_train_epochs": EPOCHS,
+        "learning_rate": 0.05,
+        "per_device_train_batch_size": batch_size,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "logging_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **arguments,
+    }
+    trainer = Trainer(
+        model=model(),
+        args=TrainingArguments(str(out / "trainer"), **settings),
+        train_dataset=Samples(samples),
+        eval_dataset=Samples(30),
+        compute_metrics=accuracy,
+    )
+    trainer.train(resume_from_checkpoint=str(resumes) if resumes is not None else None)
+    logged = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    said = {
+        "weights": [parameter.flatten().tolist() for parameter in trainer.model.parameters()],
+        "found": [[entry["eval_loss"], entry["eval_accuracy"]] for entry in logged],
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "steps": trainer.state.global_step,
+        "epochs": trainer.state.epoch,
+    }
+    (out / f"found-{trainer.args.process_index}.json").write_text(json.dumps(said))
+
+
+def trained(out: Path, strategy: str, *, max_steps: int | None = None, **script: Any) -> dict[str, Any]:
+    workers = 1 if script.get("is_plain") else 2
+    local_engine.run(partial(train, out, **script), strategy=strategy, workers=workers, out=out, max_steps=max_steps)
+    return dict(json.loads((out / "found-0.json").read_text()))
+
+
+def alone(out: Path, **script: Any) -> dict[str, Any]:
+    return trained(out, "single", is_plain=True, batch_size=GLOBAL_BATCH, **script)
+
+
+def in_order() -> dict[str, Any]:
+    """Workers and one process take the same samples a step."""
+    return {"train_sampling_strategy": "sequential"}
+
+
+SGD = {"optim": "sgd", "lr_scheduler_type": "linear"}
+SCRIPTS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "accumulation": {"gradient_accumulation_steps": 2} | SGD,
+    "clipping": {"max_grad_norm": 0.1} | SGD,
+    "tokens": {"model": TokenTagger} | SGD,
+}
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp:servers=2"])
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_workers_in_lock_step_train_what_one_process_trains(
+    strategy: str, script: dict[str, Any], tmp_path: Path
+) -> None:
+    found, expected = (
+        trained(tmp_path / "two", strategy, **in_order(), **script),
+        alone(tmp_path / "one", **in_order(), **script),
+    )
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=1e-4)
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-4)
+    assert [accuracy for _, accuracy in found["found"]] == [accuracy for _, accuracy in expected["found"]]
+    assert (found["steps"], found["epochs"]) == (expected["steps"], expected["epochs"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [
+        ("ps-asp", TokenTagger),
+        ("gossip", Tagger),
+        ("local-sgd:every=2", Tagger),
+        ("ad-psgd", Tagger),
+        ("diloco:every=2", TokenTagger),
+    ],
+)
+def test_workers_that_run_free_evaluate_the_same_model(strategy: str, model: type[nn.Module], tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, model=model, save_strategy="epoch", **SGD)
+    other = json.loads((tmp_path / "found-1.json").read_text())
+    assert found["found"] == other["found"]
+    assert len(found["found"]) == EPOCHS
+
+
+@pytest.mark.parametrize(("strategy", "at"), [("all-reduce", 4), ("all-reduce", 6), ("ps-bsp", 6), ("gossip", 6)])
+def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, at: int, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": at}
+    whole = trained(tmp_path / "whole", strategy, **saving)
+    saved = tmp_path / "whole" / "trainer" / f"checkpoint-{at}"
+    resumed = trained(tmp_path / "resumed", strategy, resumes=saved, **saving)
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["losses"][-1] == whole["losses"][-1]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+def test_the_runs_budget_ends_the_script(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, max_steps=10)
+    assert found["steps"] <= 10
+    assert len(found["found"]) <= EPOCHS
+
+
+def test_tokens_are_not_averaged_where_a_batch_is_smaller_on_one_rank(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="dataloader_drop_last=True, or average_tokens_across_devices=False"):
+        trained(tmp_path / "uneven", "all-reduce", model=TokenTagger, samples=61)
+    trained(tmp_path / "own", "all-reduce", model=TokenTagger, samples=61, average_tokens_across_devices=False)
+
+
+def train_with_others_arguments(out: Path) -> None:
+    from transformers import TrainingArguments
+
+    from paceline.transformers import Trainer
+
+    Trainer(model=Tagger(), args=TrainingArguments(str(out), use_cpu=True, report_to=[]))
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (partial(train, auto_find_batch_size=True), "set per_device_train_batch_size"),
+        (train_with_others_arguments, "from paceline.transformers import Trainer, TrainingArguments"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(script: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=says):
+        local_engine.run(partial(script, tmp_path), strategy="all-reduce", workers=2, out=tmp_path / "out")

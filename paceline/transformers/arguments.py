@@ -26,6 +26,11 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         require_possible(worker.strategy)
         if self.auto_find_batch_size:
             raise UsageError("auto_find_batch_size: workers would find other sizes; set per_device_train_batch_size")
+        if self.load_best_model_at_end and worker.strategy.traits.num_servers:
+            raise UsageError(
+                "load_best_model_at_end changes parameters that the servers own; leave it out, and load "
+                "trainer.state.best_model_checkpoint in the end, with from_pretrained"
+            )
         join_group(worker)
         self.use_cpu = worker.device.type == "cpu"
         self.average_tokens_across_devices &= worker.strategy.traits.lock_step

@@ -210,12 +210,23 @@ def train_with_others_arguments(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("strategy", "script", "says"),
     [
-        (partial(train, auto_find_batch_size=True), "set per_device_train_batch_size"),
-        (train_with_others_arguments, "from paceline.transformers import Trainer, TrainingArguments"),
+        ("all-reduce", partial(train, auto_find_batch_size=True), "set per_device_train_batch_size"),
+        ("ps-asp", partial(train, load_best_model_at_end=True, save_strategy="epoch"), "best_model_checkpoint"),
+        ("all-reduce", train_with_others_arguments, "from paceline.transformers import Trainer, TrainingArguments"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(script: Any, says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_honoured_is_refused(strategy: str, script: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=says):
-        local_engine.run(partial(script, tmp_path), strategy="all-reduce", workers=2, out=tmp_path / "out")
+        local_engine.run(partial(script, tmp_path), strategy=strategy, workers=2, out=tmp_path / "out")
+
+
+def test_the_best_model_is_loaded_in_the_end(tmp_path: Path) -> None:
+    script = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "save_strategy": "epoch", **SGD}
+    found, expected = (
+        trained(tmp_path / "two", "all-reduce", **in_order(), **script),
+        alone(tmp_path / "one", **in_order(), **script),
+    )
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=1e-4)

@@ -204,19 +204,24 @@ class ServerSynchronizer(Synchronizer):
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """The servers' parameters. They come again at the end: an evaluation may have swapped in others.
+        """The servers' parameters. At the end this worker has its own again, which may be older, as if nobody had looked.
 
         Raises:
             UsageError: the script has changed them since its last step, which would be undone here.
         """
         if not self._has_left:
             self._owned.require_untouched(rank=self.context.rank, step=self._steps + 1)
+        own = self._parameters.host.clone() if self._looks and not self._has_left else None
         self._refresh()
         try:
             with super().global_model() as model:
                 yield model
         finally:
-            self._refresh()
+            if own is None:
+                self._refresh()  # an evaluation may have swapped in others
+            else:
+                self._parameters.host.copy_(own)
+                self._parameters.to_device()
             self._owned.untouched.accept(looks_closely=True)
 
     def leave(self) -> None:
@@ -264,9 +269,13 @@ class ServerSynchronizer(Synchronizer):
         spend = self.context.pacing.spend
         return PushCoding(codec, self.context.seed, left, beside=scope == "all", spend=spend)
 
-    def _refresh(self) -> None:
+    @property
+    def _looks(self) -> bool:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
-        if self.context.rank == 0 and not self._is_left_to_script:
+        return self.context.rank == 0 and not self._is_left_to_script
+
+    def _refresh(self) -> None:
+        if self._looks:
             self._store.pull()
             self._parameters.to_device()
 

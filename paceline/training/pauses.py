@@ -160,6 +160,7 @@ class Pauses:
             run.has_ended = run.has_ended or any(report["has_ended"] for report in reports)
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
+            run.context.pacing.rest(self._lag_s(reports))
         collective.set_deadline(run.config.deadline_s)
         return all_done or all_wait
 
@@ -207,6 +208,15 @@ class Pauses:
         self._cadence.meet_in(min(waits_s), run.iteration, iterations_per_s=rate)
         check_at = self._agreement.next_at(first, iterations_per_s=rate)
         self._cadence.plan(now, check_at=check_at, iterations_per_s=rate)
+
+    def _lag_s(self, reports: list[dict[str, Any]]) -> float:
+        """How much later than the first of those who go on this worker came. Where every gradient is an iteration it
+        goes on as much later: workers that began their steps together would be less, or more, stale than before."""
+        times_s = [report["time_s"] for report in reports if not (report["done"] or report["waits_at"])]
+        mine = reports[self._run.context.rank]
+        if self._run.traits.is_synchronous or mine["done"] or mine["waits_at"]:
+            return 0.0
+        return float(mine["time_s"] - min(times_s))
 
     def _look_at_global_model(
         self, reports: list[dict[str, Any]], *, judges: bool, judged: Count | None, saves: bool, is_last: bool

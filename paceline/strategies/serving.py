@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -211,18 +211,16 @@ class ServerSynchronizer(Synchronizer):
         """
         if not self._has_left:
             self._owned.require_untouched(rank=self.context.rank, step=self._steps + 1)
-        own = self._parameters.host.clone() if self._looks and not self._has_left else None
-        self._refresh()
-        try:
-            with super().global_model() as model:
-                yield model
-        finally:
-            if own is None:
-                self._refresh()  # an evaluation may have swapped in others
-            else:
-                self._parameters.host.copy_(own)
-                self._parameters.to_device()
-            self._owned.untouched.accept(looks_closely=True)
+        is_training = self._looks and not self._has_left
+        with self._parameters.put_back() if is_training else nullcontext():
+            self._refresh()
+            try:
+                with super().global_model() as model:
+                    yield model
+            finally:
+                if not is_training:
+                    self._refresh()  # an evaluation may have swapped in others
+        self._owned.untouched.accept(looks_closely=True)
 
     def leave(self) -> None:
         """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of

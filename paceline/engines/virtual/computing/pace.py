@@ -47,7 +47,6 @@ class Pace(Pacing):
 
     def rest(self, seconds: float) -> None:
         self._process.advance(seconds)
-        self._process.settle()
 
     def watch(self, replica: Replica) -> None:
         """Hook the models before anyone else does, so that the clock is right when other hooks are called. Raises

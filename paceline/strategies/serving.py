@@ -204,7 +204,7 @@ class ServerSynchronizer(Synchronizer):
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """The servers' parameters. At the end this worker has its own again, which may be older, as if nobody had looked.
+        """The servers' parameters. At the end this worker has its own again, which may be older: nobody has looked.
 
         Raises:
             UsageError: the script has changed them since its last step, which would be undone here.

@@ -72,18 +72,18 @@ def test_pauses_leave_staleness_distributed_as_it_was(tmp_path: Path) -> None:
     compute = {"distribution": "log-normal", "variation": 0.3}
     plain, saved = (
         simulated(
-            tally, tmp_path / str(every), "ps-asp", {}, max_steps=300, checkpoint_every=every, compute=dict(compute)
+            tally, tmp_path / str(every), "ps-asp", {}, max_steps=200, checkpoint_every=every, compute=dict(compute)
         )
         for every in (SELDOM, 20)
     )
-    assert num_checkpoints(saved) == 15
+    assert num_checkpoints(saved) == 10
     before, after = ([update.staleness for update in result.updates] for result in (plain, saved))
     assert statistics.mean(after) == pytest.approx(statistics.mean(before), abs=0.01)
     shares = [[some.count(staleness) / len(some) for staleness in range(10)] for some in (before, after)]
     assert sum(abs(one - other) for one, other in zip(*shares, strict=True)) / 2 < 0.05
 
 
-LONG_S = 0.3
+LONG_S = 0.15
 
 
 def uneven(worker: Worker, out: Path) -> None:
@@ -110,7 +110,7 @@ def require_equal_clocks(result: Result, out: Path) -> None:
         ended_s = [record.time_s for record in steps_of(result, rank)]
         watch = kept(out, f"watch-{rank}")
         ahead_s.append(watch[-1] - ended_s[-1])
-    assert ahead_s[0] == pytest.approx(ahead_s[1], abs=LONG_S / 3)
+    assert ahead_s[0] == pytest.approx(ahead_s[1], abs=LONG_S / 2)
 
 
 def test_training_clocks_of_real_workers_agree_after_pauses(tmp_path: Path) -> None:

@@ -296,7 +296,8 @@ class Store(ABC):
 
     @abstractmethod
     def pull(self) -> int:
-        """Write the current parameters in place at once, without admission; returns the iteration."""
+        """Write the current parameters in place at once, without admission; returns the iteration. This is to look at
+        them: staleness counts from the last answer to a push, or to a wait."""
 
     @abstractmethod
     def join(self) -> None:

@@ -299,7 +299,7 @@ class ServerCore:
 
     def _pull(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         for index, part in self._all_parts:
-            payload = self._give(client, message.sender, index, part)
+            payload = self._give(client, index, part)
             if not client.is_beside:
                 yield Send(message.sender, self._with_tensors(self.message(Kind.ANSWER), index, part, payload))
         if client.is_beside:
@@ -343,12 +343,14 @@ class ServerCore:
             records = [UpdateRecord(self.index, one.iteration, one.worker, one.clock, one.staleness) for one in told]
             row_bytes = self._tables.update(applied) if is_last else 0
             yield Updated(part, len(applied), records, row_bytes)
+        for answer in answers:
+            part.shard.pulled(answer.worker)
         beside = [answer for answer in answers if self._clients[answer.worker].is_beside]
         if len(beside) < len(answers):
             for answer in answers:
                 client = self._clients[answer.worker]
                 if not client.is_beside:
-                    payload = self._give(client, answer.worker, index, part)
+                    payload = self._give(client, index, part)
                     message = self._about(answer, admitted=answer.admitted, waiting_s=_waited_s(client, now_s))
                     client.released_s = now_s
                     self._with_tensors(message, index, part, payload)
@@ -357,7 +359,7 @@ class ServerCore:
                 yield BesideNext()
         for answer in beside:
             client = self._clients[answer.worker]
-            self._give(client, answer.worker, index, part)
+            self._give(client, index, part)
             client.answers[index] = answer
             if len(client.answers) == len(self.parts):
                 yield Send(answer.worker, self._joint(client, now_s))
@@ -386,9 +388,8 @@ class ServerCore:
         message.tensor_bytes = self._range_bytes
         return message
 
-    def _give(self, client: _Client, worker: int, index: int, part: Part) -> Sequence[Raw]:
+    def _give(self, client: _Client, index: int, part: Part) -> Sequence[Raw]:
         """Have the worker get the parameters as they are now; what has to be sent for that."""
-        part.shard.pulled(worker)
         if client.parameters is None:
             return part.as_frames()
         if not (client.is_beside and self._some_read_for_themselves):

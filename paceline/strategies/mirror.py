@@ -1,5 +1,7 @@
 """Memory that parameter servers reach, and its twin on the model's device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -21,3 +23,13 @@ class Mirror:
     def to_device(self) -> None:
         if self.local is not self.host:
             self.local.copy_(self.host)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Both hold afterwards what they hold now."""
+        before = self.host.clone()
+        try:
+            yield
+        finally:
+            self.host.copy_(before)
+            self.to_device()

@@ -21,6 +21,10 @@ class Pacing(ABC):
     def spend(self, seconds: float) -> None:
         """Something besides the model took a core so long; real time has passed by itself."""
 
+    def rest(self, seconds: float) -> None:
+        """Do nothing for so long."""
+        time.sleep(seconds)
+
     @abstractmethod
     def watch(self, replica: "Replica") -> None:
         """The script has prepared this model. Called before the strategy is bound to it."""

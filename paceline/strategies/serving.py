@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -204,20 +204,23 @@ class ServerSynchronizer(Synchronizer):
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """The servers' parameters. They come again at the end: an evaluation may have swapped in others.
+        """The servers' parameters. At the end this worker has its own again, which may be older: nobody has looked.
 
         Raises:
             UsageError: the script has changed them since its last step, which would be undone here.
         """
         if not self._has_left:
             self._owned.require_untouched(rank=self.context.rank, step=self._steps + 1)
-        self._refresh()
-        try:
-            with super().global_model() as model:
-                yield model
-        finally:
+        is_training = self._looks and not self._has_left
+        with self._parameters.put_back() if is_training else nullcontext():
             self._refresh()
-            self._owned.untouched.accept(looks_closely=True)
+            try:
+                with super().global_model() as model:
+                    yield model
+            finally:
+                if not is_training:
+                    self._refresh()  # an evaluation may have swapped in others
+        self._owned.untouched.accept(looks_closely=True)
 
     def leave(self) -> None:
         """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of
@@ -264,9 +267,13 @@ class ServerSynchronizer(Synchronizer):
         spend = self.context.pacing.spend
         return PushCoding(codec, self.context.seed, left, beside=scope == "all", spend=spend)
 
-    def _refresh(self) -> None:
+    @property
+    def _looks(self) -> bool:
         """Rank 0's model is looked at; the others take the parameters with their next answer."""
-        if self.context.rank == 0 and not self._is_left_to_script:
+        return self.context.rank == 0 and not self._is_left_to_script
+
+    def _refresh(self) -> None:
+        if self._looks:
             self._store.pull()
             self._parameters.to_device()
 

@@ -22,7 +22,8 @@ from paceline.training.worker_run import WorkerRun
 
 MODEL_FILE = "model.safetensors"
 _AGREE_S = 1.0
-_JUDGE_S = 5.0  # from one pause to the next, where models that are kept may have reached the target
+_JUDGE_S = 5.0  # from one pause to the next, where models that are kept may have reached the target,
+_LAGS_APART = 10  # and so many times as long as the last worker was waited for
 
 
 @final
@@ -154,12 +155,15 @@ class Pauses:
             self._kept.begin(cadence.evaluated_at)
         if all_done:
             self._kept.tell()
-        self._agree(now, reports, has_saved=saves)
+        lags_s = self._lags_s(reports)
+        self._agree(now, reports, has_saved=saves, longest_lag_s=max(lags_s))
         all_wait = _all_wait(reports)
         if all_wait:
             run.has_ended = run.has_ended or any(report["has_ended"] for report in reports)
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
+            if not run.has_ended:
+                run.context.pacing.rest(lags_s[run.context.rank])
         collective.set_deadline(run.config.deadline_s)
         return all_done or all_wait
 
@@ -191,7 +195,7 @@ class Pauses:
             **self._agreement.said(is_last=is_done),
         }
 
-    def _agree(self, now: Count, reports: list[dict[str, Any]], *, has_saved: bool) -> None:
+    def _agree(self, now: Count, reports: list[dict[str, Any]], *, has_saved: bool, longest_lag_s: float) -> None:
         """Whether the run ends here, and when to meet next."""
         run, first = self._run, reports[0]
         rate = first["iterations_per_s"]
@@ -199,7 +203,7 @@ class Pauses:
         run.has_ended = run.has_ended or self._cadence.is_over(run.iteration)
         waits_s = [self._checkpoints.next_in_s(first["checkpoint_in_s"], has_saved=has_saved)]
         if self._cadence.is_beside and self._judge.ends_run:
-            waits_s.append(_JUDGE_S)
+            waits_s.append(max(_JUDGE_S, _LAGS_APART * longest_lag_s))
         if not run.traits.tells_stop:
             run.has_ended = run.has_ended or any(report["wants_stop"] for report in reports)
             left_s = (run.config.max_time_s or math.inf) - first["time_s"]
@@ -207,6 +211,19 @@ class Pauses:
         self._cadence.meet_in(min(waits_s), run.iteration, iterations_per_s=rate)
         check_at = self._agreement.next_at(first, iterations_per_s=rate)
         self._cadence.plan(now, check_at=check_at, iterations_per_s=rate)
+
+    def _lags_s(self, reports: list[dict[str, Any]]) -> list[float]:
+        """By how many seconds of training each worker came later than the first one that goes on, and goes on later.
+
+        Workers that began their steps together would be less, or more, stale than before. So they go on as if nobody
+        had waited, and all their training clocks show the same time, as they have from the start. Those that are
+        through or wait at a place go on at once.
+        """
+        goes_on = [not (report["done"] or report["waits_at"]) for report in reports]
+        if self._run.traits.is_synchronous or not any(goes_on):
+            return [0.0] * len(reports)
+        first_s = min(report["time_s"] for report, goes in zip(reports, goes_on, strict=True) if goes)
+        return [float(report["time_s"] - first_s) * goes for report, goes in zip(reports, goes_on, strict=True)]
 
     def _look_at_global_model(
         self, reports: list[dict[str, Any]], *, judges: bool, judged: Count | None, saves: bool, is_last: bool

@@ -45,6 +45,9 @@ class Pace(Pacing):
         self._process.compute(self._cost.on_this_host_s(seconds))
         self._process.catch_up()
 
+    def rest(self, seconds: float) -> None:
+        self._process.advance(seconds)
+
     def watch(self, replica: Replica) -> None:
         """Hook the models before anyone else does, so that the clock is right when other hooks are called. Raises
         UsageError if the cluster was measured with another model."""

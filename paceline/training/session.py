@@ -1,7 +1,7 @@
 """One worker's run as its script sees it: what it asks for, and what it is given."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import final
 
@@ -67,7 +67,8 @@ class Session:
         context = replace(context, seed=config.seed, max_steps=config.max_steps)
         if self._attacks:
             context = under_attack(self._attacks, context, strategy.traits)
-        self.run = WorkerRun(replace(context, evaluate=self._found_of), strategy, config, reporter)
+        context = replace(context, evaluate=self._found_of, off_the_clock=self._off_the_clock)
+        self.run = WorkerRun(context, strategy, config, reporter)
         self.run.context = replace(self.run.context, tell=self.run.tell)
         self._checkpoint = checkpoint
         traits = strategy.traits
@@ -171,6 +172,15 @@ class Session:
                 "@worker.evaluation"
             )
         return evaluate(evaluation, model, target=None).metrics
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        """For strategies in whose steps workers wait for what is not training."""
+        run, collective = self.run, self.run.context.collective
+        collective.set_deadline(None)
+        with run.prepared.account.pause() if run.clock.is_running else nullcontext():
+            yield
+        collective.set_deadline(run.config.deadline_s)
 
     def log(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep what the script says of this step."""

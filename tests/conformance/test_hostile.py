@@ -308,7 +308,7 @@ def test_judging_is_no_training(tmp_path: Path) -> None:
     for worker in range(2):
         steps = steps_of(result, worker)
         times = [step.compute_s + step.communication_s + step.waiting_s for step in steps]
-        assert sum(times) == pytest.approx(steps[-1].time_s)
+        assert sum(times) == pytest.approx(steps[-1].time_s, abs=1e-3)
         assert steps[-1].time_s < 0.9, "1 s of judging is no part of it"
 
 

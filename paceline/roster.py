@@ -1,5 +1,6 @@
 """Whose turn it is: which clients take part in a round, and which worker plays each."""
 
+import heapq
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -164,23 +165,27 @@ class Roster:
     def _of_round(self, number: int) -> tuple[Turn, ...]:
         if not self.participation.is_played:
             return ()
-        participation, drawn = self.participation, self.drawn(number)
-        players = self._settled(drawn) if participation.is_settled else self._balanced(drawn)
+        players = self.players(number)
         return tuple(
             Turn(number, client, self._sizes[client], self._num_batches[client], times)
-            for client, times in drawn.items()
+            for client, times in self.drawn(number).items()
             if players[client] == self._rank
         )
+
+    def players(self, number: int) -> dict[int, int]:
+        """The rank that plays each client of a round, in the order in which clients were drawn."""
+        drawn = self.drawn(number)
+        return self._settled(drawn) if self.participation.is_settled else self._balanced(drawn)
 
     def _settled(self, clients: Counter[int]) -> dict[int, int]:
         return {client: client % self._size for client in clients}
 
     def _balanced(self, clients: Counter[int]) -> dict[int, int]:
         """The largest first, each to the worker that has least (Graham, 1969)."""
-        batches, players = [0] * self._size, {}
+        workers, players = [(0, rank) for rank in range(self._size)], dict.fromkeys(clients, 0)
         for client in sorted(clients, key=lambda client: -self._num_batches[client]):
-            players[client] = batches.index(min(batches))
-            batches[players[client]] += self._num_batches[client]
+            num_batches, players[client] = workers[0]
+            heapq.heapreplace(workers, (num_batches + self._num_batches[client], players[client]))
         return players
 
 

@@ -75,6 +75,8 @@ class Context:
     where one does something for all that is not training."""
     tell: Callable[[str, Mapping[str, Any]], None] | None = None
     """Records an event of the whole run, from the first worker."""
+    data_samples: int = 0
+    """In the script's data set, of several loaders the first one's; 0: a stream, which does not say."""
     roster: Roster | None = None
     """The clients' turns that this worker plays, under strategies that have clients."""
     clients: ClientsElsewhere | None = None

@@ -21,6 +21,11 @@ class Pacing(ABC):
     def spend(self, seconds: float) -> None:
         """Something besides the model took a core so long; real time has passed by itself."""
 
+    def carry(self, num_bytes: float) -> float:
+        """A client that this worker plays has sent so much to the server, which the first worker plays, and it has
+        come. Returns how long that took, in seconds."""
+        return 0.0
+
     @abstractmethod
     def watch(self, replica: "Replica") -> None:
         """The script has prepared this model. Called before the strategy is bound to it."""

@@ -1,12 +1,13 @@
 """One worker's run as its script sees it: what it asks for, and what it is given."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from paceline.attacks import DataAttack, parse
 from paceline.checkpoint import Checkpoint
@@ -117,7 +118,8 @@ class Session:
             survivor=self._survivor,
         )
         loaders = {name: batches.sharded(name, given, on_position=self._on_position) for name in given.loaders}
-        self.run.context = replace(context, roster=next(iter(loaders.values())).roster)
+        first_loader = next(iter(loaders.values()))
+        self.run.context = replace(context, roster=first_loader.roster, data_samples=_num_samples(first_loader.dataset))
         context.pacing.watch(whole)
         parts = {name: self._bound(number, replicas[number]) for number, name in enumerate(given.optimizers)}
         first, *others = parts.values()
@@ -310,6 +312,10 @@ class Session:
             rank, num_workers = self.run.context.rank, len(checkpoint.workers)
             worker = checkpoint.workers[rank] if rank < num_workers else None
             snapshot.resume_script(checkpoint, worker, prepared.optimizers.values(), prepared.extra)
+
+
+def _num_samples(dataset: object) -> int:
+    return 0 if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) else len(dataset)
 
 
 def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

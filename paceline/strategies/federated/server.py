@@ -115,6 +115,13 @@ class ServerModel:
         self._scales: list[tuple[float, float]] = []  # of a round's clients elsewhere, with their weights
 
     @property
+    def upload_bytes(self) -> int:
+        """What a client sends of a turn: its change, as it is encoded, and what it changed of buffers and controls."""
+        changes = self.parameters
+        coded = sum(change.nbytes for change in changes) if self._upload is None else self._upload.num_bytes(changes)
+        return coded + sum(tensor.nbytes for tensor in (*self._real_buffers(), *self.controls))
+
+    @property
     def _buffers(self) -> list[Tensor]:
         """This worker's buffers that clients share, where the model may have put other tensors. Raises UsageError."""
         named = dict(self._replica.model.named_buffers(remove_duplicate=False))

@@ -17,7 +17,7 @@ from paceline.strategies.federated.synchronizer import FederatedSynchronizer
 from paceline.strategies.federated.uploading import require_of_clients
 from paceline.strategies.joint import AGGREGATE_DOC
 from paceline.strategies.replica import Replica
-from paceline.strategies.traits import Traits
+from paceline.strategies.traits import ClientTurns, Traits
 
 Weights = Literal["samples", "equal"]
 OptimizerState = Literal["fresh", "kept"]
@@ -198,7 +198,29 @@ class Federated(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lock_step=False, unit="round", passes_attacks=True, num_clients=self.clients)
+        moved = ClientTurns(
+            participation=self.participation(), codec=self.codec, num_besides=1.0 if self.has_controls else 0.0
+        )
+        return Traits(
+            lock_step=False,
+            unit="round",
+            passes_attacks=True,
+            num_clients=self.clients,
+            traffic=None if self._untold else (moved,),
+            untold=self._untold,
+        )
+
+    @property
+    def _untold(self) -> str:
+        """Why nobody can say what moves."""
+        reasons = {
+            "has clients keep layers (private), and does not say how large those are that they share": self.private,
+            "has workers gather each client's change (aggregate, reject), and does not say how much that is": (
+                self.reject is not None or not self.aggregate.streams
+            ),
+            "has clients exchange keys and shares (secure), and does not say how many": self.secure is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def participation(self) -> Participation:
         return Participation(

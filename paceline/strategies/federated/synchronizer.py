@@ -89,10 +89,10 @@ class FederatedSynchronizer(Synchronizer):
             shared_controls=self._server.controls,
             keeps_optimizer=strategy.optimizer == "kept",
         )
+        self._upload_bytes = self._server.upload_bytes
         if self._upload is not None:
-            changes = self._server.parameters
-            plain = sum(change.nbytes for change in changes)
-            self.facts = {"upload_bytes": self._upload.num_bytes(changes), "uncoded_bytes": plain}
+            plain = sum(change.nbytes for change in self._server.parameters)
+            self.facts = {"upload_bytes": self._upload.num_bytes(self._server.parameters), "uncoded_bytes": plain}
         self._playing: _Playing | None = None
         self._sent: _Sent | None = None
         self._num_played = 0  # of this round's turns
@@ -184,6 +184,17 @@ class FederatedSynchronizer(Synchronizer):
         self._server.contribute(
             turn.client, changes, growth, weight=weight, scale=scale, round_number=number, coded=coded
         )
+        if self.context.server is None and self.context.pacing.is_simulated:
+            self._carry()
+
+    def _carry(self) -> None:
+        """In simulated time a client's change is encoded, sent to the server, and decoded."""
+        pacing, timing, codec = self.context.pacing, self.context.collective.timing, self._strategy.codec
+        if codec is not None:
+            num_gbytes = sum(change.nbytes for change in self._server.parameters) / 1e9
+            pacing.spend(sum(codec.seconds_per_gbyte) * num_gbytes)
+        timing.communication_s += pacing.carry(self._upload_bytes)
+        timing.moved_bytes += self._upload_bytes
 
     def _kept_controls(self, playing: _Playing, changes: list[Tensor]) -> list[Tensor]:
         correction = self._strategy.correction

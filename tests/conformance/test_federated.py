@@ -92,6 +92,7 @@ def train(worker: Worker, out: Path, *, num_passes: int = 24, fails_at: int | No
 CLIENTS = {"clients": 6, "fraction": 0.5, "partition": "shards"}
 METHODS: dict[str, dict[str, Any]] = {
     "fed-avg": {"optimizer": "kept"},
+    "fed-avg:aggregate=fools-gold": {},
     "fed-prox": {"correction.mu": "1"},
     "fed-yogi": {},
     "scaffold": {},

@@ -341,17 +341,24 @@ class ServerModel:
         state = {f"{_OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
         controls = {f"{_CONTROL}{index}": control for index, control in enumerate(self.controls)}
         guards = self._guard.own_state() if self._guard is not None else {}
-        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards
+        sent = self._joining.memory.own_state() if self._joining.memory is not None else {}
+        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards | sent
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there."""
         if self._guard is not None:
             self._guard.restore(own)
+        if self._joining.memory is not None:
+            self._joining.memory.restore(own)
         state = {name.removeprefix(_OUTER): tensor for name, tensor in own.items() if name.startswith(_OUTER)}
         import_state(self._optimizer, self.parameters, state)
         for index, control in enumerate(self.controls):
             if (saved := own.get(f"{_CONTROL}{index}")) is not None:
                 control.copy_(saved)
+
+    def close(self) -> None:
+        if self._joining.memory is not None:
+            self._joining.memory.close()
 
     def _require_unchanged(self, of_buffers: Sequence[Tensor]) -> None:
         """Raises UsageError if clients changed a buffer, which nothing hides."""

@@ -177,11 +177,6 @@ class Federated(Strategy):
                 f"aggregate={aggregate} compares clients' changes, and with normalise=true their numbers of steps "
                 "would scale the joint; leave one of the two out"
             )
-        if aggregate.remembers:
-            raise UsageError(
-                f"aggregate={aggregate} remembers what each sender has sent, which takes as much memory as all "
-                "clients' models; use all-reduce"
-            )
         try:
             aggregate.require(num_drawn(self.fraction, self.clients))
         except ValueError as error:

@@ -313,3 +313,4 @@ class FederatedSynchronizer(Synchronizer):
 
     def close(self) -> None:
         self._clients.close()
+        self._server.close()

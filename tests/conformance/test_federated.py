@@ -99,6 +99,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fed-nova": {},
     "fed-bn": {},
     "fed-rep": {},
+    "fed-buff": {"sampler.at_once": "0.67"},
 }
 
 

@@ -228,7 +228,7 @@ def test_momentum_counts_in_the_path_length() -> None:
 # --- who takes part ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "by-size", "poisson", "cyclic"])
+@pytest.mark.parametrize("sampler", ["uniform", "by-size", "poisson", "cyclic", "first", "buffered"])
 def test_the_number_of_workers_changes_nothing(sampler: str) -> None:
     """Also where rounds have fewer clients than there are workers, or none."""
     clients = [(1.0, float(number), 1 + number % 4) for number in range(12)]
@@ -788,6 +788,7 @@ def test_what_clients_keep_lies_in_a_file() -> None:
         ("fed-nova", {"optimizer": "kept"}),
         ("fed-bn", {}),
         ("fed-rep", {"private": "head", "private_epochs": "5"}),
+        ("fed-buff", {"sampler.exponent": "1"}),
     ],
 )
 def test_a_strategy_has_the_name_that_says_most_of_it(name: str, options: dict[str, str]) -> None:

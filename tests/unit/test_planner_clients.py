@@ -120,6 +120,7 @@ def test_chance_makes_the_slowest_late_as_in_the_simulator() -> None:
         ("fed-avg", {"reject": "validation"}, "gather each client's change"),
         ("fed-avg", {"secure": "masks", "fraction": 1}, "exchange keys and shares"),
         ("fed-bn", {}, "keep layers"),
+        ("fed-buff", {}, "draws how long clients take"),
     ],
 )
 def test_what_nobody_can_price_is_refused_in_words(name: str, options: dict[str, Any], why: str) -> None:
@@ -132,9 +133,9 @@ def test_a_plan_has_clients_where_it_knows_how_much_data_they_share() -> None:
     found = plan(cluster_of(), replace(WORK, data_samples=6000), max_workers=4, num_checks=0)
     assert {"fed-avg", "dp-fed-avg", "scaffold"} <= set(found.frame["strategy"])
     assert {point.is_ranked for point in found.points if point.label == "fed-avg"} == {True, False}, "alone it ranks"
-    assert found.unpriced == ("async-diloco", "fed-bn")
+    assert found.unpriced == ("async-diloco", "fed-bn", "fed-buff")
     lines = [line for line in wording.answer(found) if line.startswith("Left out")]
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert "Left out: fed-bn. Each has clients keep layers" in " ".join(lines)
     unknown = plan(cluster_of(), replace(WORK, data_samples=0), max_workers=4, num_checks=0)
     assert "fed-avg" in unknown.unpriced

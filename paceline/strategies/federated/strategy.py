@@ -36,7 +36,8 @@ class Federated(Strategy):
     `outer=momentum` FedAvgM (Hsu et al., 2019), with `fed-adam` and so on adaptive servers (Reddi et al., ICLR 2021,
     algorithm 2); with `correction=control-variates` SCAFFOLD (Karimireddy et al., ICML 2020, algorithm 1); with
     `normalise` FedNova (Wang et al., NeurIPS 2020, section 4); with `private=norm` FedBN (Li et al., ICLR 2021); with
-    `alternates` FedRep (Collins et al., ICML 2021, algorithm 1).
+    `alternates` FedRep (Collins et al., ICML 2021, algorithm 1); with `sampler=buffered` FedBuff (Nguyen et al.,
+    AISTATS 2022, algorithm 1).
 
     >>> Federated(clients=1000, fraction=0.01).traits.unit
     'round'
@@ -49,7 +50,9 @@ class Federated(Strategy):
         IID(),
         "who has which samples: iid, shards, dirichlet, column, file, ...",
     )
-    sampler: Sampler = option(Uniform(), "who takes part in a round: uniform, by-size, poisson or cyclic")
+    sampler: Sampler = option(
+        Uniform(), "who takes part in a round: uniform, by-size, poisson, cyclic, first, buffered"
+    )
     weights: Weights = option("samples", "how much a client counts: by its samples, or all equal")
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC.replace("gradients", "the clients' changes"))
     reject: Validation | None = option(
@@ -78,6 +81,15 @@ class Federated(Strategy):
         if not 0 < self.fraction <= 1:
             raise UsageError(f"fraction must be above 0 and at most 1, not {self.fraction}")
         require_in_range(self.outer)
+        try:
+            self.sampler.require(num_clients=self.clients, fraction=self.fraction)
+        except ValueError as error:
+            raise UsageError(f"sampler={self.sampler}: {error}") from None
+        if self.sampler.overlaps and self.has_controls:
+            raise UsageError(
+                f"sampler={self.sampler} has turns begin in other rounds than they end in, and control variates follow "
+                "the mean client of one round; leave correction=control-variates out"
+            )
         if self.alternates and not self.private:
             raise UsageError("alternates=true has no effect without private=LAYERS, which train first")
         if self.private_epochs != 1 and not self.alternates:
@@ -144,6 +156,8 @@ class Federated(Strategy):
     def _require_private(self, privacy: Privacy) -> None:
         """Raises UsageError where noise would not hide what a client changed, or nobody could say how well."""
         reasons = {
+            "the clients of a round depend on who was quick before, and nobody knows what that costs; use "
+            "sampler=poisson": self.sampler.draws_times,
             "one client may move the joint of this aggregate by more than its clipped change; leave aggregate out": (
                 not self.aggregate.streams
             ),
@@ -212,6 +226,9 @@ class Federated(Strategy):
             "has clients keep layers (private), and does not say how large those are that they share": self.private,
             "has workers gather each client's change (aggregate, reject), and does not say how much that is": (
                 self.reject is not None or not self.aggregate.streams
+            ),
+            f"draws how long clients take (sampler={self.sampler.name}), and does not say how long workers do": (
+                self.sampler.draws_times
             ),
             "has clients exchange keys and shares (secure), and does not say how many": self.secure is not None,
         }

@@ -128,6 +128,8 @@ class ServerModel:
     @property
     def _buffers(self) -> list[Tensor]:
         """This worker's buffers that clients share, where the model may have put other tensors. Raises UsageError."""
+        if not self._buffer_names:
+            return []
         named = dict(self._replica.model.named_buffers(remove_duplicate=False))
         for name in self._buffer_names:
             if name not in named:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ _MAX_DRAWS = 1000
 
 class Partition(Piece, ABC):
     """Divides a data set among clients."""
+
+    sizes_follow_values: ClassVar[bool] = False
+    """Whether how many samples a client has depends on what they hold."""
 
     @abstractmethod
     def divide(self, num_samples: int, num_clients: int, *, column: Column, seed: int) -> list[Tensor]:
@@ -74,6 +77,8 @@ class Replicated(Partition, name="replicated"):
 class Dirichlet(Partition, name="dirichlet"):
     """Each label is shared out in proportions drawn from a Dirichlet distribution (Yurochkin et al., ICML 2019,
     section 4). Drawn again until every client has `least` samples."""
+
+    sizes_follow_values: ClassVar[bool] = True
 
     alpha: float = 0.5
     """The smaller, the fewer labels a client has."""
@@ -142,6 +147,8 @@ class Exponential(Partition, name="exponential"):
 @dataclass(frozen=True)
 class ByColumn(Partition, name="column"):
     """A client has all samples with one value of a column, such as who wrote them."""
+
+    sizes_follow_values: ClassVar[bool] = True
 
     column: str
 

@@ -1,13 +1,14 @@
 """Whose turn it is: which clients take part in a round, and which worker plays each."""
 
+import heapq
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, TypedDict, final
 
 from paceline.partition import Partition, Replicated
 from paceline.pieces import Piece
@@ -21,6 +22,10 @@ class Sampler(Piece, ABC):
     """Whether each client takes part for itself, with the same probability in each round."""
     repeats: ClassVar[bool] = False
     """Whether a client may be drawn several times for a round, in which it then counts as often."""
+    draws_times: ClassVar[bool] = False
+    """Whether it draws how long clients take: real ones take their time themselves."""
+    overlaps: ClassVar[bool] = False
+    """Whether clients of one round may have begun in earlier ones."""
 
     @abstractmethod
     def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
@@ -30,6 +35,25 @@ class Sampler(Piece, ABC):
             sizes: each client's samples.
             fraction: of the clients that take part.
         """
+
+    def late(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
+        """Those that began the round as well, and are too late for it: nobody plays them."""
+        return []
+
+    def behind(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> Mapping[int, int]:
+        """How many rounds ago the turns of some of the clients began; the others' begin with the round."""
+        return {}
+
+    def oldest(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> int:
+        """The first round whose model a turn of this round, or of a later one, begins with."""
+        return number
+
+    def factor(self, behind: int) -> float:
+        """What the change of a turn is multiplied by that began so many rounds ago."""
+        return 1.0
+
+    def require(self, *, num_clients: int, fraction: float) -> None:
+        """Raises ValueError, which says why, where there are too few clients."""
 
 
 @final
@@ -85,6 +109,14 @@ def num_drawn(fraction: float, num_clients: int) -> int:
     return max(1, round(fraction * num_clients))
 
 
+class _Asked(TypedDict):
+    """What samplers are told besides the round."""
+
+    sizes: Sequence[int]
+    fraction: float
+    seed: int
+
+
 class Turn(NamedTuple):
     """One client's part in one round."""
 
@@ -95,6 +127,8 @@ class Turn(NamedTuple):
     """Of each pass over its samples."""
     times: int = 1
     """How often it was drawn."""
+    behind: int = 0
+    """How many rounds ago it began, with the model of that time."""
 
 
 @final
@@ -158,29 +192,44 @@ class Roster:
 
     def drawn(self, number: int) -> Counter[int]:
         """How often each client of a round was drawn for it, whoever plays it."""
-        fraction = self.participation.fraction
-        return Counter(self.participation.sampler.draw(number, sizes=self._sizes, fraction=fraction, seed=self._seed))
+        return Counter(self.participation.sampler.draw(number, **self._asked))
+
+    def late(self, number: int) -> list[int]:
+        """Clients that began a round and do not count, since they are too late."""
+        return sorted(self.participation.sampler.late(number, **self._asked)) if self.participation.is_played else []
+
+    def oldest(self, number: int) -> int:
+        """The first round whose model a turn of this round, or of a later one, begins with."""
+        return self.participation.sampler.oldest(number, **self._asked) if self.participation.is_played else number
+
+    @property
+    def _asked(self) -> _Asked:
+        return {"sizes": self._sizes, "fraction": self.participation.fraction, "seed": self._seed}
 
     def _of_round(self, number: int) -> tuple[Turn, ...]:
         if not self.participation.is_played:
             return ()
-        participation, drawn = self.participation, self.drawn(number)
-        players = self._settled(drawn) if participation.is_settled else self._balanced(drawn)
+        players, behind = self.players(number), self.participation.sampler.behind(number, **self._asked)
         return tuple(
-            Turn(number, client, self._sizes[client], self._num_batches[client], times)
-            for client, times in drawn.items()
+            Turn(number, client, self._sizes[client], self._num_batches[client], times, behind.get(client, 0))
+            for client, times in self.drawn(number).items()
             if players[client] == self._rank
         )
+
+    def players(self, number: int) -> dict[int, int]:
+        """The rank that plays each client of a round, in the order in which clients were drawn."""
+        drawn = self.drawn(number)
+        return self._settled(drawn) if self.participation.is_settled else self._balanced(drawn)
 
     def _settled(self, clients: Counter[int]) -> dict[int, int]:
         return {client: client % self._size for client in clients}
 
     def _balanced(self, clients: Counter[int]) -> dict[int, int]:
         """The largest first, each to the worker that has least (Graham, 1969)."""
-        batches, players = [0] * self._size, {}
+        workers, players = [(0, rank) for rank in range(self._size)], dict.fromkeys(clients, 0)
         for client in sorted(clients, key=lambda client: -self._num_batches[client]):
-            players[client] = batches.index(min(batches))
-            batches[players[client]] += self._num_batches[client]
+            num_batches, players[client] = workers[0]
+            heapq.heapreplace(workers, (num_batches + self._num_batches[client], players[client]))
         return players
 
 

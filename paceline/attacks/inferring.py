@@ -14,6 +14,8 @@ from paceline.errors import UsageError
 from paceline.pieces import Piece
 
 _L2, _ITERATIONS = 1e-2, 100
+NUM_SUMS = 2**16
+"""That a gradient is kept as, if it is longer."""
 
 
 class Property(Piece, ABC):
@@ -107,22 +109,47 @@ class Inference:
             UsageError: there are too few samples for a batch.
         """
         model = copy.deepcopy(model)  # batch norm counts what it sees
-        rows, truths = self._gradients(model, own, generator)
-        others, held_truths = self._gradients(model, held_out, generator)
+        num_elements = sum(parameter.numel() for parameter in model.parameters())
+        drawn = torch.Generator().manual_seed(generator.initial_seed())  # batches are the same with a sketch
+        sketch = Sketch(num_elements, num_sums=NUM_SUMS, generator=drawn)
+        rows, truths = self._gradients(model, own, sketch, generator)
+        others, held_truths = self._gradients(model, held_out, sketch, generator)
         mean, deviation = rows.mean(dim=0), rows.std(dim=0) + 1e-12
         weights = _fitted((rows - mean) / deviation, truths)
         return area_under_curve(((others - mean) / deviation) @ weights, held_truths)
 
-    def _gradients(self, model: nn.Module, pools: Pools, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One a row, and whether its batch had the property; every second one has."""
+    def _gradients(
+        self, model: nn.Module, pools: Pools, sketch: "Sketch", generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """One a row, sketched, and whether its batch had the property; every second one has."""
         truths = torch.arange(2 * self.batches) % 2 == 1
         rows = []
         for has in truths.tolist():
             num_having = self.num_having if has else 0
             inputs, labels = pools.batch(size=self.size, num_having=num_having, generator=generator)
             direction = _direction(model, inputs, labels)
-            rows.append(torch.cat([direction, direction.abs()]))
+            rows.append(torch.cat([sketch.of(direction), sketch.of(direction.abs())]))
         return torch.stack(rows), truths
+
+
+@final
+class Sketch:
+    """A long vector in few numbers: each element is added to one of `num_sums` sums, which is drawn with a sign, so
+    that inner products stay what they are in expectation, with a variance of at most 2 / `num_sums` for vectors of
+    length 1 (feature hashing: Weinberger et al., ICML 2009, lemma 2). Shorter vectors stay as they are."""
+
+    def __init__(self, num_elements: int, *, generator: torch.Generator, num_sums: int) -> None:
+        self._num_sums, self._places = num_sums, None
+        if num_elements > num_sums:
+            # The upper half is subtracted, so that a place is a sum and a sign.
+            self._places = torch.randint(2 * num_sums, (num_elements,), generator=generator, dtype=torch.int32)
+
+    def of(self, vector: Tensor) -> Tensor:
+        """Of shape (num_sums,); the vector itself, if it is no longer than that."""
+        if self._places is None:
+            return vector
+        added, subtracted = vector.new_zeros(2, self._num_sums).view(-1).index_add_(0, self._places, vector).chunk(2)
+        return added - subtracted
 
 
 def area_under_curve(scores: Tensor, truths: Tensor) -> float:

@@ -15,10 +15,21 @@ if TYPE_CHECKING:
     from paceline.data import Dataset, Split
 
 _METHODS = {"leak": "idlg", "evade": "pgd", "property": "ink"}
+_OF_SOME = {
+    "samples": ("leak", "evade"),
+    "batches": ("property",),
+    "steps": ("leak",),
+    "lr": ("leak",),
+    "noise": ("leak",),
+    "out": ("leak", "evade"),
+}
+"""Options that have no effect under other kinds."""
+_PLACES = ("kind", "trained")
 _SHOWN = 10
 
 
 def attack(
+    context: typer.Context,
     kind: Annotated[
         str,
         typer.Argument(
@@ -55,6 +66,7 @@ def attack(
     """
     if kind not in _METHODS:
         raise unknown("attack", kind, _METHODS)
+    _require_effect(context, kind, steps=steps)
     if out is not None and not out.parent.is_dir():
         raise UsageError(f"--out {out}: {out.parent} is no folder; make it first")
     if samples < 1 or steps < 1 or lr <= 0 or noise < 0:
@@ -71,8 +83,6 @@ def attack(
     elif trained is not None:
         raise UsageError(f"{kind} is of a fresh model, which --model names; leave the file out")
     elif kind == "property":
-        if out is not None:
-            raise UsageError("property draws nothing; leave --out out")
         table, rows = _property(data, model=model, method=chosen, batches=batches, seed=seed), []
     else:
         table, rows = _leak(
@@ -84,6 +94,18 @@ def attack(
 
         out.write_bytes(gallery([pictures[:_SHOWN] for pictures in rows]))
         Console(soft_wrap=True).print(f"Picture: {out}", markup=False, highlight=False)
+
+
+def _require_effect(context: typer.Context, kind: str, *, steps: int) -> None:
+    """Raises UsageError for an option that was given and changes nothing, and names those that do."""
+    source = context.get_parameter_source
+    given = {name for name in context.params if source(name) is source("kind")}
+    for name, kinds in _OF_SOME.items():
+        if name in given and kind not in kinds:
+            known = [each for each in context.params if kind in _OF_SOME.get(each, _METHODS) and each not in _PLACES]
+            raise UsageError(f"--{name} has no effect on {kind}, which takes --{', --'.join(known)}; leave it out")
+    if "lr" in given and steps == 1:
+        raise UsageError("--lr has no effect with one step, whose change over its rate is sent; give --steps as well")
 
 
 def _leak(

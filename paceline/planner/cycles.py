@@ -9,12 +9,14 @@ import numpy as np
 from paceline.planner import algorithms, costs, neighbours, stragglers
 from paceline.planner import filling as buckets
 from paceline.planner.coded import CodedMean, coded_mean, settled
-from paceline.planner.fabric import Loads
+from paceline.planner.fabric import Floats, Loads
 from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
-from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic
+from paceline.planner.turns import NUM_ROUNDS, Turns
+from paceline.strategies.traits import AllReduced, ClientTurns, Neighbouring, Served, Traffic
 
 _NUM_DRAWS = 4096  # of computing times for one prediction, all workers together
+_NUM_TURNS, _MOST_DRAWS = 256, 8  # of clients, about so many are drawn for each round, and each one so often at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class Cycle:
     end_s: float
     loads: Loads
     """What the exchanges of all workers put on the links."""
-    num_steps: int = 1
+    num_steps: float = 1
     hidden_s: float = 0.0
     """The part of the exchange that backward hides."""
     served_s: float = 0.0
@@ -45,6 +47,8 @@ def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:
         return _with_what_is_besides(cycle, traffic, setting) if traffic.num_besides else cycle
     if isinstance(traffic, Neighbouring):
         return _of_neighbours(traffic, setting)
+    if isinstance(traffic, ClientTurns):
+        return _of_turns(traffic, setting)
     return Cycle(slowest_s=setting.mean_s, end_s=setting.mean_s, loads=setting.fabric.nothing)
 
 
@@ -185,6 +189,48 @@ def _behind_computing(
         hidden_s=exchange_s - left_s,
         bounds_s=(min(computing_s, traffic.every * setting.mean_s) + left_s, slowest_s + exchange_s),
     )
+
+
+# --- clients ---------------------------------------------------------------------------------------------------------
+
+
+def _of_turns(traffic: ClientTurns, setting: Setting) -> Cycle:
+    """The mean of some rounds, each with some typical draws of computing times."""
+    turns = Turns(traffic, setting)
+    rounds = [turns.round(number) for number in range(NUM_ROUNDS)]
+    num_turns = statistics.fmean(sum(map(len, each)) for each in rounds)
+    num_draws = 1 if setting.is_constant else math.ceil(min(_MOST_DRAWS, _NUM_TURNS / max(1.0, num_turns)))
+    random = np.random.default_rng(0)  # the same whatever is compared
+    slowest_s, ends_s = [], []
+    for each in rounds * num_draws:
+        computed_s = np.zeros(setting.num_workers)
+
+        def computing_s(rank: int, steps: float, computed_s: Floats = computed_s) -> float:
+            times = setting.groups[setting.group_of[rank]].times
+            own_s = steps * times.expected_s
+            if not setting.is_constant:
+                chances = random.random(math.ceil(steps))
+                own_s = float(times.at(chances).sum()) * steps / len(chances)
+            computed_s[rank] += own_s
+            return own_s
+
+        ends_s.append(float(turns.ends_s(each, computing_s).max()))
+        slowest_s.append(float(computed_s.max()))
+    joint_s, joint_loads = joint_of_turns(traffic, setting)
+    return Cycle(
+        slowest_s=statistics.fmean(slowest_s),
+        end_s=statistics.fmean(ends_s) + joint_s,
+        loads=sum((turns.loads(each) for each in rounds), setting.fabric.nothing) * (1 / NUM_ROUNDS) + joint_loads,
+        num_steps=statistics.fmean(sum(map(sum, each)) for each in rounds) / setting.num_workers or 1.0,
+    )
+
+
+def joint_of_turns(traffic: ClientTurns, setting: Setting) -> tuple[float, Loads]:
+    """What the all-reduce at a round's end takes, of changes and of how much they count, and what it puts on links."""
+    if setting.num_workers == 1:
+        return 0.0, setting.fabric.nothing
+    num_bytes = (1 + traffic.num_besides) * setting.work.parameter_bytes
+    return sum(setting.ring.parts_s(num_bytes)) + 2 * setting.operation_s, setting.ring.loads(num_bytes)
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------

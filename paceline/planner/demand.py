@@ -31,6 +31,8 @@ class StepWork:
     """Whether servers may cut tensors into pieces of 1 MiB; else each server's range goes as a whole."""
     tensor_shapes: tuple[tuple[int, ...], ...] = ()
     """Of each parameter, for codecs that look at matrices; none: as if all were square."""
+    data_samples: int = 0
+    """In the data set, for strategies that divide it among clients; 0: unknown."""
     overhead_s: float = 0.0
     """Seconds of a step besides both passes: batches, the script's own Python, a local optimizer's update."""
 

@@ -78,6 +78,7 @@ class _Seen(Watcher):
         self.forward_flop, self.forward_calls = 0.0, 0
         self.shares: tuple[float, ...] = ()
         self.state_bytes = 0.0
+        self.data_samples = 0
         self.samples: list[int] = []
         """How many samples each step took; records arrive some at a time."""
 
@@ -87,6 +88,7 @@ class _Seen(Watcher):
             tensor_bytes=tuple(max(1, spec.num_bytes) for spec in self.replica.specs),
             tensor_shapes=tuple(spec.shape for spec in self.replica.specs),
             samples=self.samples[0],
+            data_samples=self.data_samples,
             forward_flop=self.forward_flop,
             forward_calls=self.forward_calls,
             backward_shares=self.shares,
@@ -130,7 +132,7 @@ class _ObservedSynchronizer(Synchronizer):
         self._count: ForwardCount | None = None
         self._flop_of_pass, self._calls_of_pass = 0.0, 0
         self._num_passes = 0
-        strategy.seen.replica = replica
+        strategy.seen.replica, strategy.seen.data_samples = replica, context.data_samples
         # Inside what the engine counts: modes are left in the reverse order.
         self._hooks: list[Any] = [
             replica.model.register_forward_pre_hook(self._begin_forward),

@@ -6,11 +6,12 @@ from typing import Any, final
 
 from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
+from paceline.planner import turns
 from paceline.planner.demand import StepWork
 from paceline.planner.setting import Setting
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
-from paceline.strategies.traits import Traffic, Traits
+from paceline.strategies.traits import ClientTurns, Traffic, Traits
 
 _INSTEAD = {False: "run it on the virtual engine", True: "measure it with `paceline run`"}
 
@@ -41,19 +42,21 @@ class Question:
             raise UsageError(f"workers must be at least 1, not {workers}")
         chosen.check(num_workers=workers)
         name, traits = name_of(chosen), chosen.traits
-        if (reason := why_unpriced(traits)) is not None:
+        if (reason := why_unpriced(traits, work)) is not None:
             raise UsageError(f"strategy {name} {reason}, so no plan can price it; {_INSTEAD[traits.is_for_ray_alone]}")
         traffic = traits.traffic[0] if traits.traffic else None
         setting = Setting.of(cluster, work, num_workers=workers, num_servers=traits.num_servers)
         return cls(name, traits, traffic, setting)
 
 
-def why_unpriced(traits: Traits) -> str | None:
+def why_unpriced(traits: Traits, work: StepWork) -> str | None:
     """What keeps a plan from saying what a strategy takes; none: nothing does."""
     if traits.by_script:
         return "leaves to the script what moves"
     if traits.num_replicas:
         return "has copies of what servers hold (replicas), whose traffic is not modelled"
     if traits.traffic is None:
-        return "does not say what it moves"
-    return "moves several things in one step" if len(traits.traffic) > 1 else None
+        return traits.untold or "does not say what it moves"
+    if len(traits.traffic) > 1:
+        return "moves several things in one step"
+    return next((turns.why_unpriced(each, work) for each in traits.traffic if isinstance(each, ClientTurns)), None)

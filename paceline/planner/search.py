@@ -188,7 +188,7 @@ def plan(
     most = min(max_workers or cluster.num_slots, target_batch or cluster.num_slots)
     judge = _Judge(cluster, work, target_batch, noise, single_steps, staleness_penalty)
     names = _names()
-    unpriced = tuple(name for name in names if why_unpriced(build(name).traits) is not None)
+    unpriced = tuple(name for name in names if why_unpriced(build(name).traits, work) is not None)
     priced = [name for name in names if name not in unpriced]
     points = [judge.point(*choice) for name in priced for choice in _choices(cluster, name, most)]
     best = best_of([point for point in points if point.is_ranked])

@@ -5,6 +5,7 @@ ring are one sliding maximum, since a late rank is felt by others in the order o
 servers see `server_simulator`. The virtual engine sends each message on its own; tests compare.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,16 +18,17 @@ from paceline.errors import UsageError
 from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
 from paceline.planner.coded import coded_mean, settled
-from paceline.planner.cycles import besides_s, cycle_of, fragment_mean
+from paceline.planner.cycles import besides_s, cycle_of, fragment_mean, joint_of_turns
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
 from paceline.planner.question import Question
 from paceline.planner.server_simulator import AsynchronousRun, SynchronousRun
 from paceline.planner.setting import RingReduction, Setting
+from paceline.planner.turns import Turns
 from paceline.schedule import Rounds
 from paceline.strategies.base import Strategy
-from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traffic
+from paceline.strategies.traits import AllReduced, ClientTurns, Neighbouring, Served
 
 _SETTLING = 0.2
 """The part of the steps after which the means begin: who begins at once with all others is not in a steady state."""
@@ -60,6 +62,9 @@ def simulate(
     asked = Question.of(cluster, strategy=strategy, workers=workers, work=work, options=options)
     traffic, setting, counted = asked.traffic, asked.setting, workers
     draws = Draws(setting, seed=seed)
+    if isinstance(traffic, ClientTurns):
+        step_s = _in_turns(traffic, setting, draws, steps)
+        return Simulation(step_s, counted * work.samples / step_s)
     if not isinstance(traffic, Served):
         if isinstance(traffic, AllReduced) and traffic.is_in_fragments and workers > 1:
             ends_s = _in_fragments(traffic, setting, draws, steps)
@@ -80,13 +85,30 @@ def _mean_s(ends_s: Sequence[float]) -> float:
     return (ends_s[-1] - ends_s[first]) / (len(ends_s) - 1 - first)
 
 
+def _in_turns(traffic: ClientTurns, setting: Setting, draws: Draws, num_rounds: int) -> float:
+    """The mean time of a step, over rounds at whose ends all wait for all."""
+    turns, took_s, num_steps = Turns(traffic, setting), 0.0, 0.0
+
+    def computing_s(rank: int, steps: float) -> float:
+        whole = math.floor(steps)
+        return draws.next_s(rank, num_steps=whole) + (steps - whole) * draws.next_s(rank)
+
+    for number in range(num_rounds):
+        each = turns.round(number)
+        took_s += float(turns.ends_s(each, computing_s).max()) + joint_of_turns(traffic, setting)[0]
+        num_steps += sum(map(sum, each)) / setting.num_workers
+    return took_s / num_steps + setting.work.overhead_s
+
+
 # --- lock-step -------------------------------------------------------------------------------------------------------
 
 _Exchange = Callable[[int, Floats, Floats], Floats]
 """When each worker's exchange is over, given the exchange's number, when they begin to compute, and for how long."""
 
 
-def _lock_step(traffic: Traffic | None, setting: Setting, draws: Draws, num_exchanges: int) -> list[float]:
+def _lock_step(
+    traffic: AllReduced | Neighbouring | None, setting: Setting, draws: Draws, num_exchanges: int
+) -> list[float]:
     """When workers have ended each exchange, on the average of all."""
     exchange, every = _exchange_of(traffic, setting), 1 if traffic is None else traffic.every
     now_s, ends_s = np.zeros(setting.num_workers), []
@@ -120,7 +142,7 @@ def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_round
     return ends_s
 
 
-def _exchange_of(traffic: Traffic | None, setting: Setting) -> _Exchange:
+def _exchange_of(traffic: AllReduced | Neighbouring | None, setting: Setting) -> _Exchange:
     if isinstance(traffic, Neighbouring):
         traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
         rounds, coding_s = neighbours.rounds_of(traffic, setting), neighbours.coding_s(traffic, setting)

@@ -4,7 +4,9 @@ import math
 
 from paceline.lab import words
 from paceline.lab.variant import Variant
+from paceline.planner.question import why_unpriced
 from paceline.planner.search import CLOSE, Check, Knee, Plan, Point
+from paceline.strategies import build
 from paceline.strategies.traits import Served
 
 _COUNTED = (
@@ -27,7 +29,7 @@ def answer(plan: Plan) -> list[str]:
         lines.append(_COUNTED)
     lines += _room(plan)
     if plan.unpriced:
-        lines.append(f"Left out, since they do not say what they move: {words.listed(plan.unpriced)}.")
+        lines += _left_out(plan)
     unranked = [point.label for point in plan.best_of_each if not point.is_ranked]
     if unranked:
         lines.append(
@@ -37,6 +39,14 @@ def answer(plan: Plan) -> list[str]:
     if plan.cluster.communication.unevenness:
         lines.append(_EVEN)
     return [*lines, *_checks(plan.checks)]
+
+
+def _left_out(plan: Plan) -> list[str]:
+    """A line a reason."""
+    names: dict[str | None, list[str]] = {}
+    for name in plan.unpriced:
+        names.setdefault(why_unpriced(build(name).traits, plan.work), []).append(name)
+    return [f"Left out: {words.listed(own)}. Each {reason}." for reason, own in names.items()]
 
 
 def _best(plan: Plan) -> list[str]:

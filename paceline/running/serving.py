@@ -182,6 +182,12 @@ def _require_servable(strategy: Strategy) -> None:
     """Raises UsageError for a strategy whose clients cannot be elsewhere."""
     if strategy.participation() is None:
         raise UsageError(f"{name_of(strategy)} has no clients to serve; use fed-avg, or another fed-* strategy")
+    participation = strategy.participation()
+    if participation is not None and participation.sampler.draws_times:
+        raise UsageError(
+            f"sampler={participation.sampler} draws how long simulated clients take, and clients elsewhere take their "
+            "time themselves; leave it out, and see --over and --round-deadline"
+        )
     if getattr(strategy, "secure", None) is not None:
         raise UsageError("secure=masks needs stages that clients elsewhere do not play so far; leave it out")
 

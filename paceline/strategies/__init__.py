@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from paceline import pieces
 from paceline.correction import ControlVariates, Proximal
 from paceline.errors import UsageError, unknown
+from paceline.lateness import Buffered
 from paceline.outer import FedAdagrad, FedAdam, FedYogi, Momentum, Nesterov
 from paceline.privacy import Central
 from paceline.roster import Poisson
@@ -287,6 +288,13 @@ for _entry in (
         summary="fed-avg whose clients keep their last layer, and train it first in each turn",
     ),
     Entry(
+        name="fed-buff",
+        strategy=Federated,
+        defaults={"sampler": Buffered(), "weights": "equal"},
+        leaves_out=_ALTERNATING,
+        summary="fed-avg without waiting: clients begin when others are through, and late changes count less",
+    ),
+    Entry(
         name="horovod",
         strategy=Horovod,
         leaves_out=("nonfinite",),
@@ -377,7 +385,10 @@ def name_of(strategy: Strategy) -> str:
 
 
 def _num_alike(entry: Entry, strategy: Strategy) -> int:
-    """Options for which the entry has a default of its own, and the strategy not the general one but its like."""
+    """Options for which the entry has a default of its own, and the strategy not the general one but its like; less
+    those for which it has something of another kind."""
     general = option_docs(entry.strategy)
     values = {key: getattr(strategy, key) for key in entry.defaults}
-    return sum(type(value) is type(entry.defaults[key]) and value != general[key][0] for key, value in values.items())
+    return sum(
+        value != general[key][0] if type(value) is type(entry.defaults[key]) else -1 for key, value in values.items()
+    )

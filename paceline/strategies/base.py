@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, final, get_args
 
@@ -70,8 +70,13 @@ class Context:
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """What the script's evaluation finds of a model, asked on this worker alone. Raises UsageError where the script
     registers none."""
+    off_the_clock: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside, the training clock stands, and workers wait for one another as long as it takes. Every worker enters it
+    where one does something for all that is not training."""
     tell: Callable[[str, Mapping[str, Any]], None] | None = None
     """Records an event of the whole run, from the first worker."""
+    data_samples: int = 0
+    """In the script's data set, of several loaders the first one's; 0: a stream, which does not say."""
     roster: Roster | None = None
     """The clients' turns that this worker plays, under strategies that have clients."""
     clients: ClientsElsewhere | None = None

@@ -25,6 +25,11 @@ class Pacing(ABC):
         """Do nothing for so long."""
         time.sleep(seconds)
 
+    def carry(self, num_bytes: float) -> float:
+        """A client that this worker plays has sent so much to the server, which the first worker plays, and it has
+        come. Returns how long that took, in seconds."""
+        return 0.0
+
     @abstractmethod
     def watch(self, replica: "Replica") -> None:
         """The script has prepared this model. Called before the strategy is bound to it."""

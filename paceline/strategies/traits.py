@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from paceline.codec import Codec
+from paceline.roster import Participation
 from paceline.topology import Topology
 
 Unit = Literal["update", "gradient", "round"]
@@ -77,7 +78,20 @@ class Neighbouring:
     """Half of the workers ask a neighbour each, who answers whatever it is at, so that nobody waits for computing."""
 
 
-Traffic = AllReduced | Served | Neighbouring
+@final
+@dataclass(frozen=True, kw_only=True)
+class ClientTurns:
+    """In a round some of many clients train in turn on the workers, on samples of their own. Each sends something as
+    large as the gradients to the server, on the first worker's host; all workers get the joint by an all-reduce."""
+
+    participation: Participation
+    codec: Codec | None = None
+    """Of what a client sends."""
+    num_besides: float = 0.0
+    """As large tensors that travel beside it, both ways, not coded."""
+
+
+Traffic = AllReduced | Served | Neighbouring | ClientTurns
 
 
 @final
@@ -118,6 +132,8 @@ class Traits:
     """Other servers that have a copy of what each one holds, and go on with it when that one dies."""
     traffic: tuple[Traffic, ...] | None = None
     """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
+    untold: str = ""
+    """Why it is not declared, as what the strategy does."""
 
     @property
     def is_for_ray_alone(self) -> bool:

@@ -1,12 +1,13 @@
 """One worker's run as its script sees it: what it asks for, and what it is given."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from paceline.attacks import DataAttack, parse
 from paceline.checkpoint import Checkpoint
@@ -67,7 +68,8 @@ class Session:
         context = replace(context, seed=config.seed, max_steps=config.max_steps)
         if self._attacks:
             context = under_attack(self._attacks, context, strategy.traits)
-        self.run = WorkerRun(replace(context, evaluate=self._found_of), strategy, config, reporter)
+        context = replace(context, evaluate=self._found_of, off_the_clock=self._off_the_clock)
+        self.run = WorkerRun(context, strategy, config, reporter)
         self.run.context = replace(self.run.context, tell=self.run.tell)
         self._checkpoint = checkpoint
         traits = strategy.traits
@@ -116,7 +118,8 @@ class Session:
             survivor=self._survivor,
         )
         loaders = {name: batches.sharded(name, given, on_position=self._on_position) for name in given.loaders}
-        self.run.context = replace(context, roster=next(iter(loaders.values())).roster)
+        first_loader = next(iter(loaders.values()))
+        self.run.context = replace(context, roster=first_loader.roster, data_samples=_num_samples(first_loader.dataset))
         context.pacing.watch(whole)
         parts = {name: self._bound(number, replicas[number]) for number, name in enumerate(given.optimizers)}
         first, *others = parts.values()
@@ -171,6 +174,15 @@ class Session:
                 "@worker.evaluation"
             )
         return evaluate(evaluation, model, target=None).metrics
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        """For strategies in whose steps workers wait for what is not training."""
+        run, collective = self.run, self.run.context.collective
+        collective.set_deadline(None)
+        with run.prepared.account.pause() if run.clock.is_running else nullcontext():
+            yield
+        collective.set_deadline(run.config.deadline_s)
 
     def log(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep what the script says of this step."""
@@ -300,6 +312,10 @@ class Session:
             rank, num_workers = self.run.context.rank, len(checkpoint.workers)
             worker = checkpoint.workers[rank] if rank < num_workers else None
             snapshot.resume_script(checkpoint, worker, prepared.optimizers.values(), prepared.extra)
+
+
+def _num_samples(dataset: object) -> int:
+    return 0 if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) else len(dataset)
 
 
 def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

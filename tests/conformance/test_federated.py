@@ -92,12 +92,14 @@ def train(worker: Worker, out: Path, *, num_passes: int = 24, fails_at: int | No
 CLIENTS = {"clients": 6, "fraction": 0.5, "partition": "shards"}
 METHODS: dict[str, dict[str, Any]] = {
     "fed-avg": {"optimizer": "kept"},
+    "fed-avg:aggregate=fools-gold": {},
     "fed-prox": {"correction.mu": "1"},
     "fed-yogi": {},
     "scaffold": {},
     "fed-nova": {},
     "fed-bn": {},
     "fed-rep": {},
+    "fed-buff": {"sampler.at_once": "0.67"},
 }
 
 

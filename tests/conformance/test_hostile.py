@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from paceline.running.result import Result
 from paceline.strategies import build
 from paceline.training.worker import Worker
 from tests.conformance import local_engine, virtual_engine
-from tests.conformance.rows import keep, kept, launched, loader_of, network, problem
+from tests.conformance.rows import keep, kept, launched, loader_of, network, problem, steps_of
 
 WORKERS, STEPS, LR = 5, 6, 0.1
 
@@ -287,6 +288,28 @@ def test_a_script_s_own_evaluation_says_who_is_left_out(
     )
     told = [event.details for event in result.events if event.name == "rejected"]
     assert [(each["round"], [*each["with"]]) for each in told] == [(n, ["client 3"]) for n in (1, 2, 3) if attacks]
+
+
+def loss_slowly(model: nn.Module) -> dict[str, float]:
+    time.sleep(0.1)
+    return loss_of_all(model)
+
+
+def test_judging_is_no_training(tmp_path: Path) -> None:
+    """Each round is judged for 0.5 s, on one worker, while the other one waits."""
+    result = local_engine.run(
+        partial(launched, partial(judge_with, loss_slowly), tmp_path),
+        strategy="fed-avg",
+        options={"clients": 4, "fraction": 1.0, "reject": "validation"},
+        workers=2,
+        out=tmp_path,
+        max_steps=2,
+    )
+    for worker in range(2):
+        steps = steps_of(result, worker)
+        times = [step.compute_s + step.communication_s + step.waiting_s for step in steps]
+        assert sum(times) == pytest.approx(steps[-1].time_s, abs=1e-3)
+        assert steps[-1].time_s < 0.9, "1 s of judging is no part of it"
 
 
 @pytest.mark.parametrize(

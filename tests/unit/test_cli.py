@@ -230,7 +230,7 @@ def test_strategies_lists_every_strategy_with_its_options(monkeypatch, capsys) -
     gossip = ["gossip", "d-psgd", "sgp", "relay", "noloco", "ad-psgd"]
     local = ["local-sgd", "post-local", "slowmo", "des-loc", "diloco", "async-diloco"]
     averaging = ["fed-avg", "dp-fed-avg", "fed-prox", "fed-avgm", "fed-adam", "fed-yogi", "fed-adagrad"]
-    federated = [*averaging, "scaffold", "fed-nova", "fed-bn", "fed-rep"]
+    federated = [*averaging, "scaffold", "fed-nova", "fed-bn", "fed-rep", "fed-buff"]
     assert names == ["single", "all-reduce", "ring", *servers, *gossip, *local, *federated, "horovod"]
     assert [line.split()[:1] for line in lines].count(["backup_workers"]) == 1, (
         "another name's options are not repeated"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.attacks.inferring import Inference, Ink, Pools, area_under_curve
+from paceline.attacks import inferring
+from paceline.attacks.inferring import Inference, Ink, Pools, Sketch, area_under_curve
 
 
 def samples(*, mark: float, seed: int, count: int = 2000) -> Pools:
@@ -17,9 +19,9 @@ def samples(*, mark: float, seed: int, count: int = 2000) -> Pools:
     return Pools((inputs[held], labels[held]), (inputs[~held], labels[~held]))
 
 
-def auc(*, mark: float) -> float:
+def auc(*, mark: float, hidden: int = 32) -> float:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, hidden), nn.Tanh(), nn.Linear(hidden, 4))
     generator = torch.Generator().manual_seed(2)
     before = [parameter.clone() for parameter in model.parameters()]
     found = Inference(batches=150).auc(
@@ -31,6 +33,27 @@ def auc(*, mark: float) -> float:
 
 def test_a_planted_property_is_found() -> None:
     assert auc(mark=8.0) > 0.97
+
+
+def test_a_planted_property_is_found_in_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with 2,692 parameters, in 1,024 sums."""
+    monkeypatch.setattr(inferring, "NUM_SUMS", 1024)
+    assert auc(mark=8.0, hidden=128) > 0.9
+    assert abs(auc(mark=0.0, hidden=128) - 0.5) < 0.12
+
+
+def test_a_sketch_keeps_inner_products() -> None:
+    """On the mean of 400 sketches to 0.05 of the vectors' lengths; of one with the variance that the paper says."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 500, dtype=torch.float64, generator=generator)
+    first, second = first / first.norm(), (second + first) / (second + first).norm()
+    sketches = [Sketch(500, generator=generator, num_sums=16) for _ in range(400)]
+    found = torch.stack([sketch.of(first) @ sketch.of(second) for sketch in sketches])
+    inner = first @ second
+    assert abs(found.mean() - inner) < 0.05
+    variance = (1 + inner**2 - 2 * (first**2 @ second**2)) / 16
+    assert float(found.var()) == pytest.approx(float(variance), rel=0.3)
+    assert Sketch(500, generator=generator, num_sums=500).of(first) is first
 
 
 def test_one_that_is_not_there_is_a_guess() -> None:

@@ -260,4 +260,6 @@ def test_rounds_of_local_steps_are_priced_and_not_ranked(monkeypatch: pytest.Mon
 def test_a_plan_says_which_strategy_it_leaves_out() -> None:
     found = plan(cluster_of(4), WORK, num_checks=0)
     assert NAME not in set(found.frame["strategy"])
-    assert f"Left out, since they do not say what they move: async-diloco, fed-avg and {NAME}." in wording.answer(found)
+    said = wording.answer(found)
+    assert f"Left out: async-diloco and {NAME}. Each does not say what it moves." in said
+    assert any(line.startswith("Left out: fed-avg, dp-fed-avg and scaffold. Each has clients, and") for line in said)

@@ -142,6 +142,7 @@ class Worlds:
             StepCost(cluster, host, num_sharing=num_sharing),
             compute=cluster.compute,
             before_step=before_step,
+            send=lambda num_bytes, arrive: self._messages.send(number, self.places.workers[0], num_bytes, arrive),
         )
 
     def _collective(self, rank: int, process: Process) -> Collective:

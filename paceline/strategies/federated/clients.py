@@ -39,6 +39,8 @@ class Clients:
     @property
     def private(self) -> dict[str, Tensor]:
         """This worker's private tensors. A model may put other buffers in the places of those that it had."""
+        if not self._names:
+            return {}
         replica = self._replica
         named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
         own = {id(tensor) for tensor in (*replica.all_parameters, *replica.buffers)}

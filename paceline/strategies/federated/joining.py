@@ -14,6 +14,7 @@ from paceline.layout import TensorSpec, by_group
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
 from paceline.strategies.federated.rejecting import Rejecting
+from paceline.strategies.federated.remembering import Memory
 from paceline.strategies.federated.secured import Masks, SecureSum, flat
 
 _TALLY = TensorSpec("tally", (3,), torch.float64)
@@ -62,6 +63,8 @@ class Joining:
         self._corrupt, self._rejecting = context.corrupt_clients, rejecting
         if masks is not None and self._corrupt is not None:
             raise UsageError("hostile clients go by what honest ones send, which secure=masks hides; leave one out")
+        self.memory = Memory(context.collective) if aggregator.remembers else None
+        """Of what clients have sent, if the aggregator looks at it."""
         self._secure: SecureSum | None = None
         if masks is not None:
             num_elements = sum(math.prod(spec.shape) for spec in specs[:num_changes])
@@ -126,9 +129,9 @@ class Joining:
             found = found._replace(num_contributions=len(everything))
             if not everything:
                 return found
-        gram = None if self._aggregator.is_coordinate_wise else gram_of(list(map(self._changes, everything)))
         try:
-            return found._replace(gradients=self._aggregator.aggregate(everything, self._sums, gram=gram))
+            gradients = self._aggregator.aggregate(everything, self._sums, gram=self._gram(everything))
+            return found._replace(gradients=gradients)
         except ValueError as error:
             raise UsageError(
                 f"round {round_number + 1}: aggregate={self._aggregator}: {error}; draw more clients (fraction), as "
@@ -144,6 +147,13 @@ class Joining:
             for out, part in zip(sums, total.sum.split([out.numel() for out in sums]), strict=True):
                 out.copy_((part / total.weight).view(out.shape))
         return total.num_summed
+
+    def _gram(self, contributions: Sequence[Contribution]) -> Tensor | None:
+        """Of what clients changed; of all that they have changed so far, if the aggregator remembers."""
+        changes = list(map(self._changes, contributions))
+        if self.memory is not None:
+            return self.memory.gram(changes)
+        return None if self._aggregator.is_coordinate_wise else gram_of(changes)
 
     def _changes(self, contribution: Contribution) -> Contribution:
         return contribution._replace(tensors=contribution.tensors[: self._num_changes])

@@ -52,12 +52,13 @@ class Rejecting:
     def _judged(self, contributions: Sequence[Contribution]) -> list[float]:
         """The metric of the server's model, and of the model with each contribution."""
         found: Any = None
-        if self._context.is_first:
-            try:
-                found = [self._metric([]), *(self._metric(each.gradients) for each in contributions)]
-            except Exception as error:  # the others wait for this worker, and are told what it says
-                found = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-        found = self._context.collective.broadcast_object(found)
+        with self._context.off_the_clock():
+            if self._context.is_first:
+                try:
+                    found = [self._metric([]), *(self._metric(each.gradients) for each in contributions)]
+                except Exception as error:  # the others wait for this worker, and are told what it says
+                    found = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            found = self._context.collective.broadcast_object(found)
         if isinstance(found, str):
             raise UsageError(f"reject={self._validation}: {found}")
         return [float(each) for each in found]

@@ -26,7 +26,9 @@ from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
 
-_OUTER, _CONTROL = "outer.", "shared_control."
+_OUTER, _CONTROL, _PAST = "outer.", "shared_control.", "past."
+_Version = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""The server's parameters and buffers of one round."""
 _LEAST_SCALE = 0.5
 """Of a client elsewhere: a turn is worth one step at least, but for rounding."""
 
@@ -85,7 +87,9 @@ class ServerModel:
         self._buffer_names = [name for name, _ in buffers if name not in private]
         self.parameters = [nn.Parameter(parameter.detach().clone()) for parameter in self.trained]
         """The server's."""
-        self._shared_buffers = [buffer.detach().clone() for buffer in self._buffers]
+        self._shared_buffers = _clones(self._buffers)
+        self._start = self._present
+        self._past: list[_Version] = []  # of rounds before this one, the last one at the end
         self.controls = [torch.zeros_like(parameter) for parameter in self.trained] if has_controls else []
         self._optimizer = outer.optimizer(self.parameters)
         of_buffers = [
@@ -115,8 +119,17 @@ class ServerModel:
         self._scales: list[tuple[float, float]] = []  # of a round's clients elsewhere, with their weights
 
     @property
+    def upload_bytes(self) -> int:
+        """What a client sends of a turn: its change, as it is encoded, and what it changed of buffers and controls."""
+        changes = self.parameters
+        coded = sum(change.nbytes for change in changes) if self._upload is None else self._upload.num_bytes(changes)
+        return coded + sum(tensor.nbytes for tensor in (*self._real_buffers(), *self.controls))
+
+    @property
     def _buffers(self) -> list[Tensor]:
         """This worker's buffers that clients share, where the model may have put other tensors. Raises UsageError."""
+        if not self._buffer_names:
+            return []
         named = dict(self._replica.model.named_buffers(remove_duplicate=False))
         for name in self._buffer_names:
             if name not in named:
@@ -153,14 +166,30 @@ class ServerModel:
         if self._rejecting is not None and self._elsewhere is None:
             self._rejecting.require_judge()
 
-    def load(self) -> None:
-        """This worker's model gets the server's values."""
-        _copy([*self.trained, *self._buffers], [*self.parameters, *self._shared_buffers])
+    @property
+    def _present(self) -> _Version:
+        return self.parameters, self._shared_buffers
+
+    @property
+    def anchors(self) -> Sequence[Tensor]:
+        """The parameters with which this worker's turn began."""
+        return self._start[0]
+
+    def load(self, *, behind: int = 0) -> None:
+        """A turn begins: this worker's model gets the server's values, as they were so many rounds ago. After a resume
+        with other workers nobody knows them any more, and the oldest there are take their place."""
+        known = [*self._past, self._present]
+        self._start = known[max(0, len(known) - 1 - behind)]
+        self._put(self._start)
+
+    def _put(self, version: _Version) -> None:
+        parameters, buffers = version
+        _copy([*self.trained, *self._buffers], [*parameters, *buffers])
 
     @torch.no_grad()
     def changes(self) -> list[Tensor]:
-        """What this worker's steps took off the server's parameters."""
-        return [server - local for server, local in zip(self.parameters, self.trained, strict=True)]
+        """What this worker's steps took off the parameters that they began with."""
+        return [server - local for server, local in zip(self.anchors, self.trained, strict=True)]
 
     def first_nonfinite(self, changes: Sequence[Tensor]) -> str | None:
         """The name of a parameter whose change is not finite."""
@@ -190,7 +219,7 @@ class ServerModel:
         """
         of_buffers = [
             _change_of_buffer(name, server, local)
-            for name, server, local in zip(self._buffer_names, self._shared_buffers, self._buffers, strict=True)
+            for name, server, local in zip(self._buffer_names, self._start[1], self._buffers, strict=True)
         ]
         if self._hides:
             self._require_unchanged(of_buffers)
@@ -255,13 +284,16 @@ class ServerModel:
         return sum(weight * min(scale, largest) for weight, scale in self._scales) / sum(w for w, _ in self._scales)
 
     @torch.no_grad()
-    def join(self, *, round_number: int, num_clients: int, leaves: bool, weighs: bool) -> tuple[bool, bool]:
+    def join(
+        self, *, round_number: int, num_clients: int, leaves: bool, weighs: bool, num_kept: int = 0
+    ) -> tuple[bool, bool]:
         """Step with what the round's clients contributed. Collective call.
 
         Args:
             num_clients: that there are, of which those of a round are a part.
             leaves: this worker takes part in no further round.
             weighs: clients count by their samples.
+            num_kept: earlier rounds' models that the next one may ask for.
 
         Returns:
             Whether anybody contributed, and whether a worker leaves, so that there is no further round.
@@ -284,6 +316,9 @@ class ServerModel:
         if guard is not None and steps:
             num_changes = len(self.trained)
             gradients = guard.inward(gradients, num_changes=num_changes, num_summed=count, round_number=round_number)
+        if num_kept:
+            self._past.append((_clones(self.parameters), _clones(self._shared_buffers)))
+        del self._past[: max(0, len(self._past) - num_kept)]
         if steps:
             self._step(gradients, share=count / num_clients)
         self._joining.clear()
@@ -310,8 +345,8 @@ class ServerModel:
     def in_place(self) -> Iterator[None]:
         """This worker's model has the server's values meanwhile, and afterwards its own again."""
         local = [*self.trained, *self._buffers]
-        own = [tensor.detach().clone() for tensor in local]
-        self.load()
+        own = _clones(local)
+        self._put(self._present)
         try:
             yield
         finally:
@@ -334,17 +369,34 @@ class ServerModel:
         state = {f"{_OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
         controls = {f"{_CONTROL}{index}": control for index, control in enumerate(self.controls)}
         guards = self._guard.own_state() if self._guard is not None else {}
-        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards
+        for number, (parameters, buffers) in enumerate(self._past):
+            controls |= {f"{_PAST}{number}.{index}": each for index, each in enumerate([*parameters, *buffers])}
+        sent = self._joining.memory.own_state() if self._joining.memory is not None else {}
+        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards | sent
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there."""
         if self._guard is not None:
             self._guard.restore(own)
+        if self._joining.memory is not None:
+            self._joining.memory.restore(own)
         state = {name.removeprefix(_OUTER): tensor for name, tensor in own.items() if name.startswith(_OUTER)}
         import_state(self._optimizer, self.parameters, state)
+        self._past = self._past_of(own)
         for index, control in enumerate(self.controls):
             if (saved := own.get(f"{_CONTROL}{index}")) is not None:
                 control.copy_(saved)
+
+    def _past_of(self, own: Mapping[str, Tensor]) -> list[_Version]:
+        found, size = list[_Version](), len(self.parameters) + len(self._shared_buffers)
+        while f"{_PAST}{len(found)}.0" in own:
+            tensors = [own[f"{_PAST}{len(found)}.{index}"].clone() for index in range(size)]
+            found.append((tensors[: len(self.parameters)], tensors[len(self.parameters) :]))
+        return found
+
+    def close(self) -> None:
+        if self._joining.memory is not None:
+            self._joining.memory.close()
 
     def _require_unchanged(self, of_buffers: Sequence[Tensor]) -> None:
         """Raises UsageError if clients changed a buffer, which nothing hides."""
@@ -385,6 +437,10 @@ def _moved(buffer: Tensor, change: Tensor) -> Tensor:
     moved = buffer.to(change.dtype) - change
     is_whole = not (buffer.is_floating_point() or buffer.is_complex())
     return torch.where(change == 0, buffer, (moved.round() if is_whole else moved).to(buffer.dtype))
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def _divided(changes: Sequence[Tensor], scale: float) -> list[Tensor]:

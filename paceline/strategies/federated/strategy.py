@@ -17,7 +17,7 @@ from paceline.strategies.federated.synchronizer import FederatedSynchronizer
 from paceline.strategies.federated.uploading import require_of_clients
 from paceline.strategies.joint import AGGREGATE_DOC
 from paceline.strategies.replica import Replica
-from paceline.strategies.traits import Traits
+from paceline.strategies.traits import ClientTurns, Traits
 
 Weights = Literal["samples", "equal"]
 OptimizerState = Literal["fresh", "kept"]
@@ -36,7 +36,8 @@ class Federated(Strategy):
     `outer=momentum` FedAvgM (Hsu et al., 2019), with `fed-adam` and so on adaptive servers (Reddi et al., ICLR 2021,
     algorithm 2); with `correction=control-variates` SCAFFOLD (Karimireddy et al., ICML 2020, algorithm 1); with
     `normalise` FedNova (Wang et al., NeurIPS 2020, section 4); with `private=norm` FedBN (Li et al., ICLR 2021); with
-    `alternates` FedRep (Collins et al., ICML 2021, algorithm 1).
+    `alternates` FedRep (Collins et al., ICML 2021, algorithm 1); with `sampler=buffered` FedBuff (Nguyen et al.,
+    AISTATS 2022, algorithm 1).
 
     >>> Federated(clients=1000, fraction=0.01).traits.unit
     'round'
@@ -49,7 +50,9 @@ class Federated(Strategy):
         IID(),
         "who has which samples: iid, shards, dirichlet, column, file, ...",
     )
-    sampler: Sampler = option(Uniform(), "who takes part in a round: uniform, by-size, poisson or cyclic")
+    sampler: Sampler = option(
+        Uniform(), "who takes part in a round: uniform, by-size, poisson, cyclic, first, buffered"
+    )
     weights: Weights = option("samples", "how much a client counts: by its samples, or all equal")
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC.replace("gradients", "the clients' changes"))
     reject: Validation | None = option(
@@ -78,6 +81,15 @@ class Federated(Strategy):
         if not 0 < self.fraction <= 1:
             raise UsageError(f"fraction must be above 0 and at most 1, not {self.fraction}")
         require_in_range(self.outer)
+        try:
+            self.sampler.require(num_clients=self.clients, fraction=self.fraction)
+        except ValueError as error:
+            raise UsageError(f"sampler={self.sampler}: {error}") from None
+        if self.sampler.overlaps and self.has_controls:
+            raise UsageError(
+                f"sampler={self.sampler} has turns begin in other rounds than they end in, and control variates follow "
+                "the mean client of one round; leave correction=control-variates out"
+            )
         if self.alternates and not self.private:
             raise UsageError("alternates=true has no effect without private=LAYERS, which train first")
         if self.private_epochs != 1 and not self.alternates:
@@ -144,6 +156,8 @@ class Federated(Strategy):
     def _require_private(self, privacy: Privacy) -> None:
         """Raises UsageError where noise would not hide what a client changed, or nobody could say how well."""
         reasons = {
+            "the clients of a round depend on who was quick before, and nobody knows what that costs; use "
+            "sampler=poisson": self.sampler.draws_times,
             "one client may move the joint of this aggregate by more than its clipped change; leave aggregate out": (
                 not self.aggregate.streams
             ),
@@ -177,11 +191,6 @@ class Federated(Strategy):
                 f"aggregate={aggregate} compares clients' changes, and with normalise=true their numbers of steps "
                 "would scale the joint; leave one of the two out"
             )
-        if aggregate.remembers:
-            raise UsageError(
-                f"aggregate={aggregate} remembers what each sender has sent, which takes as much memory as all "
-                "clients' models; use all-reduce"
-            )
         try:
             aggregate.require(num_drawn(self.fraction, self.clients))
         except ValueError as error:
@@ -198,7 +207,32 @@ class Federated(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lock_step=False, unit="round", passes_attacks=True, num_clients=self.clients)
+        moved = ClientTurns(
+            participation=self.participation(), codec=self.codec, num_besides=1.0 if self.has_controls else 0.0
+        )
+        return Traits(
+            lock_step=False,
+            unit="round",
+            passes_attacks=True,
+            num_clients=self.clients,
+            traffic=None if self._untold else (moved,),
+            untold=self._untold,
+        )
+
+    @property
+    def _untold(self) -> str:
+        """Why nobody can say what moves."""
+        reasons = {
+            "has clients keep layers (private), and does not say how large those are that they share": self.private,
+            "has workers gather each client's change (aggregate, reject), and does not say how much that is": (
+                self.reject is not None or not self.aggregate.streams
+            ),
+            f"draws how long clients take (sampler={self.sampler.name}), and does not say how long workers do": (
+                self.sampler.draws_times
+            ),
+            "has clients exchange keys and shares (secure), and does not say how many": self.secure is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def participation(self) -> Participation:
         return Participation(

@@ -89,10 +89,10 @@ class FederatedSynchronizer(Synchronizer):
             shared_controls=self._server.controls,
             keeps_optimizer=strategy.optimizer == "kept",
         )
+        self._upload_bytes = self._server.upload_bytes
         if self._upload is not None:
-            changes = self._server.parameters
-            plain = sum(change.nbytes for change in changes)
-            self.facts = {"upload_bytes": self._upload.num_bytes(changes), "uncoded_bytes": plain}
+            plain = sum(change.nbytes for change in self._server.parameters)
+            self.facts = {"upload_bytes": self._upload.num_bytes(self._server.parameters), "uncoded_bytes": plain}
         self._playing: _Playing | None = None
         self._sent: _Sent | None = None
         self._num_played = 0  # of this round's turns
@@ -133,6 +133,8 @@ class FederatedSynchronizer(Synchronizer):
 
     def begin_turn(self) -> None:
         turn = self._to_play()[0]
+        if turn.behind:
+            self._server.load(behind=turn.behind)
         self._playing = _Playing(turn, self._clients.load(turn.client))
         seed_everything(derive(self.context.seed, "turn", turn.round, turn.client))
 
@@ -178,12 +180,26 @@ class FederatedSynchronizer(Synchronizer):
         else:
             own = [control.own for control in playing.controls]
             self._sent = _Sent(self.context.server.round, turn.client, (controls, left), (own, known))
+        if turn.behind:
+            factor = strategy.sampler.factor(turn.behind)
+            changes = [factor * change for change in changes]
         weight = float(turn.num_samples if strategy.weights == "samples" else 1) * turn.times
         scale = self._path_length(playing) if strategy.normalise else 1.0
         number = turn.round
         self._server.contribute(
             turn.client, changes, growth, weight=weight, scale=scale, round_number=number, coded=coded
         )
+        if self.context.server is None and self.context.pacing.is_simulated:
+            self._carry()
+
+    def _carry(self) -> None:
+        """In simulated time a client's change is encoded, sent to the server, and decoded."""
+        pacing, timing, codec = self.context.pacing, self.context.collective.timing, self._strategy.codec
+        if codec is not None:
+            num_gbytes = sum(change.nbytes for change in self._server.parameters) / 1e9
+            pacing.spend(sum(codec.seconds_per_gbyte) * num_gbytes)
+        timing.communication_s += pacing.carry(self._upload_bytes)
+        timing.moved_bytes += self._upload_bytes
 
     def _kept_controls(self, playing: _Playing, changes: list[Tensor]) -> list[Tensor]:
         correction = self._strategy.correction
@@ -210,12 +226,19 @@ class FederatedSynchronizer(Synchronizer):
             num_clients=num_clients,
             leaves=leaves,
             weighs=self._strategy.weights == "samples",
+            num_kept=self.iteration + 1 - self._roster.oldest(self.iteration + 1),
         )
+        self._tell_late()
         self._settle()
         self.iteration += has_contributed or not self._is_over
         self._look_at_budget()
         self._num_played = 0
         self._server.load()
+
+    def _tell_late(self) -> None:
+        late = self._roster.late(self.iteration)
+        if late and self.context.tell is not None and not self._is_over:
+            self.context.tell("late", {"round": self.iteration + 1, "clients": late})
 
     def _settle(self) -> None:
         """A client whose server is elsewhere learns with its next turn whether its update counted. One that was late,
@@ -254,7 +277,7 @@ class FederatedSynchronizer(Synchronizer):
         if applies:
             if strategy.correction is not None:
                 controls = playing.controls if strategy.has_controls else None
-                correct(strategy.correction, self._server.trained, self._server.parameters, controls)
+                correct(strategy.correction, self._server.trained, self._server.anchors, controls)
             with self._resting(playing):
                 update()
         if not applies or is_skipped_by_scaler(self.replica.optimizer):
@@ -262,7 +285,7 @@ class FederatedSynchronizer(Synchronizer):
         playing.num_steps += 1
         for number, group in enumerate(self.replica.optimizer.param_groups):
             playing.rates[number] = playing.rates.get(number, 0.0) + float(group["lr"])
-        return StepOutcome(self.iteration)
+        return StepOutcome(self.iteration, staleness=playing.turn.behind)
 
     @contextmanager
     def _resting(self, playing: _Playing) -> Iterator[None]:
@@ -302,3 +325,4 @@ class FederatedSynchronizer(Synchronizer):
 
     def close(self) -> None:
         self._clients.close()
+        self._server.close()

@@ -11,7 +11,7 @@ from paceline.buckets import when_gradient_is_ready
 from paceline.cluster.description import Compute
 from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
 from paceline.engines.virtual.computing.flops import ForwardCount
-from paceline.engines.virtual.process import Process
+from paceline.engines.virtual.process import Process, Signal
 from paceline.errors import UsageError
 from paceline.hooks import OwnHook
 from paceline.strategies.pacing import Pacing
@@ -21,7 +21,8 @@ from paceline.strategies.several import models_of
 
 @final
 class Pace(Pacing):
-    """Takes virtual time for what prepared models compute. `before_step` may raise to end the worker."""
+    """Takes virtual time for what prepared models compute. `before_step` may raise to end the worker; `send` has so
+    many bytes on their way to the first worker's host, and calls back when they have come."""
 
     is_simulated = True
 
@@ -33,8 +34,9 @@ class Pace(Pacing):
         *,
         compute: Compute,
         before_step: Callable[[], None],
+        send: Callable[[float, Callable[[], object]], None],
     ) -> None:
-        self._process, self._cost = process, cost
+        self._process, self._cost, self._send = process, cost, send
         self._model_pace = partial(_ModelPace, process, times, cost, compute=compute, before_step=before_step)
         self._shares_of = compute.shares_of
 
@@ -47,6 +49,12 @@ class Pace(Pacing):
 
     def rest(self, seconds: float) -> None:
         self._process.advance(seconds)
+
+    def carry(self, num_bytes: float) -> float:
+        began_s, arrived = self._process.catch_up(), Signal()
+        self._process.post(self._send, num_bytes, partial(arrived.fire, self._process.timeline))
+        self._process.wait(arrived, lambda: "a client's change to come to the server")
+        return self._process.now_s - began_s
 
     def watch(self, replica: Replica) -> None:
         """Hook the models before anyone else does, so that the clock is right when other hooks are called. Raises

@@ -1,0 +1,48 @@
+"""What clients have sent so far, for aggregators that look at it."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.aggregate import Contribution
+from paceline.comm.base import Collective
+from paceline.strategies.federated.kept import Kept
+from paceline.strategies.own_state import OwnState
+
+_SUM, _SENT = "sum", "sent."
+
+
+@final
+class Memory:
+    """The sum of all that each client has sent. Each worker keeps a part of every client's, in a file."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective, self._kept = collective, Kept()
+
+    def gram(self, contributions: Sequence[Contribution]) -> Tensor:
+        """Inner products of the senders' sums, with these in them: float64, of shape (n, n). Collective call."""
+        collective = self._collective
+        rows = []
+        for each in contributions:
+            whole = torch.cat([tensor.reshape(-1).to("cpu", torch.float64) for tensor in each.gradients])
+            part = whole.tensor_split(collective.size)[collective.rank]
+            rows.append(part + self._kept[each.sender].get(_SUM, torch.zeros_like(part)))
+            self._kept.put(each.sender, {_SUM: rows[-1]})
+        stacked = torch.stack(rows)
+        gram = stacked @ stacked.T
+        collective.all_reduce(gram, op="sum").wait()
+        return gram
+
+    def own_state(self) -> dict[str, OwnState]:
+        return {f"{_SENT}{client}": OwnState(self._kept[client][_SUM]) for client in self._kept}
+
+    def restore(self, own: Mapping[str, Tensor]) -> None:
+        """Take up what `own_state` gave, as far as it is there."""
+        for name, tensor in own.items():
+            if name.startswith(_SENT):
+                self._kept.put(int(name.removeprefix(_SENT)), {_SUM: tensor})
+
+    def close(self) -> None:
+        self._kept.close()

@@ -141,7 +141,7 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
-    survives = _elastic(elastic, global_batch, replace)
+    survives = _elastic(elastic, global_batch, replace, default="keep" if plan.traits.lock_step else "grow")
     if survives is not None:
         _require_survivable(plan, survives, engine=engine, workers=workers, attack=attack)
     config = RunConfig(
@@ -261,7 +261,9 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
 
 
-def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None, replace: int | None) -> Elastic | None:
+def _elastic(
+    elastic: str | Elastic | None, global_batch: GlobalBatch | None, replace: int | None, *, default: GlobalBatch
+) -> Elastic | None:
     if elastic is None:
         if global_batch is not None:
             raise UsageError("--global-batch has no effect without --elastic, since workers stay as many as they are")
@@ -275,7 +277,7 @@ def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None, re
                 "own"
             )
         return elastic
-    return Elastic.parse(elastic, global_batch=global_batch or "keep", replacements=replace or 0)
+    return Elastic.parse(elastic, global_batch=global_batch or default, replacements=replace or 0)
 
 
 def _require_survivable(
@@ -291,7 +293,13 @@ def _require_survivable(
     if not plan.traits.repeats_steps:
         raise UsageError(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
-            "with algorithm=auto, no codec, and aggregate=mean"
+            "with algorithm=auto, no codec, and aggregate=mean, and for local updates (local-sgd, slowmo, diloco) "
+            "with fragments=1, delay=0, alpha=0, no codec, and aggregate=mean"
+        )
+    if elastic.global_batch == "keep" and not plan.traits.lock_step:
+        raise UsageError(
+            f"--global-batch keep: under {name_of(plan)} a round has as many local steps of each worker, whoever is "
+            "there; use --global-batch grow"
         )
     if engine != "ray":
         raise UsageError("--elastic has no effect with --engine virtual, whose workers do not die; use --engine ray")

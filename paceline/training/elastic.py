@@ -12,6 +12,8 @@ from paceline.elastic import Elastic, Member
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Context, Synchronizer
 from paceline.strategies.regrouping import Regrouping
+from paceline.strategies.replica import hyperparameters
+from paceline.training import snapshot
 from paceline.training.given import Given
 from paceline.training.joining import Giving, States
 from paceline.training.sharding import Place
@@ -41,6 +43,8 @@ class Survivor:
         self._handouts: Handouts | None = None
         self._giving: Giving | None = None
         self._lacks_deals = False  # its state is from before what others have been dealt
+        self.lacks_script = False
+        """This worker has joined with schedulers of where a round began that the others have ended."""
         self.samples = self.batches = 0
         """That all workers together have trained on, those who have died among them."""
         self._counts = (0, 0)  # of these, as of the last update
@@ -133,6 +137,7 @@ class Survivor:
         """This worker has taken another one's state, and with it its place in the data."""
         self._counts = self.samples, self.batches = state["counts"]
         self._member, self._lacks_deals = member, not self._is_stepwise
+        self.lacks_script = self._lacks_deals
         self._dealt.take_up(state["data"], member.membership)
 
     def meet_others(self, synchronizer: Synchronizer, *, facts: Mapping[str, float | str]) -> None:
@@ -144,6 +149,17 @@ class Survivor:
             except PeerLost:
                 pass
         synchronizer.enter()
+
+    def share_script(self) -> None:
+        """Whoever lacks it takes up what the first worker's script has moved on. Collective call in a pause."""
+        prepared = self._run.prepared
+        optimizers = prepared.optimizers.values()
+        groups = [dict(group) for optimizer in optimizers for group in hyperparameters(optimizer)]
+        own = [groups, {name: thing.state_dict() for name, thing in prepared.extra.items()}]
+        said = self._run.context.collective.broadcast_object(own)
+        if self.lacks_script:
+            snapshot.move_on(*said, optimizers, prepared.extra)
+            self.lacks_script = False
 
     # --- as Recovery ------------------------------------------------------------------------------------------
 

@@ -117,3 +117,25 @@ def test_a_worker_dies_within_a_round(tmp_path: Path, ray_here: None) -> None:
     assert (lost["who"], lost["details"]["why"]) == ("worker-1", "its process ended")
     assert (reformed["details"]["ranks"], reformed["details"]["step"]) == ([0, 2], 1)
     require_replayed(out, strategy="local-sgd", epochs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_workers_die_at_every_place_of_an_exchange(tmp_path: Path, ray_here: None, strategy: str) -> None:
+    """Before it has given its part; after that; when it has the result; while others regroup, of whom one dies."""
+    faults = [f"4:1:{EXCHANGE}.take", f"3:2:{EXCHANGE}.start", f"1:4:{EXCHANGE}.wait", f"0:6:{EXCHANGE}.join"]
+    given = [word for fault in faults for word in ("--fail-at", fault)]
+    out = trained(tmp_path, *given, "--epochs", 3, workers=5, strategy=f"{strategy}:every=2", elastic="1:5")
+    assert sorted(event["who"] for event in of(out, "lost")) == [f"worker-{rank}" for rank in (0, 1, 3, 4)]
+    assert of(out, "reformed")[-1]["details"]["ranks"] == [2]
+    require_replayed(out, strategy=strategy)
+
+
+@pytest.mark.slow
+def test_one_joins_within_a_round_and_another_leaves(tmp_path: Path, ray_here: None) -> None:
+    given = ["--epochs", 3, *held(2, 6), "--optimizer", "adamw"]
+    with meanwhile(tmp_path, {2: 3, 6: 2}):
+        out = trained(tmp_path, *given, workers=2, strategy="diloco:every=3", elastic="1:3")
+    assert joined(out) == [2]
+    assert [event["who"] for event in of(out, "left")] == ["worker-2"]
+    require_replayed(out, strategy="diloco", optimizer="adamw")

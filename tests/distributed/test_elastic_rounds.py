@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
+import paceline
 from paceline.outer import Average, Nesterov, Outer
-from tests.distributed.test_elastic import OPTIMIZERS, of, trained
+from tests.distributed.test_elastic import OPTIMIZERS, SCRIPT, of, trained
 from tests.distributed.test_joining import held, joined, meanwhile
 
 pytestmark = pytest.mark.ray
@@ -111,8 +112,9 @@ def require_replayed(out: Path, *, strategy: str, epochs: int = 3, optimizer: st
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_worker_dies_within_a_round(tmp_path: Path, ray_here: None) -> None:
-    out = trained(tmp_path, "--fail", "1:5:kill", strategy="local-sgd:every=4", elastic="1:3", max_steps=None)
+    out = trained(tmp_path, "--fail", "1:5:kill", strategy="local-sgd:every=4", elastic="1:3")
     (lost,), (reformed,) = of(out, "lost"), of(out, "reformed")
     assert (lost["who"], lost["details"]["why"]) == ("worker-1", "its process ended")
     assert (reformed["details"]["ranks"], reformed["details"]["step"]) == ([0, 2], 1)
@@ -129,6 +131,45 @@ def test_workers_die_at_every_place_of_an_exchange(tmp_path: Path, ray_here: Non
     assert sorted(event["who"] for event in of(out, "lost")) == [f"worker-{rank}" for rank in (0, 1, 3, 4)]
     assert of(out, "reformed")[-1]["details"]["ranks"] == [2]
     require_replayed(out, strategy=strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", [("--fail", "1:5:stop"), ("--fail-at", f"0:6:{EXCHANGE}.wait")], ids=["stopped", "the last exchange"]
+)
+def test_whoever_is_silent_or_dies_at_the_end(tmp_path: Path, ray_here: None, fault: tuple[str, str]) -> None:
+    """A pass of 8 batches has rounds of 3, 3 and 2; what the dead had of the last one is dealt before the pass ends."""
+    out = trained(tmp_path, *fault, "--epochs", 2, strategy="local-sgd:every=3", elastic="1:3")
+    assert [event["who"] for event in of(out, "lost")] == [f"worker-{fault[1][0]}"]
+    require_replayed(out, strategy="local-sgd", epochs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "lost", "entered"),
+    [
+        (("--fail", "0:11:kill"), ["worker-0"], [2]),
+        (("--fail-giving", 0), ["worker-0"], [2]),
+        (("--fail-at", f"2:1:{EXCHANGE}.wait"), ["worker-2"], [2]),
+        (("--fail-to-join", "2:taking"), [], []),
+    ],
+    ids=["the giver when it has given", "the giver meanwhile", "the joiner in its exchange", "the joiner before"],
+)
+def test_who_gives_or_joins_dies(tmp_path: Path, ray_here: None, fault, lost: list[str], entered: list[int]) -> None:
+    with meanwhile(tmp_path, {2: 3}):
+        out = trained(tmp_path, *fault, *held(2), "--epochs", 3, workers=2, strategy="diloco:every=3", elastic="1:3")
+    assert [event["who"] for event in of(out, "lost")] == lost
+    assert joined(out) == entered
+    require_replayed(out, strategy="diloco")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path, ray_here: None) -> None:
+    """From where two of its rounds are left, in the middle of a pass."""
+    out = trained(tmp_path, "--fail", "2:5:kill", strategy="diloco:every=3", elastic="1:3", max_steps=4)
+    given = ["--log", str(out.parent / "log"), "--epochs", "2"]
+    paceline.run(SCRIPT, workers=2, arguments=given, resume=out, strategy="diloco:every=3", elastic="1:3")
+    require_each_sample_once(out, epochs=2)
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def run(
         out: the result directory, empty or new; none: one under `runs/`.
         elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left; others may join, up to MAX.
         global_batch: of an elastic run: `keep` (an update is of as many samples as at the start) or `grow` (of as many
-            as the workers that are there have in a batch each); none: `keep`.
+            as the workers that are there have in a batch each); none: `keep`, and `grow` under local updates.
         replace: of an elastic run: how often a new worker starts in the place of one that has died; none: never.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
         resume_from: which of its checkpoints: `newest`, `best`, or an iteration. Where the newest is damaged, the one

@@ -18,6 +18,7 @@ from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
 from paceline.config import AfterTarget, Best, DeviceChoice, RunConfig, Target
 from paceline.elastic import Elastic, GlobalBatch
+from paceline.engines import striking
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.job import Job
 from paceline.engines.ray.nodes import chosen_address, connected
@@ -204,7 +205,8 @@ def run(
         with watched as watcher, connected(address, insecure=insecure, num_workers=workers):
             _warn(watcher, found)
             _go_back(continued)
-            environment = own_environment() if chosen_address(address) is not None else {}
+            is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
+            environment = own_environment() if is_elsewhere else {}
             at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
             Supervisor(Job(task, plan, workers, config, raw, environment, at_start), directory, watcher).run()
     except Interrupted:
@@ -337,8 +339,9 @@ def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program
 
 
 def own_environment() -> dict[str, str]:
-    """Where data sets lie, and Horovod's variables, for workers of a cluster that was started without knowing."""
-    return {name: value for name, value in os.environ.items() if name == "PACELINE_DATA" or name.startswith("HOROVOD_")}
+    """Where data sets lie, Horovod's variables, and strikes, for workers of a Ray that was started without knowing."""
+    named = ("PACELINE_DATA", striking.VARIABLE)
+    return {name: value for name, value in os.environ.items() if name in named or name.startswith("HOROVOD_")}
 
 
 def new_directory(strategy: Strategy, *, workers: int) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import WorkerState
-from paceline.elastic import Elastic, Member
+from paceline.elastic import Deal, Elastic, Member
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Context, Synchronizer
 from paceline.strategies.regrouping import Regrouping
@@ -94,6 +94,11 @@ class Survivor:
         assert self._handouts is not None
         return self._handouts
 
+    @property
+    def under_way(self) -> tuple[Deal, ...]:
+        """What all have been dealt since the last exchange."""
+        return self._dealt.under_way
+
     def leaves(self) -> bool:
         """Whether this worker has been asked to leave, and has left: it is between two exchanges."""
         reform = self._reform
@@ -158,7 +163,8 @@ class Survivor:
         own = [groups, {name: thing.state_dict() for name, thing in prepared.extra.items()}]
         said = self._run.context.collective.broadcast_object(own)
         if self.lacks_script:
-            snapshot.move_on(*said, optimizers, prepared.extra)
+            saved_groups, saved_extra = said
+            snapshot.move_on(saved_groups, saved_extra, optimizers, prepared.extra)
             self.lacks_script = False
 
     # --- as Recovery ------------------------------------------------------------------------------------------

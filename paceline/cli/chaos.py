@@ -15,7 +15,7 @@ from paceline.errors import RunFailed, UsageError
 def chaos(
     script: common_options.Script,
     strategy: Annotated[
-        str, typer.Option(help="all-reduce, one of local updates, or ps-bsp:servers=2,replicas=1.")
+        str, typer.Option(help="all-reduce, local updates (diloco:every=10), or ps-bsp with servers and replicas.")
     ] = "all-reduce",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 3,
     option: Annotated[

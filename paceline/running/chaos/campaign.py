@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 
 from paceline.elastic import Elastic
 from paceline.engines import striking
+from paceline.engines.ray.nodes import connected
 from paceline.engines.scripting import Script
 from paceline.engines.striking import Strike
 from paceline.errors import PacelineError, RunFailed, UsageError
@@ -68,11 +69,20 @@ class Campaign:
             raise UsageError(f"--out {self.out} is not empty; give a new folder")
 
     def runs(self, *, kills: int, given: Schedule | None = None) -> Iterator[Struck]:
-        """Runs until so many processes have died, or those of a schedule. The schedule is in `out` before each begins.
+        """Runs until so many processes have died, or those of a schedule, which is in `out` before each begins. All are
+        on one Ray, since each that is started here leaves descriptors in this process.
 
         Raises:
             RunFailed: the undisturbed run fails, or runs end before their strikes come.
         """
+        with connected(None, num_workers=self.workers):
+            yield from self._runs(kills, given)
+
+    @property
+    def _strikes_servers(self) -> bool:
+        return self.strategy.traits.num_replicas > 0 and self.strategy.traits.lock_step
+
+    def _runs(self, kills: int, given: Schedule | None) -> Iterator[Struck]:
         whole = self._run("undisturbed", Scene(()))
         calls = judging.calls(whole, "server-" if self._strikes_servers else "worker-")
         chance, scenes, died, idle = Random(self.seed), list[Scene](), 0, 0
@@ -86,10 +96,6 @@ class Campaign:
                 raise RunFailed(f"{idle} runs ended before they were struck; have the script train for longer")
             died += sum(strike.is_deadly for strike in struck.met)
             yield struck
-
-    @property
-    def _strikes_servers(self) -> bool:
-        return self.strategy.traits.num_replicas > 0 and self.strategy.traits.lock_step
 
     def _drawn(self, chance: Random, calls: schedule.Calls, left: int) -> Scene:
         if self._strikes_servers:

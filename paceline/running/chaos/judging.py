@@ -90,12 +90,15 @@ def left(folder: Path, num_before: int) -> list[str]:
 
 
 def _processes(folder: Path) -> list[int]:
-    """Those whose environment names the run."""
+    """Those whose environment names the run, and in which something of it runs: Ray may keep one for a while that it
+    has started for a worker that was given up meanwhile."""
     mark = f"{striking.VARIABLE}={folder.resolve()}".encode()
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (each / "environ").read_bytes().split(b"\0"):
+            is_of_run = mark in (each / "environ").read_bytes().split(b"\0")
+            command = (each / "cmdline").read_bytes()
+            if is_of_run and not command.startswith(b"ray::IDLE") and b"default_worker.py" not in command:
                 found.append(int(each.name))
         except OSError:  # it has ended, or is another user's
             continue

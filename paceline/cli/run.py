@@ -85,7 +85,7 @@ def run(
         typer.Option(
             help="Of an elastic run: keep (as many samples an update as at the start) or grow (with the workers).",
             metavar="keep|grow",
-            show_default="keep",
+            show_default="keep; under local updates grow",
         ),
     ] = None,
     replace: Annotated[

@@ -2,9 +2,20 @@
 thread."""
 
 from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.cursor import Cursor, Deal
+from paceline.elastic.cursor import Cursor, Deal, resized
 from paceline.elastic.member import Member
 from paceline.elastic.messages import Form, Report, StaleEpoch
 from paceline.elastic.spec import Elastic, GlobalBatch
 
-__all__ = ["Coordinator", "Cursor", "Deal", "Elastic", "Form", "GlobalBatch", "Member", "Report", "StaleEpoch"]
+__all__ = [
+    "Coordinator",
+    "Cursor",
+    "Deal",
+    "Elastic",
+    "Form",
+    "GlobalBatch",
+    "Member",
+    "Report",
+    "StaleEpoch",
+    "resized",
+]

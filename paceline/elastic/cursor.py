@@ -56,6 +56,20 @@ class Deal:
         return replace(self, parts=(*self.parts, *((),) * num_joiners))
 
 
+def resized(
+    deals: Sequence[Deal], *, lost: Collection[int], num_joiners: int, global_batch: GlobalBatch
+) -> tuple[Deal, ...]:
+    """Rounds of one exchange, which those who are left repeat with so many joiners. What the lost had of all of them
+    is dealt anew after the last one."""
+    if not deals:
+        return ()
+    *earlier, last = (deal.without(lost, global_batch=global_batch) if lost else deal for deal in deals)
+    back = tuple(sample for deal in deals[:-1] for place in sorted(lost) for sample in deal.parts[place])
+    if back:
+        last = replace(last, after=replace(last.after, rest=(*back, *last.after.rest), is_uneven=True))
+    return tuple(deal.joined(num_joiners) for deal in (*earlier, last))
+
+
 @final
 @dataclass(frozen=True)
 class Cursor:

@@ -18,6 +18,7 @@ from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
 from paceline.config import AfterTarget, Best, DeviceChoice, RunConfig, Target
 from paceline.elastic import Elastic, GlobalBatch
+from paceline.engines import striking
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.job import Job
 from paceline.engines.ray.nodes import chosen_address, connected
@@ -121,7 +122,7 @@ def run(
         out: the result directory, empty or new; none: one under `runs/`.
         elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left; others may join, up to MAX.
         global_batch: of an elastic run: `keep` (an update is of as many samples as at the start) or `grow` (of as many
-            as the workers that are there have in a batch each); none: `keep`.
+            as the workers that are there have in a batch each); none: `keep`, and `grow` under local updates.
         replace: of an elastic run: how often a new worker starts in the place of one that has died; none: never.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
         resume_from: which of its checkpoints: `newest`, `best`, or an iteration. Where the newest is damaged, the one
@@ -141,7 +142,7 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
-    survives = _elastic(elastic, global_batch, replace)
+    survives = _elastic(elastic, global_batch, replace, default="keep" if plan.traits.lock_step else "grow")
     if survives is not None:
         _require_survivable(plan, survives, engine=engine, workers=workers, attack=attack)
     config = RunConfig(
@@ -204,7 +205,8 @@ def run(
         with watched as watcher, connected(address, insecure=insecure, num_workers=workers):
             _warn(watcher, found)
             _go_back(continued)
-            environment = own_environment() if chosen_address(address) is not None else {}
+            is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
+            environment = own_environment() if is_elsewhere else {}
             at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
             Supervisor(Job(task, plan, workers, config, raw, environment, at_start), directory, watcher).run()
     except Interrupted:
@@ -261,7 +263,9 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
 
 
-def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None, replace: int | None) -> Elastic | None:
+def _elastic(
+    elastic: str | Elastic | None, global_batch: GlobalBatch | None, replace: int | None, *, default: GlobalBatch
+) -> Elastic | None:
     if elastic is None:
         if global_batch is not None:
             raise UsageError("--global-batch has no effect without --elastic, since workers stay as many as they are")
@@ -275,7 +279,7 @@ def _elastic(elastic: str | Elastic | None, global_batch: GlobalBatch | None, re
                 "own"
             )
         return elastic
-    return Elastic.parse(elastic, global_batch=global_batch or "keep", replacements=replace or 0)
+    return Elastic.parse(elastic, global_batch=global_batch or default, replacements=replace or 0)
 
 
 def _require_survivable(
@@ -291,7 +295,13 @@ def _require_survivable(
     if not plan.traits.repeats_steps:
         raise UsageError(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
-            "with algorithm=auto, no codec, and aggregate=mean"
+            "with algorithm=auto, no codec, and aggregate=mean, and for local updates (local-sgd, slowmo, diloco) "
+            "with fragments=1, delay=0, alpha=0, no codec, and aggregate=mean"
+        )
+    if elastic.global_batch == "keep" and not plan.traits.lock_step:
+        raise UsageError(
+            f"--global-batch keep: under {name_of(plan)} a round has as many local steps of each worker, whoever is "
+            "there; use --global-batch grow"
         )
     if engine != "ray":
         raise UsageError("--elastic has no effect with --engine virtual, whose workers do not die; use --engine ray")
@@ -329,8 +339,9 @@ def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program
 
 
 def own_environment() -> dict[str, str]:
-    """Where data sets lie, and Horovod's variables, for workers of a cluster that was started without knowing."""
-    return {name: value for name, value in os.environ.items() if name == "PACELINE_DATA" or name.startswith("HOROVOD_")}
+    """Where data sets lie, Horovod's variables, and strikes, for workers of a Ray that was started without knowing."""
+    named = ("PACELINE_DATA", striking.VARIABLE)
+    return {name: value for name, value in os.environ.items() if name in named or name.startswith("HOROVOD_")}
 
 
 def new_directory(strategy: Strategy, *, workers: int) -> Path:

@@ -272,6 +272,13 @@ class Synchronizer(ABC):
     def begin_turn(self) -> None:
         """The next batch is of the next client. Called under strategies that have clients."""
 
+    def end_round(self) -> None:
+        """End the round of local steps that is under way, if there is one, before its time. Collective call."""
+
+    def enter(self) -> None:
+        """This worker has joined others: take part in what they exchange of a round, to which it adds nothing, where
+        strategies have rounds. Collective call."""
+
     def leave(self) -> None:
         """This worker takes no further step; nobody is to wait for it."""
 

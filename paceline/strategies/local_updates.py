@@ -1,6 +1,6 @@
 """Local updates: every worker trains alone, and now and then what all have changed is joined."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +12,19 @@ from torch import Tensor, nn
 from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing
-from paceline.errors import NonFiniteGradient, UsageError
+from paceline.errors import NonFiniteGradient, PeerLost, UsageError
 from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
-from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
+from paceline.strategies.base import (
+    Context,
+    Recovery,
+    StepOutcome,
+    Strategy,
+    Synchronizer,
+    non_finite,
+    option,
+    require_choice,
+)
 from paceline.strategies.choosing import Choosing, LinkSpeed
 from paceline.strategies.coding import (
     CODEC_DOC,
@@ -122,7 +131,9 @@ class LocalUpdates(Strategy):
             codec_scope=self.codec_scope,
             num_besides=sum(1 / period for period in (self.momentum_every, self.variance_every) if period),
         )
-        return Traits(lock_step=False, unit="round", passes_attacks=True, traffic=(moved,))
+        alike = self.fragments == 1 and not self.alpha and not self.momentum_every and not self.variance_every
+        repeats = alike and not self.delay and self.codec is None and self.aggregate.streams
+        return Traits(lock_step=False, unit="round", repeats_steps=repeats, passes_attacks=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         return _LocalSynchronizer(self, context, replica)
@@ -187,6 +198,8 @@ class _LocalSynchronizer(Synchronizer):
         applies = self.gradients_are_spent or may_step(
             self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
         )
+        # What a worker trains on that is another's, when it has nothing of its own, is not to count.
+        applies = applies and self._weight > 0
         if applies:
             update()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
@@ -200,6 +213,9 @@ class _LocalSynchronizer(Synchronizer):
 
     def leave(self) -> None:
         """If the data ended in a round, end it: on every worker, as all have as many batches."""
+        self.end_round()
+
+    def end_round(self) -> None:
         while self._schedule.num_steps(self.iteration) < self._steps:
             self._pass_step()
 
@@ -229,8 +245,8 @@ class _LocalSynchronizer(Synchronizer):
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)
-        load_replica(self.replica, self._outer.without_others(own) if self._begins_alike else own)
         self._outer.restore(own)
+        load_replica(self.replica, self._outer.without_others(own) if self._begins_alike else own)
         self._steps = self._schedule.num_steps(iteration)
         if len(weights := own.get(_WEIGHTS, torch.zeros(0))) == len(self._weights):
             self._weights = [(float(total), int(count)) for total, count in weights]
@@ -241,15 +257,47 @@ class _LocalSynchronizer(Synchronizer):
         leaving, due = self._schedule.leaving(self._steps), self._schedule.due(self._steps)
         if leaving or due:
             self.require_joint_step()
+        if due and self.context.recovery is not None:
+            self._repeat(self.context.recovery)
+        else:
+            self._exchange(leaving, due)
+        if (iteration := self._schedule.num_rounds(self._steps)) > self.iteration:
+            self._states.join(iteration, takes=self._takes_state)
+            self._choose(iteration)
+        self.iteration = iteration
+
+    def _exchange(self, leaving: Sequence[int], due: Sequence[int]) -> None:
         for fragment in leaving:
             self._take(fragment)
             self._outer.start(fragment, step=self._steps)
         for fragment in due:
             self._join(fragment)
-        if (iteration := self._schedule.num_rounds(self._steps)) > self.iteration:
-            self._states.join(iteration, takes=self._takes_state)
-            self._choose(iteration)
-        self.iteration = iteration
+
+    def _repeat(self, recovery: Recovery) -> None:
+        """Exchange what this worker has changed until nobody dies in it or joins, each time among those who are there.
+        A round's local steps are as they were; what changes is how much they count."""
+        is_whole = not recovery.has_given
+        while True:
+            try:
+                if not is_whole:
+                    self.rejoin(recovery.regroup())
+                    self._weights = [(recovery.weight, 1)]
+                self._exchange((0,), (0,))
+                break
+            except PeerLost:
+                is_whole = False
+        recovery.commit()
+
+    def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
+        self.context = context
+        if facts is not None:
+            self.facts = facts
+        self._outer.exchange_among(context)
+
+    def enter(self) -> None:
+        self._steps = self._schedule.num_steps(self.iteration + 1) - 1
+        self._weights = [(0.0, 1)]
+        self._pass_step()
 
     def _choose(self, iteration: int) -> None:
         """Go on with a codec, if rounds of full length have shown that one is worth it."""

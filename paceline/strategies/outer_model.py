@@ -51,22 +51,28 @@ class OuterModel:
         coding: Coding | None = None,
     ) -> None:
         fragments = dealt_out([spec.num_bytes for spec in replica.specs], num_fragments)
-        layout = by_group([replace(spec, group=own) for spec, own in zip(replica.specs, fragments, strict=True)])
-        buffer = allocated(context, layout.num_bytes)
-        flats = [segment.view(buffer) for segment in layout.segments]
-        none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
-        buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
-        self._context = context
-        self._prepare = partial(Exchange, context.collective, buckets, layout=layout, aggregator=aggregator)
-        self.use(coding)
+        self._layout = layout = by_group(
+            [replace(spec, group=own) for spec, own in zip(replica.specs, fragments, strict=True)]
+        )
+        self._aggregator = aggregator
+        self.exchange_among(context, coding=coding)
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
-        self._changes = layout.views(buffer)
-        self._flats = flats
         self._members = [[i for i, own in enumerate(fragments) if own == n] for n in range(num_fragments)]
         self._buckets = [[i for i, s in enumerate(layout.segments) if s.group == n] for n in range(num_fragments)]
         self._optimizer = outer.optimizer(self._parameters)
+
+    def exchange_among(self, context: Context, *, coding: Coding | None = None) -> None:
+        """Exchange with these from here on. Collective call."""
+        buffer = allocated(context, self._layout.num_bytes)
+        self._changes = self._layout.views(buffer)
+        self._flats = flats = [segment.view(buffer) for segment in self._layout.segments]
+        none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
+        buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
+        self._context = context
+        self._prepare = partial(Exchange, context.collective, buckets, layout=self._layout, aggregator=self._aggregator)
+        self.use(coding)
         self._works: dict[int, list[Work]] = {}
 
     def use(self, coding: Coding | None) -> None:
@@ -180,8 +186,9 @@ class OuterModel:
         }
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
-        """Take up what `own_state` gave, as far as it is there."""
+        """Take up what `own_state` gave, as far as it is there; this worker's model holds the shared parameters."""
         prefix = "outer."
+        mix(self._parameters, self._local, alpha=0.0)
         state = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
         import_state(self._optimizer, self._parameters, state)
         for index, parameter in enumerate(self._parameters):

@@ -11,7 +11,8 @@ from paceline.strategies.replica import Replica
 
 Fate = Literal["average", "sum", "reset", "same"]
 """With another number of workers, or under another strategy, that has a state of the same name: every worker gets the
-mean, or an equal part of the sum, or none. What is the same on all workers stays so; checkpoints hold it once."""
+mean, or an equal part of the sum, or none. What is the same on all workers stays so; checkpoints hold it once. When a
+worker dies, its own is lost, but for what is the same on all."""
 
 
 class OwnState(NamedTuple):
@@ -48,6 +49,12 @@ def carried_over(
         tensors[name] = (total / (len(saved) if fate == "average" else size)).to(saved[0].tensor.dtype)
         fates[name] = {"average": "averaged", "sum": "summed"}[fate]
     return tensors, fates
+
+
+def for_joiners(own: Mapping[str, OwnState]) -> dict[str, OwnState]:
+    """What one who joins takes over from a worker: what is the same on all, and what stands for the mean of all. Of a
+    sum it has nothing, since the others keep theirs."""
+    return {name: state for name, state in own.items() if state.fate in ("average", "same")}
 
 
 def of_replica(replica: Replica) -> dict[str, OwnState]:

@@ -50,8 +50,8 @@ class Agreement:
         self._due_at, self._rhythm.interval = state
 
     def look_by(self, iteration: int) -> None:
-        """Compare parameters in the pause at this iteration, if not before."""
-        self._due_at = min(self._due_at, iteration)
+        """Compare parameters in the pause at this iteration, if not before, where they are to be alike."""
+        self._due_at = min(self._due_at, iteration) if self.is_needed else NEVER
 
     def said(self, *, is_last: bool) -> dict[str, Any]:
         """What this worker says of itself.

@@ -15,7 +15,7 @@ from paceline.checkpoint import FILE_NAME, Checkpoint, WorkerState
 from paceline.errors import NotWritten, UsageError
 from paceline.records import EventRecord
 from paceline.strategies.base import Strategy
-from paceline.strategies.own_state import OwnState, carried_over
+from paceline.strategies.own_state import OwnState, carried_over, for_joiners
 from paceline.training import feeds, row_tables, snapshot
 from paceline.training.beside import Beside
 from paceline.training.sharding import Place
@@ -116,9 +116,10 @@ class Checkpoints:
         reporter.emit(EventRecord(name, "run", checkpoint.iteration, checkpoint.time_s, details))
 
     def of_this_worker(self, place: Place) -> Checkpoint:
-        """A checkpoint of this worker alone, whose next batch is of this place. Parameters and the optimizer's state
-        are its own tensors."""
-        own = self._taken()
+        """A checkpoint of this worker alone, for those who join it, whose next batch is of this place. Parameters and
+        the optimizer's state are its own tensors."""
+        state = for_joiners(self._run.prepared.synchronizer.own_state())
+        own = snapshot.with_own_state(self._taken(), state, is_first=True)
         worker = replace(own.worker, epoch=place.epoch, num_batches_done=place.num_batches_done, stream=None)
         weights = snapshot.weights_of(self._run.prepared.replica.model, copies=False)
         return self.made(weights, replace(own, extra=copy.deepcopy(own.extra)), [worker], self._run.clock.now_s)

@@ -175,6 +175,23 @@ class Course:
             self.has_finished = self._run.has_ended = True
             raise BudgetReached("this worker leaves the run")
 
+    def catch_up(self) -> bool:
+        """All workers may have ended a round between two steps of this one's script. Returns whether the run goes
+        on."""
+        run, iteration = self._run, self._run.prepared.synchronizer.iteration
+        if iteration > run.iteration:
+            self._unsettled = outcome = StepOutcome(iteration)
+            self._take(outcome)
+            self.settle()
+        return not run.has_ended
+
+    def end_pass(self) -> bool:
+        """All batches of a pass are dealt out, and the round that is under way ends with them. Returns whether the run
+        goes on."""
+        with self._pausing():
+            self._run.prepared.synchronizer.end_round()
+        return self.catch_up()
+
     def record_late(self, *, iteration: int = 0) -> None:
         """Where a pass is a client's turn, the exchange at its end belongs to its last step, which is known to be the
         last when the script comes for more."""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import WorkerState
-from paceline.elastic import Elastic, Member
+from paceline.elastic import Deal, Elastic, Member
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Context, Synchronizer
 from paceline.strategies.regrouping import Regrouping
+from paceline.strategies.replica import hyperparameters
+from paceline.training import snapshot
 from paceline.training.given import Given
 from paceline.training.joining import Giving, States
 from paceline.training.sharding import Place
@@ -40,10 +42,16 @@ class Survivor:
         self._data: Dealt | None = None
         self._handouts: Handouts | None = None
         self._giving: Giving | None = None
+        self._lacks_deals = False  # its state is from before what others have been dealt
+        self.lacks_script = False
+        """This worker has joined with schedulers of where a round began that the others have ended."""
         self.samples = self.batches = 0
         """That all workers together have trained on, those who have died among them."""
         self._counts = (0, 0)  # of these, as of the last update
         self.states: States | None = None
+        self.end_pass: Callable[[], bool] = lambda: True
+        """Called where an exchange is of several batches, and all of a pass are dealt out: it ends with them. Returns
+        whether the run goes on."""
         self.on_joined: Callable[[], None] = lambda: None
         """Called when somebody has come, before the next step: on all workers after the same one."""
 
@@ -63,7 +71,11 @@ class Survivor:
         if not orders.has_end:
             raise UsageError("--elastic needs to know an epoch's samples; give the DataLoader a sampler with an end")
         self._data = Dealt(
-            orders, rank=context.rank, membership=context.membership, global_batch=self._elastic.global_batch
+            orders,
+            rank=context.rank,
+            membership=context.membership,
+            global_batch=self._elastic.global_batch,
+            end_pass=None if self._is_stepwise else lambda: self.end_pass(),
         )
         return self._data
 
@@ -82,10 +94,15 @@ class Survivor:
         assert self._handouts is not None
         return self._handouts
 
+    @property
+    def under_way(self) -> tuple[Deal, ...]:
+        """What all have been dealt since the last exchange."""
+        return self._dealt.under_way
+
     def leaves(self) -> bool:
-        """Whether this worker has been asked to leave, and has left: it is between two steps."""
+        """Whether this worker has been asked to leave, and has left: it is between two exchanges."""
         reform = self._reform
-        if not reform.is_asked_to_leave or self._run.has_ended:
+        if not reform.is_asked_to_leave or self._run.has_ended or self._dealt.under_way:
             return False
         reform.leave(self._run.context.rank)
         return True
@@ -97,13 +114,15 @@ class Survivor:
         return self.states.take()
 
     def give(self, place: Place) -> None:
-        """Between two steps, before the batch that comes from this place: give this worker's state to those who wait
+        """After an exchange, before the batch that comes from this place: give this worker's state to those who wait
         for one. With the rest of an update they could not do anything."""
-        to, dealt = self._reform.asked_to_give, self._dealt.under_way
-        if to and self._giving is None and dealt is not None and dealt.begins:
+        to, under_way = self._reform.asked_to_give, self._dealt.under_way
+        if to and self._giving is None and len(under_way) == 1 and under_way[0].begins:
             assert self.states is not None
-            member = self._member
-            self._giving = Giving(self._reform, self.states.given(place, member), member=member, to=to, dealt=dealt)
+            member, content = self._member, self.states.given(place, self._member)
+            self._giving = Giving(self._reform, content, member=member, to=to, dealt=under_way[0])
+            if not self._is_stepwise:  # the model changes before the next exchange
+                self._giving.end()
 
     def state(self) -> dict[str, Any]:
         """What all workers have alike of the samples, as plain data."""
@@ -122,7 +141,8 @@ class Survivor:
     def take_up(self, state: Mapping[str, Any], member: Member) -> None:
         """This worker has taken another one's state, and with it its place in the data."""
         self._counts = self.samples, self.batches = state["counts"]
-        self._member = member
+        self._member, self._lacks_deals = member, not self._is_stepwise
+        self.lacks_script = self._lacks_deals
         self._dealt.take_up(state["data"], member.membership)
 
     def meet_others(self, synchronizer: Synchronizer, *, facts: Mapping[str, float | str]) -> None:
@@ -130,9 +150,22 @@ class Survivor:
         while True:
             try:
                 synchronizer.rejoin(self.regroup(), facts=facts)
-                return
+                break
             except PeerLost:
                 pass
+        synchronizer.enter()
+
+    def share_script(self) -> None:
+        """Whoever lacks it takes up what the first worker's script has moved on. Collective call in a pause."""
+        prepared = self._run.prepared
+        optimizers = prepared.optimizers.values()
+        groups = [dict(group) for optimizer in optimizers for group in hyperparameters(optimizer)]
+        own = [groups, {name: thing.state_dict() for name, thing in prepared.extra.items()}]
+        said = self._run.context.collective.broadcast_object(own)
+        if self.lacks_script:
+            saved_groups, saved_extra = said
+            snapshot.move_on(saved_groups, saved_extra, optimizers, prepared.extra)
+            self.lacks_script = False
 
     # --- as Recovery ------------------------------------------------------------------------------------------
 
@@ -142,26 +175,26 @@ class Survivor:
 
     @property
     def begins_update(self) -> bool:
-        dealt = self._dealt.under_way
-        return dealt is None or dealt.begins
+        return all(dealt.begins for dealt in self._dealt.under_way)
 
     @property
     def weight(self) -> float:
         return self._dealt.weight
 
     def commit(self) -> bool:
-        handouts, dealt = self._handouts, self._dealt.under_way
-        assert handouts is not None
-        if dealt is None or handouts.num_out > 1:
+        handouts, under_way = self.handouts, self._dealt.under_way
+        if not self._is_stepwise:
+            handouts.look_back()  # otherwise the backward pass of one batch is under way
+        if handouts.num_out > self._is_stepwise or (self._is_stepwise and not under_way):
             raise UsageError(
                 f"rank {self._run.context.rank}: with --elastic a gradient is to be of the batch that the loader gave "
                 "last, which nothing tells here; train on each batch once, before the next one "
                 "(DataLoader(num_workers=...) reads ahead by itself), or leave --elastic out"
             )
-        self.samples += sum(map(len, dealt.parts))
-        self.batches += sum(map(bool, dealt.parts))
+        self.samples += sum(len(part) for dealt in under_way for part in dealt.parts)
+        self.batches += sum(bool(part) for dealt in under_way for part in dealt.parts)
         self._member = self._member.with_result().with_step_applied()
-        is_complete = self._dealt.commit()
+        is_complete, self._lacks_deals = self._dealt.commit(), False
         if is_complete:
             self._counts = self.samples, self.batches
         return is_complete
@@ -174,6 +207,10 @@ class Survivor:
         self._dealt.resize(self._member.membership)
         if set(self._member.membership.ranks) - set(before):
             self.on_joined()
+        if not self._is_stepwise:  # the oldest has been dealt all that is under way
+            data = collective.broadcast_object(self._dealt.state())
+            if self._lacks_deals:
+                self._dealt.take_up(data, self._member.membership)
         run.context = replace(
             run.context,
             membership=self._member.membership,
@@ -203,7 +240,13 @@ class Survivor:
         if giving is None:
             return self._member
         giving.end()
-        return self._member.with_state_given(giving.to if giving.dealt is self._dealt.under_way else ())
+        counts = any(dealt is giving.dealt for dealt in self._dealt.under_way[:1])
+        return self._member.with_state_given(giving.to if counts else ())
+
+    @property
+    def _is_stepwise(self) -> bool:
+        """Whether each batch has an exchange of its own; otherwise one is of a round of local steps."""
+        return self._run.traits.lock_step
 
     @property
     def _reform(self) -> Regrouping:

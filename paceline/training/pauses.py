@@ -128,6 +128,8 @@ class Pauses:
         reports = gathered(collective, "a pause", self._report(is_done=is_done, waits_at=waits_at))
         run.awaits_others = False
         self._agreement.require(reports)
+        if self._survivor is not None and any(report["lacks_script"] for report in reports):
+            self._survivor.share_script()
         if self._same_data is not None:
             self._same_data.require([report["data"] for report in reports])
         collective.set_deadline(None)  # an evaluation takes as long as it takes; who dies in it is still noticed
@@ -184,6 +186,7 @@ class Pauses:
             "time_s": run.clock.now_s,
             "samples": run.samples if tally is None else tally.samples * run.context.is_first,
             "steps": run.steps if tally is None else tally.batches * run.context.is_first,
+            "lacks_script": tally is not None and tally.lacks_script,
             "evaluates": self.evaluation is not None,
             "kept": len(self._kept),
             "is_due": self._keeps and self._kept.is_due,  # a pause that comes anyway spares the copy

@@ -88,6 +88,8 @@ class Session:
             )
             self._survivor.on_joined = self.pauses.compare_soon
         self.course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
+        if self._survivor is not None:
+            self._survivor.end_pass = self.course.end_pass
         self.handover = Handover(self.run, self.course, self._checkpoints, go_on=self._go_on_from)
         self._at_release = ExitStack()
         seed_everything(config.seed)
@@ -312,6 +314,8 @@ class Session:
             rank, num_workers = self.run.context.rank, len(checkpoint.workers)
             worker = checkpoint.workers[rank] if rank < num_workers else None
             snapshot.resume_script(checkpoint, worker, prepared.optimizers.values(), prepared.extra)
+            if self._survivor is not None:
+                self.course.catch_up()
 
 
 def _num_samples(dataset: object) -> int:

@@ -170,16 +170,27 @@ def resume_script(
     Raises:
         UsageError: the checkpoint lacks the state of something given to `prepare`, or has other parameter groups.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if len(groups) != len(checkpoint.groups):
-        raise UsageError(
-            f"the checkpoint has {len(checkpoint.groups)} parameter groups, the script's optimizers {len(groups)}"
-        )
-    for group, saved in zip(groups, checkpoint.groups, strict=True):
-        group.update(saved)
-    for name, thing in extra.items():
-        if name not in checkpoint.extra:
-            raise UsageError(f"the checkpoint has no state for prepare({name}=...)")
-        thing.load_state_dict(checkpoint.extra[name])
+    move_on(checkpoint.groups, checkpoint.extra, optimizers, extra)
     if worker is not None:
         set_random_state(worker.random_state)
+
+
+def move_on(
+    saved_groups: Sequence[Mapping[str, Any]],
+    saved_extra: Mapping[str, Any],
+    optimizers: Iterable[torch.optim.Optimizer],
+    extra: Mapping[str, Any],
+) -> None:
+    """Hyperparameters, schedulers and what else the script has given to `prepare` are as they were saved. Raises
+    UsageError as `resume_script`."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if len(groups) != len(saved_groups):
+        raise UsageError(
+            f"the checkpoint has {len(saved_groups)} parameter groups, the script's optimizers {len(groups)}"
+        )
+    for group, saved in zip(groups, saved_groups, strict=True):
+        group.update(saved)
+    for name, thing in extra.items():
+        if name not in saved_extra:
+            raise UsageError(f"the checkpoint has no state for prepare({name}=...)")
+        thing.load_state_dict(saved_extra[name])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic import Cursor, Deal, Elastic
+from paceline.elastic import Cursor, Deal, Elastic, resized
 from paceline.errors import UsageError
 
 GROUPS = [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]], [[12], [13, 14], [15, 16]]]
@@ -109,3 +109,25 @@ def test_settings() -> None:
     for num_workers in (1, 5):
         with pytest.raises(UsageError, match=f"2 to 4 workers, and the run would start with --workers {num_workers}"):
             Elastic.parse("2:4").require(num_workers=num_workers)
+
+
+@given(schedules(), st.integers(1, 4))
+def test_every_sample_counts_once_where_an_exchange_is_of_several_rounds(schedule, every: int) -> None:
+    """As under local updates, where a pass ends with an exchange, in which workers may have died."""
+    groups, size, deaths, joins, _ = schedule
+    cursor, counted = Cursor(), Counter()
+    for number in range(1000):
+        deals = []
+        reached = cursor
+        while len(deals) < every and (dealt := reached.deal(groups, size=size, global_batch="grow")) is not None:
+            deals.append(dealt)
+            reached = dealt.after
+        if not deals:
+            break
+        lost = range(min(deaths.get(number, 0), size - 1))
+        changed = resized(deals, lost=lost, num_joiners=joins.get(number, 0), global_batch="grow")
+        size += joins.get(number, 0) - len(lost)
+        assert all(len(dealt.parts) == size for dealt in changed)
+        counted.update(sample for dealt in changed for part in dealt.parts for sample in part)
+        cursor = changed[-1].after
+    assert counted == Counter(sample for group in groups for part in group for sample in part)

@@ -30,10 +30,10 @@ class NobodyComesOrGoes:
         raise AssertionError(member)
 
 
-def session_of(global_batch: str = "keep") -> Session:
+def session_of(global_batch: str = "keep", *, strategy: str = "all-reduce", **options: object) -> Session:
     context = replace(alone().context, device=torch.device("cpu"), reform=NobodyComesOrGoes())
     config = RunConfig(elastic=Elastic(at_least=1, at_most=1, global_batch=global_batch))
-    return Session(context, build("all-reduce", {}), config, NullReporter())
+    return Session(context, build(strategy, options), config, NullReporter())
 
 
 def prepared(session: Session, model: nn.Module, optimizer=None, data=None, **extra):
@@ -109,6 +109,30 @@ def test_batches_read_ahead_and_no_sync() -> None:
         session.require_same_step("all_reduce")
 
 
+def test_rounds_end_with_each_pass() -> None:
+    """Where data are dealt anew, all of a pass are to be trained on before the next one."""
+    model = nn.Linear(4, 2)
+    session = session_of("grow", strategy="local-sgd", every=3)
+    optimizer, loader = prepared(session, model)
+    iterations = []
+    for _ in range(2):
+        for batch in loader:
+            step(model, optimizer, batch)
+            iterations.append(session.run.iteration)
+    assert iterations == [0, 0, 1, 1, 2, 2, 3, 3]
+    session.finish()
+    assert (session.run.iteration, session._survivor.samples, session._survivor.batches) == (4, 24, 8)
+
+
+def test_batches_read_ahead_of_an_exchange() -> None:
+    model, session = nn.Linear(4, 2), session_of("grow", strategy="local-sgd", every=1)
+    optimizer, loader = prepared(session, model)
+    batches = iter(loader)
+    first, _ = next(batches), next(batches)
+    with pytest.raises(UsageError, match="train on each batch once, before the next one"):
+        step(model, optimizer, first)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield from X
@@ -157,6 +181,12 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "ps-bsp"}, "strategy ps-bsp cannot go on without a worker that dies"),
         ({"strategy": "all-reduce:codec=int8"}, "cannot go on without a worker"),
         ({"strategy": "gossip"}, "strategy gossip cannot go on"),
+        ({"strategy": "diloco:fragments=2"}, "for local updates .* with fragments=1, delay=0"),
+        ({"strategy": "des-loc"}, "strategy des-loc cannot go on"),
+        (
+            {"strategy": "local-sgd", "global_batch": "keep"},
+            "as many local steps of each worker.* use --global-batch grow",
+        ),
         ({"engine": "virtual", "cluster": "lab-1gbe"}, "no effect with --engine virtual"),
         ({"attack": "sign-flip:workers=1", "workers": 3, "elastic": "1:3"}, "do not go together"),
         ({"elastic": "3:4"}, "is for 3 to 4 workers, and the run would start with --workers 2"),

@@ -127,7 +127,7 @@ def test_a_joiner_has_the_others_model_optimizer_schedule_and_place(tmp_path: Pa
     assert joiner.scheduler.state_dict() == first.scheduler.state_dict()
     assert joiner.session.run.iteration == first.session.run.iteration == 6 * epochs + 2
     dealt = joiner.session._survivor._data
-    assert [list(part) for part in dealt.under_way.parts] == [under_way, []]
+    assert [list(part) for part in dealt.under_way[0].parts] == [under_way, []]
     assert (dealt.weight, [member.applied for member in reform.members]) == (0.0, [6 * epochs + 2])
 
 

@@ -9,6 +9,7 @@ import ray
 import torch
 
 from paceline.comm.servers.service import ParameterService
+from paceline.engines import striking
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.world_spec import ServerInfo, WorldSpec
@@ -26,6 +27,7 @@ class ServerActor:
 
     def __init__(self, launcher: LauncherAddress, index: int) -> None:
         torch.set_num_threads(1)
+        striking.arm(f"server-{index}", striking.SERVER_PLACES)
         self._service: ParameterService | None = None
         self._line = ControlLine(
             launcher,

@@ -106,11 +106,11 @@ class Supervisor:
             is_spread=job.is_spread,
         )
         launcher = self._controller.address
+        variables = {"runtime_env": {"env_vars": dict(job.environment)}} if job.environment else {}
         for rank, where in enumerate(workers):
-            variables = {"runtime_env": {"env_vars": dict(job.environment)}} if job.environment else {}
             members.actors[f"worker-{rank}"] = actor_of(WorkerActor, where, **variables).remote(uses_cuda=uses_cuda)
         for index, where in enumerate(servers):
-            server = actor_of(ServerActor, where, max_concurrency=3)
+            server = actor_of(ServerActor, where, max_concurrency=3, **variables)
             members.actors[f"server-{index}"] = server.remote(launcher, index)
         infos = self._hello()
         members.infos = {name: infos[name] for name in members.actors}

@@ -1,6 +1,8 @@
 """A script whose workers die, or stop, where they are told to; it writes down which samples each step was made of."""
 
 import argparse
+import importlib
+import itertools
 import os
 import signal
 import time
@@ -15,6 +17,7 @@ import paceline
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fail", action="append", default=[], metavar="RANK:STEP:HOW", help="may be repeated")
+parser.add_argument("--fail-at", action="append", default=[], metavar="RANK:NUMBER:MODULE:METHOD", help="before a call")
 parser.add_argument("--fail-in-evaluation", type=int, help="the rank that dies in its second evaluation")
 WAYS = "raise, import, taking, stopped, or another model"
 parser.add_argument("--fail-to-join", action="append", default=[], metavar="RANK:WHEN", help=WAYS)
@@ -45,6 +48,17 @@ def die(*_, **__):
     time.sleep(60)
 
 
+def die_before(method, *, number):
+    calls = itertools.count(1)
+    return lambda *given, **named: die() if next(calls) == number else method(*given, **named)
+
+
+for told in args.fail_at:
+    rank, number, module, path = told.split(":")
+    if worker.rank == int(rank):
+        owner, name = path.split(".")
+        owner = getattr(importlib.import_module(module), owner)
+        setattr(owner, name, die_before(getattr(owner, name), number=int(number)))
 if when == "raise":
     raise ImportError("no module of this name here")
 if when == "import":
@@ -88,6 +102,7 @@ step = 0
 for epoch in range(args.epochs):
     for index, x, y in loader:
         step += 1
+        iteration = worker.iteration
         time.sleep(args.step_s)
         while worker.iteration in args.hold and not (args.log / f"go-{worker.iteration}").exists():
             time.sleep(0.01)
@@ -96,8 +111,8 @@ for epoch in range(args.epochs):
         hook = model[0].weight.register_hook(lambda gradient, step=step: fail_at(step))
         loss.backward()
         hook.remove()
+        with (args.log / f"rank-{worker.rank}").open("a") as file:
+            print(epoch, iteration, *index.tolist(), file=file)
         optimizer.step()
         scheduler.step()
-        with (args.log / f"rank-{worker.rank}").open("a") as file:
-            print(epoch, worker.size, *index.tolist(), file=file)
 print("the script came to its end")

@@ -1,0 +1,78 @@
+"""`paceline chaos`: runs of one script whose workers or servers die where chance has it."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from paceline.cli import common_options
+from paceline.engines.scripting import read_script
+from paceline.errors import RunFailed, UsageError
+
+
+def chaos(
+    script: common_options.Script,
+    strategy: Annotated[
+        str, typer.Option(help="all-reduce, local updates (diloco:every=10), or ps-bsp with servers and replicas.")
+    ] = "all-reduce",
+    workers: Annotated[int, typer.Option(help="Processes that train.")] = 3,
+    option: Annotated[
+        list[str] | None, typer.Option(help="A further option of the strategy; may be repeated.", metavar="KEY=VALUE")
+    ] = None,
+    kills: Annotated[int, typer.Option(help="Workers, or servers, that are to die, in as many runs as it takes.")] = 10,
+    at_least: Annotated[int, typer.Option(help="Workers that are left alive in each run.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the script, and of who is struck where, how and when.")] = 0,
+    max_steps: Annotated[int | None, typer.Option(help="End each run after so many iterations.")] = None,
+    schedule: Annotated[
+        Path | None, typer.Option(help="Strike as this file has it, which an earlier call wrote.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for the runs, new or empty.", show_default="a new one under runs/")
+    ] = None,
+    arguments: common_options.Arguments = None,
+) -> None:
+    """Kill workers or servers of runs of SCRIPT at places of the protocol, and judge whether nothing is lost.
+
+    One run is left alone. In the others processes end (SIGKILL, a segmentation fault), stop (SIGSTOP, for good or for a
+    second) or hold their interpreter: workers, which the others outlive as in elastic runs, or servers that have copies
+    (replicas=R). A run is right if whoever was struck and nobody else is lost, every sample counts as often as in the
+    undisturbed run, the final model is as near to that one's as the strategy promises, and no process or descriptor
+    is left.
+
+    Example: paceline chaos train.py --strategy all-reduce --kills 20 --seed 7
+    """
+    if kills < 1:
+        raise UsageError(f"--kills must be at least 1, not {kills}")
+    program = read_script(script, arguments or ())
+    from paceline.pieces import parse_options
+    from paceline.running.chaos import Campaign, Schedule
+    from paceline.running.chaos.campaign import SCHEDULE_FILE
+    from paceline.strategies import build
+
+    given = None if schedule is None else Schedule.read(schedule)
+    folder = out or Path("runs", f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-chaos")
+    campaign = Campaign(
+        script=program,
+        strategy=build(strategy, parse_options(option or [], where="--option")),
+        workers=workers,
+        at_least=at_least,
+        seed=seed,
+        max_steps=max_steps,
+        out=folder,
+    )
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    num_runs = num_killed = num_wrong = 0
+    for struck in campaign.runs(kills=kills, given=given):
+        num_runs, num_wrong = num_runs + 1, num_wrong + bool(struck.wrong)
+        num_killed += sum(strike.is_deadly for strike in struck.met)
+        told = "; ".join(map(str, struck.met)) or "ended before it was struck"
+        console.print(f"{struck.directory}: {told}: model {struck.distance:.1e} apart")
+        for each in struck.wrong:
+            console.print(f"  wrong: {each}")
+    console.print(
+        f"{num_killed} deaths in {num_runs} runs, {num_wrong} wrong; again: --schedule {folder / SCHEDULE_FILE}"
+    )
+    if num_wrong:
+        raise RunFailed(f"{num_wrong} of {num_runs} runs lost something; their records are in {folder}")

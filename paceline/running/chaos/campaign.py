@@ -1,0 +1,153 @@
+"""Runs of one script: an undisturbed one, and others that are struck and judged by it."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import NamedTuple, final
+
+from paceline.elastic import Elastic
+from paceline.engines import striking
+from paceline.engines.ray.nodes import connected
+from paceline.engines.scripting import Script
+from paceline.engines.striking import Strike
+from paceline.errors import PacelineError, RunFailed, UsageError
+from paceline.running import launch
+from paceline.running.chaos import judging, schedule
+from paceline.running.chaos.program import StruckProgram
+from paceline.running.chaos.schedule import Scene, Schedule
+from paceline.strategies import name_of
+from paceline.strategies.base import Strategy
+
+SCHEDULE_FILE = "schedule.json"
+_DEADLINE_S = 60.0
+
+
+class Struck(NamedTuple):
+    """A run that was struck."""
+
+    directory: Path
+    met: tuple[Strike, ...]
+    """Those of its strikes whose place the process came to."""
+    distance: float
+    """Of its final model from the undisturbed one's, as a share of how far that one has come."""
+    wrong: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """
+    Args:
+        at_least: workers that are left alive.
+        out: a folder for all runs; new or empty.
+
+    Raises:
+        UsageError: nobody may die under the strategy.
+    """
+
+    script: Script
+    strategy: Strategy
+    workers: int
+    out: Path
+    at_least: int = 1
+    seed: int = 0
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        traits = self.strategy.traits
+        if not self._strikes_servers and not traits.repeats_steps:
+            raise UsageError(
+                f"strategy {name_of(self.strategy)}: chaos strikes workers under all-reduce and local updates, as "
+                "--elastic has them, and servers under ps-bsp with replicas=R and more than R servers"
+            )
+        if not self._strikes_servers and not 1 <= self.at_least < self.workers:
+            raise UsageError(f"--at-least {self.at_least} of --workers {self.workers} leaves nobody to be struck")
+        if self.out.exists() and any(self.out.iterdir()):
+            raise UsageError(f"--out {self.out} is not empty; give a new folder")
+
+    def runs(self, *, kills: int, given: Schedule | None = None) -> Iterator[Struck]:
+        """Runs until so many processes have died, or those of a schedule, which is in `out` before each begins. All are
+        on one Ray, since each that is started here leaves descriptors in this process.
+
+        Raises:
+            RunFailed: the undisturbed run fails, or runs end before their strikes come.
+        """
+        with connected(None, num_workers=self.workers):
+            yield from self._runs(kills, given)
+
+    @property
+    def _strikes_servers(self) -> bool:
+        return self.strategy.traits.num_replicas > 0 and self.strategy.traits.lock_step
+
+    def _runs(self, kills: int, given: Schedule | None) -> Iterator[Struck]:
+        whole = self._run("undisturbed", Scene(()))
+        calls = judging.calls(whole, "server-" if self._strikes_servers else "worker-")
+        chance, scenes, died, idle = Random(self.seed), list[Scene](), 0, 0
+        while len(scenes) < len(given.scenes) if given is not None else died < kills:
+            scene = given.scenes[len(scenes)] if given is not None else self._drawn(chance, calls, kills - died)
+            scenes.append(scene)
+            Schedule(tuple(scenes)).write(self.out / SCHEDULE_FILE)
+            struck = self._struck(f"run-{len(scenes)}", scene, whole)
+            idle = 0 if struck.met else idle + 1
+            if idle > 5:
+                raise RunFailed(f"{idle} runs ended before they were struck; have the script train for longer")
+            died += sum(strike.is_deadly for strike in struck.met)
+            yield struck
+
+    def _drawn(self, chance: Random, calls: schedule.Calls, left: int) -> Scene:
+        if self._strikes_servers:
+            return schedule.of_servers(chance, calls, most=min(left, self.strategy.traits.num_replicas))
+        return schedule.of_workers(chance, calls, most=min(left, self.workers - self.at_least))
+
+    def _struck(self, name: str, scene: Scene, whole: Path) -> Struck:
+        before = judging.num_descriptors()
+        folder = self.out / name
+        try:
+            self._run(name, scene)
+            failure = ""
+        except PacelineError as error:
+            failure = f"the run failed: {error}"
+        met = judging.met(folder, scene.strikes)
+        wrong = [failure] if failure else judging.losses(folder, met)
+        distance = float("nan")
+        if not failure:
+            distance = judging.distance(folder, whole)
+            bound = judging.bound(self.strategy.traits)
+            if distance > bound:
+                wrong.append(f"the model is {distance:.2g} from the undisturbed run's, and may be {bound:g}")
+            if not self._strikes_servers:
+                wrong += judging.samples(folder, whole)
+        return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
+
+    def _run(self, name: str, scene: Scene) -> Path:
+        folder = self.out / name
+        for each in ("calls", "struck", "committed"):
+            (folder / each).mkdir(parents=True)
+        (folder / "strikes.json").write_text(json.dumps([asdict(strike) for strike in scene.strikes]))
+        at_most = self.workers + scene.replacements
+        elastic = Elastic(
+            at_least=self.at_least,
+            at_most=at_most,
+            global_batch="keep" if self.strategy.traits.lock_step else "grow",
+            replacements=scene.replacements,
+        )
+        os.environ[striking.VARIABLE] = str(folder.resolve())
+        try:
+            launch.run(
+                self.script if self._strikes_servers else StruckProgram(self.script),
+                strategy=self.strategy,
+                workers=self.workers,
+                elastic=None if self._strikes_servers else elastic,
+                seed=self.seed,
+                max_steps=self.max_steps,
+                device="cpu",
+                deadline_s=_DEADLINE_S,
+                out=folder / "out",
+                watcher=launch.Quiet(),
+            )
+        finally:
+            del os.environ[striking.VARIABLE]
+        return folder

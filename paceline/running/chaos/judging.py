@@ -1,0 +1,132 @@
+"""Whether a run that was struck has lost nothing, beside one that was not."""
+
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.engines import striking
+from paceline.engines.striking import Strike
+from paceline.records import EventRecord, read_records
+from paceline.strategies.traits import Traits
+from paceline.training.pauses import MODEL_FILE
+from paceline.training.snapshot import read_model_file
+
+_ROUNDING = 1e-3
+_GRACE_S = 20.0
+_LOSSES = ("lost", "server_lost", "not_joined")
+
+
+def calls(folder: Path, prefix: str) -> dict[str, dict[str, int]]:
+    """How often each process whose name begins so has come to each place."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for path in sorted((folder / "calls").glob(f"{prefix}*")):
+        who, _, place = path.name.partition(" ")
+        found[who][place] = path.stat().st_size
+    return found
+
+
+def met(folder: Path, strikes: Sequence[Strike]) -> tuple[Strike, ...]:
+    """Those that have come to pass."""
+    return tuple(each for each in strikes if (folder / "struck" / f"{each.who} {each.place}").exists())
+
+
+def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
+    """Whoever was struck and nobody else is to have been lost."""
+    lost = {event.who for event in read_records(folder / "out", EventRecord) if event.name in _LOSSES}
+    struck = {strike.who for strike in strikes if strike.is_deadly}
+    told = [f"{who} was lost, and not struck" for who in sorted(lost - struck)]
+    return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost)]
+
+
+def bound(traits: Traits) -> float:
+    """How far the final model may be from the undisturbed run's: none where servers have copies, rounding where
+    updates keep their samples. Under local updates other samples are in each round, and nothing is promised."""
+    if traits.num_replicas:
+        return 0.0
+    return _ROUNDING if traits.lock_step else float("inf")
+
+
+def distance(folder: Path, whole: Path) -> float:
+    """Of the final models, as a share of the undisturbed one's norm."""
+    own, other = (read_model_file(each / "out" / MODEL_FILE) for each in (folder, whole))
+    pairs = [(own[name].double(), other[name].double()) for name in other if other[name].is_floating_point()]
+    apart = sum(float((a - b).square().sum()) for a, b in pairs)
+    norm = sum(float(b.square().sum()) for _, b in pairs)
+    return float((torch.tensor(apart) / torch.tensor(norm)).sqrt()) if norm else apart
+
+
+def samples(folder: Path, whole: Path) -> list[str]:
+    """Every sample is to count as often as in the undisturbed run, and every step alike on all workers."""
+    steps, wrong = _committed(folder)
+    counted, wanted = (_counted(each) for each in (steps, _committed(whole)[0]))
+    differ = [sample for sample in wanted.keys() | counted.keys() if wanted[sample] != counted[sample]]
+    if differ:
+        first = min(differ)
+        told = f"sample {first} counts {counted[first]} times, and {wanted[first]} times in the undisturbed run"
+        wrong.append(f"{len(differ)} samples count otherwise: {told}")
+    return wrong
+
+
+def num_descriptors() -> int:
+    """Of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def left(folder: Path, num_before: int) -> list[str]:
+    """Processes of the run that go on, and descriptors that this one holds since: memory that workers share has no
+    name, and goes with whoever has it open."""
+    found: list[str] = []
+    if not _becomes(lambda: not _processes(folder)):
+        found.append(f"processes are left: {_processes(folder)}")
+    if not _becomes(lambda: num_descriptors() <= num_before):
+        found.append(f"{num_descriptors() - num_before} descriptors more are open than before the run")
+    return found
+
+
+def _processes(folder: Path) -> list[int]:
+    """Those whose environment names the run, and in which something of it runs: Ray may keep one for a while that it
+    has started for a worker that was given up meanwhile."""
+    mark = f"{striking.VARIABLE}={folder.resolve()}".encode()
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            is_of_run = mark in (each / "environ").read_bytes().split(b"\0")
+            command = (each / "cmdline").read_bytes()
+            if is_of_run and not command.startswith(b"ray::IDLE") and b"default_worker.py" not in command:
+                found.append(int(each.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def _committed(folder: Path) -> tuple[dict[int, Any], list[str]]:
+    """What each step was made of, and where workers differ in it."""
+    steps: dict[int, Any] = {}
+    wrong = []
+    for path in sorted((folder / "committed").iterdir()):
+        for line in path.read_text().splitlines(keepends=True):
+            if not line.endswith("\n"):  # it died as it wrote; others have it, too
+                continue
+            number, parts = json.loads(line)
+            if steps.setdefault(number, parts) != parts:
+                wrong.append(f"{path.name} has other samples among the first {number}")
+    return steps, wrong
+
+
+def _counted(steps: dict[int, Any]) -> Counter[str]:
+    return Counter(str(sample) for parts in steps.values() for sample in parts)
+
+
+def _becomes(is_so: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + _GRACE_S
+    while not is_so():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,88 @@
+"""What strikes whom in each run, drawn from a seed, as a file that has it again."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Self, final
+
+from paceline.engines.striking import SERVER_PLACES, Kind, Strike
+from paceline.errors import UsageError
+from paceline.running.chaos.program import AFTER_A_DEATH, AS_JOINER, AT_A_JOIN, OFTEN
+
+_KINDS: tuple[Kind, ...] = ("kill", "segfault", "stop", "hold")
+_SERVER_KINDS: tuple[Kind, ...] = ("kill", "segfault")
+Calls = Mapping[str, Mapping[str, int]]
+"""How often each process comes to each place in an undisturbed run."""
+
+
+@final
+@dataclass(frozen=True)
+class Scene:
+    """One run's strikes, and how many new workers start in dead ones' places."""
+
+    strikes: tuple[Strike, ...]
+    replacements: int = 0
+
+    @property
+    def num_kills(self) -> int:
+        return sum(strike.is_deadly for strike in self.strikes)
+
+
+@final
+@dataclass(frozen=True)
+class Schedule:
+    """The runs of a campaign."""
+
+    scenes: tuple[Scene, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises UsageError if there is no schedule in the file."""
+        try:
+            return cls(tuple(_scene(each) for each in json.loads(path.read_text())["runs"]))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"{path} is no schedule that `paceline chaos` wrote: {error!r}") from None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"runs": [asdict(scene) for scene in self.scenes]}, indent=1) + "\n")
+
+
+def of_workers(chance: Random, calls: Calls, *, most: int) -> Scene:
+    """At most so many workers die, one after another or at once; one may be replaced, and the new one die as it joins;
+    another one may pause."""
+    names = sorted(calls, key=lambda name: int(name.rpartition("-")[2]))
+    victims = chance.sample(names, chance.randint(1, most))
+    replacements = chance.randint(0, 1)
+    later = [*AFTER_A_DEATH, *(AT_A_JOIN if replacements else ())]
+    strikes = [
+        Strike(victim, chance.choice(later), 1, chance.choice(_KINDS))
+        if victim != victims[0] and chance.random() < 0.5
+        else _often(chance, calls, victim, OFTEN, chance.choice(_KINDS))
+        for victim in victims
+    ]
+    if replacements and chance.random() < 0.3:
+        strikes.append(Strike(f"worker-{len(names)}", next(iter(AS_JOINER)), 1, chance.choice(_KINDS)))
+    others = [name for name in names if name not in victims]
+    if chance.random() < 0.5:
+        strikes.append(_often(chance, calls, chance.choice(others), OFTEN, "pause"))
+    return Scene(tuple(strikes), replacements)
+
+
+def of_servers(chance: Random, calls: Calls, *, most: int) -> Scene:
+    """At most so many servers die."""
+    victims = chance.sample(sorted(calls), chance.randint(1, most))
+    return Scene(tuple(_often(chance, calls, each, SERVER_PLACES, chance.choice(_SERVER_KINDS)) for each in victims))
+
+
+def _often(chance: Random, calls: Calls, who: str, places: Mapping[str, Any], kind: Kind) -> Strike:
+    """Not in the first tenth of its calls, where the run may not have begun."""
+    place = chance.choice([place for place in places if calls[who].get(place)])
+    num_calls = calls[who][place]
+    return Strike(who, place, chance.randint(num_calls // 10 + 1, num_calls), kind)
+
+
+def _scene(plain: Mapping[str, Any]) -> Scene:
+    strikes: Sequence[Mapping[str, Any]] = plain["strikes"]
+    return Scene(tuple(Strike(**strike) for strike in strikes), int(plain["replacements"]))

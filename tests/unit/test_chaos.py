@@ -1,0 +1,102 @@
+"""What is drawn for runs that are struck, and how these are judged: from files, without a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from paceline.engines.scripting import Script
+from paceline.engines.striking import SERVER_PLACES, Strike
+from paceline.errors import UsageError
+from paceline.running.chaos import Campaign, Schedule, judging, schedule
+from paceline.running.chaos.program import OFTEN, PLACES
+from paceline.strategies import build
+from paceline.training.snapshot import as_model_file
+
+CALLS = {f"worker-{rank}": dict.fromkeys(OFTEN, 20) for rank in range(3)}
+SERVERS = {f"server-{index}": dict.fromkeys(SERVER_PLACES, 20) for index in range(3)}
+
+
+def test_places_are_there() -> None:
+    for owner, name in [*PLACES.values(), *SERVER_PLACES.values()]:
+        assert callable(getattr(owner, name))
+
+
+def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None:
+    drawn = [schedule.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
+    assert drawn == [schedule.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
+    for scene in drawn:
+        assert 1 <= len({strike.who for strike in scene.strikes if strike.is_deadly} & CALLS.keys()) <= 2
+    strikes = [strike for scene in drawn for strike in scene.strikes]
+    assert {strike.place for strike in strikes} == set(PLACES)
+    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "pause"}
+    servers = [schedule.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
+    assert all(len(scene.strikes) == 1 for scene in servers)
+    assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault"}
+    path = tmp_path / "schedule.json"
+    Schedule(tuple(drawn)).write(path)
+    assert Schedule.read(path) == Schedule(tuple(drawn))
+    path.write_text("{}")
+    with pytest.raises(UsageError, match="no schedule that `paceline chaos` wrote"):
+        Schedule.read(path)
+
+
+def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost: tuple[str, ...] = ()) -> Path:
+    """The files of a run of two workers."""
+    (folder / "committed").mkdir(parents=True)
+    (folder / "out").mkdir()
+    for rank in range(2):
+        lines = [json.dumps([number, samples]) + "\n" for number, samples in steps.items()]
+        (folder / "committed" / f"worker-{rank}").write_text("".join(lines) + "[5, [1")
+    (folder / "out" / "model.safetensors").write_bytes(as_model_file({"w": torch.full((4,), weight)}))
+    events = [{"name": "lost", "who": who, "iteration": 1, "time_s": 0.0, "details": {}} for who in ("worker-0", *lost)]
+    (folder / "out" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_losses_are_found(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", steps={2: [0, 1], 4: [2, 3]})
+    right = run(tmp_path / "right", steps={3: [0, 1, 2], 4: [3]})
+    assert judging.samples(right, whole) == []
+    assert judging.losses(right, [Strike("worker-0", "x", 1, "kill"), Strike("worker-1", "x", 1, "pause")]) == []
+    assert judging.distance(right, whole) == 0.0
+    wrong = run(tmp_path / "wrong", steps={2: [0, 1], 4: [2, 2]}, weight=1.01, lost=("worker-2",))
+    (told,) = judging.samples(wrong, whole)
+    assert told == "2 samples count otherwise: sample 2 counts 2 times, and 1 times in the undisturbed run"
+    assert judging.distance(wrong, whole) == pytest.approx(0.01, rel=1e-3)
+    assert judging.losses(wrong, [Strike("worker-1", "x", 1, "stop")]) == [
+        "worker-0 was lost, and not struck",
+        "worker-2 was lost, and not struck",
+        "worker-1 was struck, and its loss not noticed",
+    ]
+    (wrong / "committed" / "worker-1").write_text("[2, [0, 7]]\n")
+    assert "worker-1 has other samples among the first 2" in judging.samples(wrong, whole)
+    bounds = [judging.bound(build(*each).traits) for each in (("all-reduce", {}), ("local-sgd", {}))]
+    assert bounds == [1e-3, float("inf")]
+    assert judging.bound(build("ps-bsp", {"servers": 2, "replicas": 1}).traits) == 0.0
+
+
+def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(judging, "_GRACE_S", 0.0)
+    before = judging.num_descriptors()
+    assert judging.left(tmp_path, before) == []
+    with (tmp_path / "file").open("w"):
+        assert judging.left(tmp_path, before) == ["1 descriptors more are open than before the run"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "given", "words"),
+    [
+        ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce and local updates"),
+        ("ps-bsp", {"servers": 2}, {}, "servers under ps-bsp with replicas=R"),
+        ("all-reduce", {}, {"at_least": 3}, "--at-least 3 of --workers 3 leaves nobody to be struck"),
+    ],
+)
+def test_what_cannot_be_struck(tmp_path: Path, strategy: str, options, given, words: str) -> None:
+    script = Script("train.py", "", (), str(tmp_path), ())
+    with pytest.raises(UsageError, match=words):
+        Campaign(script=script, strategy=build(strategy, options), workers=3, out=tmp_path / "out", **given)

@@ -17,7 +17,13 @@ from paceline.records import MetricRecord, Reporter
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.hostility import under_attack
-from paceline.strategies.replica import Replica, copy_from_first, require_joint_changes, require_same_tensors
+from paceline.strategies.replica import (
+    Replica,
+    copy_from_first,
+    named_parameters_of,
+    require_joint_changes,
+    require_same_tensors,
+)
 from paceline.strategies.settings import require_same_settings
 from paceline.strategies.several import as_one, describe_each, whole_of
 from paceline.strategies.together import Together
@@ -29,6 +35,7 @@ from paceline.training.checkpoints import Checkpoints
 from paceline.training.course import Course
 from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.extra_states import NAME, ExtraStates
 from paceline.training.feeds import Feed, joined
 from paceline.training.given import Given
 from paceline.training.handouts import Handouts
@@ -130,8 +137,9 @@ class Session:
             self._survivor.attach(given, handouts)
         account = Account(self.run.clock, synchronizer.timings)
         optimizers, names = given.optimizers, given.optimizer_names
+        extra = {**given.extra, **({NAME: states} if (states := ExtraStates(model)) else {})}
         alike = self._same_gradients(whole, loaders)
-        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, given.extra))
+        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra))
         if alike is not None:
             self._at_release.callback(alike.close)
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
@@ -309,7 +317,7 @@ def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
                     state[name] = value.to(device)
-    for parameter in model.parameters():
+    for _, parameter in named_parameters_of(model):
         parameter.data = parameter.data.to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

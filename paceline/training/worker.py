@@ -17,6 +17,7 @@ from paceline.engines.world import World, alone, current, enter
 from paceline.records import summarise
 from paceline.strategies.base import Strategy
 from paceline.training.evaluation import Evaluation
+from paceline.training.gathering import gathered_with_gradients
 from paceline.training.given import told_apart
 from paceline.training.session import Session
 from paceline.training.trees import TreeOp, all_reduce_tree, broadcast_tree
@@ -219,8 +220,14 @@ class Worker:
         return broadcast_tree(self._collective, tree, root=root)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every worker's tensor, in rank order; shapes may differ."""
+        """Every worker's tensor, in rank order; shapes may differ.
+
+        Where it has a gradient to come, so have what comes back: backward gives each worker the sum of what all have
+        for its tensor, so that a loss of all workers' outputs is as in one process. All workers call backward then.
+        """
         self._session.require_same_step("all_gather")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return gathered_with_gradients(tensor, self._collective)
         return self._collective.all_gather(tensor)
 
     def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:

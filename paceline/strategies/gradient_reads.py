@@ -27,7 +27,8 @@ class GradientReads:
         watched, self._watched = self._watched, []
         for parameter in watched:
             parameter.__class__ = nn.Parameter
-        return sum(parameter.__dict__.pop(_MARK, False) for parameter in watched) > 0
+        marks = [parameter.__dict__.pop(_MARK, False) for parameter in watched]
+        return any(marks)
 
 
 class _Watched(nn.Parameter):

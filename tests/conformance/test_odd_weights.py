@@ -20,7 +20,7 @@ from tests.conformance import odd_losses, odd_weights, virtual_engine
 from tests.conformance.odd_hunted import Run, train
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, momentum, perceptron, samples
 
-FED = {"clients": 2, "fraction": 1.0, "optimizer": "kept"}
+FED = {"clients": 4, "fraction": 1.0, "optimizer": "kept"}
 TWO_ROUNDS = {"diloco": {"every": 6}, "fed-avg": FED}
 
 

@@ -93,6 +93,14 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
     not the model's, or none that can be trained."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"prepare takes a torch.nn.Module, not {type(model).__name__}")
+    scripted = next(
+        (name for name, each in model.named_modules() if isinstance(each, torch.jit.RecursiveScriptModule)), None
+    )
+    if scripted is not None:
+        raise UsageError(
+            f"the module {scripted or 'itself'!r} is of torch.jit.script, which takes no hooks; prepare the module "
+            "that it was made from, and make it fast with torch.compile"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"prepare takes a torch.optim.Optimizer, not {type(optimizer).__name__}; if that has one inside, give "

@@ -1,6 +1,6 @@
 """One worker's run as its script sees it: what it asks for, and what it is given."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import final
@@ -46,6 +46,7 @@ from paceline.training.same_gradients import SameGradients
 from paceline.training.sharding import DIFFERS, ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
 from paceline.training.summed_loss import SummedLoss
+from paceline.training.unchanged import remembered
 from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.worker_run import Prepared, WorkerRun
 
@@ -94,6 +95,7 @@ class Session:
             self._survivor.on_joined = self.pauses.compare_soon
         self.course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
         self.handover = Handover(self.run, self.course, self._checkpoints, go_on=self._go_on_from)
+        self._put_back: Callable[[], None] | None = None
         self._at_release = ExitStack()
         seed_everything(config.seed)
 
@@ -287,6 +289,7 @@ class Session:
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.restore(checkpoint)
+        self._put_back = remembered(self.run.prepared.replica.model)
         self._cadence.checkpointed_at = checkpoint.iteration
         self._cadence.evaluated_at = Count(
             checkpoint.iteration,
@@ -302,6 +305,9 @@ class Session:
     def _on_position(self) -> None:
         """The script has come to where the checkpoint was taken: a loader has come to its place, of several the
         first."""
+        put_back, self._put_back = self._put_back, None
+        if put_back is not None:  # a script that loads weights after prepare does so again, as it does after an epoch
+            put_back()
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None:
             prepared = self.run.prepared

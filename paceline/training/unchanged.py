@@ -1,6 +1,6 @@
-"""A model that is put back, whatever a script's evaluation does with it: rounds its weights, or takes others."""
+"""A model that is put back, whatever a script does with it meanwhile: rounds its weights, or takes others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,18 +12,26 @@ from paceline.strategies.replica import named_parameters_of
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards parameters and buffers are the tensors that they were, hold what they held, and require gradients
-    where they did. Takes as much memory as the model meanwhile."""
+    """Afterwards the model is as before. Takes as much memory as the model meanwhile."""
+    put_back = remembered(model)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def remembered(model: nn.Module) -> Callable[[], None]:
+    """What gives the model the parameters and buffers that it has now: the same tensors, which hold what they hold and
+    require gradients where they do."""
     places: list[tuple[Any, dict[str, Any]]] = [
-        (own, dict(own)) for each in model.modules() for own in (each._parameters, each._buffers)
+        (own, dict(own.items())) for each in model.modules() for own in (each._parameters, each._buffers)
     ]
     parameters = [parameter for _, parameter in named_parameters_of(model)]
     tensors = [*parameters, *model.buffers()]
     before = [(tensor.data, tensor.detach().clone()) for tensor in tensors]
     need_gradients = [parameter.requires_grad for parameter in parameters]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for own, held in places:
             if own.keys() != held.keys() or any(own[name] is not held[name] for name in held):
                 own.clear()
@@ -36,3 +44,5 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     tensor.copy_(value)
         for parameter, needs in zip(parameters, need_gradients, strict=True):
             parameter.requires_grad_(needs)
+
+    return put_back

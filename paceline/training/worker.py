@@ -274,9 +274,9 @@ class Worker:
     def _require_no_history(self, what: str, *tensors: Tensor) -> None:
         if self.size > 1 and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise UsageError(
-                f"rank {self.rank}: {what} of a tensor that requires a gradient: none comes back from other workers, so "
-                "that a loss of what it returns would lack a part. Give it tensor.detach(); where this worker's own part "
-                "is to have a gradient, put it back: parts = worker.all_gather(tensor.detach()), then "
+                f"rank {self.rank}: {what} of a tensor that requires a gradient: none comes back from other workers, "
+                "so that a loss of what it returns would lack a part. Give it tensor.detach(); where this worker's own "
+                "part is to have a gradient, put it back: parts = worker.all_gather(tensor.detach()), then "
                 "parts[worker.rank] = tensor"
             )
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader
 
 from tests.conformance.odd_hunted import Run, train
-from tests.conformance.scripts import BATCH_SIZE, NUM_CLASSES, momentum, perceptron, samples
+from tests.conformance.scripts import BATCH_SIZE, NUM_CLASSES, momentum, samples
 
 LIMIT = 0.05
 

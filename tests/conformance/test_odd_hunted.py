@@ -1,7 +1,7 @@
 """Scripts that a hunt has found: each does what one process does, or ends at once and says why not.
 
-A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits.py`, `odd_recipes.py`, `odd_data.py`, `odd_weights.py` or
-`odd_losses.py`.
+A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits.py`, `odd_recipes.py`, `odd_data.py`,
+`odd_weights.py` or `odd_losses.py`.
 """
 
 from __future__ import annotations

@@ -43,6 +43,18 @@ def test_rounds_do_not_begin_with_weights_that_one_rank_has_loaded(strategy: str
         virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path, options=TWO_ROUNDS[strategy])
 
 
+@pytest.mark.parametrize("strategy", ["all-reduce", "gossip"])
+def test_a_resumed_run_goes_on_from_the_checkpoint_whatever_is_loaded_after_prepare(
+    strategy: str, tmp_path: Path
+) -> None:
+    script = partial(launched, partial(train, prepared=odd_weights.load_others))
+    run = partial(virtual_engine.run, script, strategy=strategy, workers=2)
+    whole = run(out=tmp_path / "whole", max_steps=18)
+    run(out=tmp_path / "one", max_steps=14)
+    resumed = run(out=tmp_path / "two", max_steps=18, resume=tmp_path / "one")
+    assert_close(resumed.model_state(), whole.model_state(), EXACT)
+
+
 @pytest.mark.parametrize("strategy", ["single", "all-reduce", "ps-bsp"])
 def test_statistics_are_found_after_the_runs_end(strategy: str, tmp_path: Path) -> None:
     result = virtual_engine.run(
@@ -197,6 +209,11 @@ def in_two(worker: Any) -> None:
     worker.prepare(model=model, one=one, other=other, data=loader())
 
 
+def scripted(worker: Any) -> None:
+    model = torch.jit.script(nn.Sequential(perceptron()))
+    worker.prepare(model, momentum(model.parameters()), loader())
+
+
 def loader() -> DataLoader[Any]:
     return DataLoader(samples(), batch_size=BATCH_SIZE)
 
@@ -205,6 +222,7 @@ def loader() -> DataLoader[Any]:
     ("script", "remedy"),
     [
         (in_loss, r"parameter 4 .*prepare\(model=\.\.\., loss=\.\.\., optimizer=\.\.\., data=\.\.\.\)"),
+        (scripted, r"the module 'itself' is of torch\.jit\.script.*torch\.compile"),
         (in_wrapper, r"takes a torch\.optim\.Optimizer, not Wrapper.*give prepare the one inside"),
         (in_two, r"'one' and 'other' both hold the parameter '1\.weight'.*one optimizer with all"),
     ],
@@ -227,4 +245,3 @@ def test_a_loss_with_parameters_may_be_prepared(tmp_path: Path) -> None:
 
     result = virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path)
     assert float(result.model_state()["loss.scale"]) != 0.0
-

@@ -1,4 +1,4 @@
-"""Weights that a script keeps, loads or changes beside training, where the table of `test_odd_hunted.py` has no place."""
+"""Weights that a script keeps, loads or changes, where the table of `test_odd_hunted.py` has no place for it."""
 
 from __future__ import annotations
 

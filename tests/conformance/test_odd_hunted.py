@@ -198,6 +198,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("engine", "strategy", "name"), cases())
+@pytest.mark.filterwarnings("ignore:all 2 ranks compute the same gradients")
 @pytest.mark.filterwarnings("ignore:after its last step the script changed parameter")
 def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -> None:
     script, says = SCRIPTS[name], refusal(name, strategy)

@@ -56,6 +56,7 @@ from paceline.server.spec import OptimizerSpec
 from paceline.strategies import all_reduce, build, combining, serving
 from paceline.strategies.base import Context, Strategy
 from paceline.strategies.combining import Combining
+from paceline.strategies.gradient_reads import GradientReads
 from paceline.strategies.held_state import HeldState
 from paceline.strategies.looks import Window
 from paceline.strategies.server_owned import ServerOwned
@@ -118,6 +119,7 @@ CHECKS: tuple[tuple[Any, str, Any], ...] = (
     *((Window, name, lambda self: b"") for name in ("read", "move_on")),
     (Combining, "_versions", lambda self: []),
     (combining, "digest", lambda tensors: ""),
+    *((GradientReads, name, nothing) for name in ("begin", "end")),
     (serving, "digest", lambda tensors: ""),
     (serving, "next_look", lambda step: step + 1),
     *((SameGradients, name, nothing) for name in ("begin", "hand_out", "_take")),

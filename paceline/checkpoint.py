@@ -84,9 +84,9 @@ class Checkpoint:
         """Raises UsageError if weights-only torch files cannot hold something that the script has brought."""
         for index, group in enumerate(self.groups):
             for name, value in group.items():
-                _require_plain(f"{name!r} of the optimizer's group {index}", _as_float(value))
+                require_plain(f"{name!r} of the optimizer's group {index}", _as_float(value))
         for name, state in self.extra.items():
-            _require_plain(f"the state of {name!r}", state)
+            require_plain(f"the state of {name!r}", state)
 
     def plain(self) -> dict[str, Any]:
         """As plain data and tensors. Raises UsageError as `require_plain`."""
@@ -146,7 +146,7 @@ def _as_float(value: Any) -> Any:
     return float(value) if isinstance(value, float) else value
 
 
-def _require_plain(what: str, value: Any) -> None:
+def require_plain(what: str, value: Any) -> None:
     """Raises UsageError if the value would need free unpickling."""
     if value is None or type(value) in (bool, int, float, str):
         return
@@ -156,5 +156,6 @@ def _require_plain(what: str, value: Any) -> None:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except (PickleError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"a checkpoint holds plain data and tensors only, but {what}, a {type(value).__name__}, is or holds other"
+            f"a checkpoint holds plain data and tensors only, but {what}, a {type(value).__name__}, is or holds "
+            "other; make it of numbers, strings, tensors, lists and dicts"
         ) from error

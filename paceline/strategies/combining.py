@@ -1,13 +1,15 @@
-"""Has a script that changes gradients before its step see the mean of all workers' gradients."""
+"""Has a script that reads or changes gradients before its step see the mean of all workers' gradients."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.strategies.digests import digest
+from paceline.strategies.gradient_reads import GradientReads
 from paceline.strategies.looks import Window, version_of
 
 Mode = Literal["auto", "always", "never"]
@@ -18,11 +20,12 @@ _WINDOW_BYTES = 256
 class Combining:
     """Averages gradients among workers after backward, if the script is to see the mean.
 
-    With `auto` the first step shows whether the script changes gradients between backward and step, as clipping and
-    unscaling do; workers then combine from there on.
+    With `auto` the first step shows whether the script reads or changes gradients between backward and step, as a norm
+    that it weighs its losses by, clipping and unscaling do; workers then combine from there on.
 
     Args:
         flats: all gradients.
+        parameters: that they are of.
         mode: whether to combine.
         obstacle: why the first step's gradients are not averaged on trial, and what to ask for instead, for the error
             of scripts that change gradients; none: they are.
@@ -36,6 +39,7 @@ class Combining:
         flats: Sequence[Tensor],
         *,
         mode: Mode,
+        parameters: Sequence[nn.Parameter] = (),
         obstacle: str | None = None,
         find_nonfinite: Callable[[], str | None],
         before_leaving: Callable[[], None] = lambda: None,
@@ -47,6 +51,8 @@ class Combining:
         self._refuses_change = mode == "auto" and collective.size > 1
         watched = [flat for flat in flats if flat.is_cpu] if self._refuses_change else []
         self._windows = [Window(flat, _WINDOW_BYTES) for flat in watched]
+        self._reads = GradientReads(parameters)
+        self._has_read = self._has_told = False
         self.looks = True
         """Whether what the windows show is compared in this step."""
         self._seen: list[object] | None = None  # what `_versions` gave after backward
@@ -71,6 +77,11 @@ class Combining:
         self._seen = self._versions()
         if self._is_undecided or self._looks_closely:
             self._digest = digest(self._flats)
+            self._reads.begin()
+
+    def script_is_done(self) -> None:
+        """The script steps: what reads gradients from here on is no script."""
+        self._has_read = self._reads.end()
 
     def look_closely(self) -> None:
         """At the next step, see also those changes through `.data` that a few bytes do not show."""
@@ -108,6 +119,14 @@ class Combining:
                 f"{self._collective.rank}, which it did not do in its first step; use --option combine=always so that "
                 "it sees the mean of all workers' gradients"
             )
+        elif self._has_read and not self._averages and self._obstacle is None and not self._has_told:
+            self._has_told = True
+            warnings.warn(
+                f"step {step}: the script reads gradients between backward() and step() on rank "
+                f"{self._collective.rank}, which it did not do in its first step: they are this worker's own; use "
+                "--option combine=always so that it sees the mean of all workers' gradients",
+                stacklevel=4,
+            )
         if self._averages and self._seen is None:
             self.after_backward(weight)
 
@@ -121,11 +140,11 @@ class Combining:
         return is_combined
 
     def _decide(self, *, is_scaled: bool) -> None:
-        """Keep averaging if the script changed the gradients of its first step on any worker, or is about to."""
+        """Keep averaging if the script read or changed its first step's gradients on any worker, or is about to."""
         changed = self._seen is not None and (is_scaled or self._is_changed(closely=True))
         self._is_undecided = False
         if self._obstacle is None:
-            self._averages = any(self._collective.all_gather_object(changed))
+            self._averages = any(self._collective.all_gather_object(changed or self._has_read))
         elif changed:  # alone, since workers need not be at the same step
             raise UsageError(f"the script changes gradients between backward() and step(), and {self._obstacle}")
 

@@ -1,10 +1,13 @@
 """Numbers that tell whether tensors are the same, bit for bit, at the speed of memory."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from paceline.comm.base import Collective
+from paceline.errors import TensorMismatch
 
 _WORD_BYTES = 8
 _NUM_SUMS = 64
@@ -20,6 +23,18 @@ def digest(tensors: Iterable[Tensor]) -> str:
     if sums:
         found.update(torch.cat(sums).cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+def require_same(names: Sequence[str], tensors: Sequence[Tensor], collective: Collective, *, when: str) -> None:
+    """Raises TensorMismatch, on every rank, naming the first tensor that is not the same on all. Collective call."""
+    everyone = collective.all_gather_object([digest([tensor]) for tensor in tensors])
+    for rank, theirs in enumerate(everyone):
+        culprit = next((name for name, mine, own in zip(names, everyone[0], theirs, strict=True) if mine != own), None)
+        if culprit is not None:
+            raise TensorMismatch(
+                f"{when} parameter {culprit!r} is not the same on ranks 0 and {rank}, as by weights that one rank has "
+                "loaded after prepare; load them on every rank, or before prepare"
+            )
 
 
 def _sums(tensor: Tensor) -> list[Tensor]:

@@ -9,19 +9,23 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.layout import Layout, by_group
 from paceline.strategies.replica import Replica
+from paceline.strategies.taken_along import TakenAlong, extent
 
 
 def lay_parameters(replica: Replica, layout: Layout, buffer: Tensor) -> list[Tensor]:
     """Have every parameter be a view of `buffer`, a uint8 tensor of `layout.num_bytes`; returns the views.
 
     Raises:
-        UsageError: a parameter shares its memory with another tensor of the model, and so would lose it.
+        UsageError: a parameter shares its memory with another tensor of the model, and so would lose it; or with one
+            of the script's that cannot follow.
     """
     _refuse_shared_memory(replica)
+    taken = TakenAlong(replica.parameters, replica.specs)
     views = layout.views(buffer)
     for parameter, view in zip(replica.parameters, views, strict=True):
         view.copy_(parameter.data)
         parameter.data = view
+    taken.follow()
     return views
 
 
@@ -36,7 +40,7 @@ def flattened(replica: Replica) -> list[Tensor]:
 def _refuse_shared_memory(replica: Replica) -> None:
     """Raises UsageError where a parameter that is to move lies in the memory of another tensor of the model."""
     moved = set(map(id, replica.parameters))
-    places = sorted((_extent(tensor), id(tensor) in moved, name) for name, tensor in _tensors_of(replica.model))
+    places = sorted((extent(tensor), id(tensor) in moved, name) for name, tensor in _tensors_of(replica.model))
     for ((_, stop), is_moved, name), ((start, _), other_is_moved, other) in pairwise(places):
         if start < stop and (is_moved or other_is_moved):
             raise UsageError(
@@ -59,11 +63,3 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{prefix}.{name}".lstrip("."), tensor
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Where its memory begins, and where it ends."""
-    if not tensor.numel():
-        return tensor.data_ptr(), tensor.data_ptr()
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

@@ -181,6 +181,10 @@ class _LocalSynchronizer(Synchronizer):
         self._weights = [(0.0, 0)] * strategy.fragments
         """The sum of the steps' weights since each fragment left, and how many steps these are."""
 
+    def start(self) -> None:
+        if not self._steps:
+            self._outer.begin()
+
     @property
     def timings(self) -> tuple[Timing, ...]:
         return (self.context.collective.timing, self._overlap.timing, self._outer.timing)

@@ -20,6 +20,7 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
 from paceline.strategies.coding import Coding
+from paceline.strategies.digests import require_same
 from paceline.strategies.exchange import Exchange
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica
@@ -74,6 +75,17 @@ class OuterModel:
         self._prepare = partial(Exchange, context.collective, buckets, layout=self._layout, aggregator=self._aggregator)
         self.use(coding)
         self._works: dict[int, list[Work]] = {}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Rounds begin with what this worker has now: since it was prepared the script may have loaded weights.
+        Collective call.
+
+        Raises:
+            TensorMismatch: workers have other parameters.
+        """
+        require_same(self._names, self._local, self._context.collective, when="before the first round")
+        mix(self._parameters, self._local, alpha=0.0)
 
     def use(self, coding: Coding | None) -> None:
         """What encodes pseudo-gradients from here on, where nothing is under way. Collective call."""

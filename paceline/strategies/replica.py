@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -51,7 +51,7 @@ class Replica:
     @property
     def all_parameters(self) -> list[nn.Parameter]:
         """The optimizer's, and those that no optimizer trains if this replica stands for them."""
-        own = self.model.parameters() if self.is_first else self.parameters
+        own = [each for _, each in named_parameters_of(self.model)] if self.is_first else self.parameters
         return [parameter for parameter in own if id(parameter) not in self.beside]
 
     @functools.cached_property
@@ -83,23 +83,40 @@ _ELEMENT_WISE = frozenset(
 )
 
 
+def named_parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All that its modules have, also where the model's own `parameters()` leaves some out."""
+    return nn.Module.named_parameters(model)
+
+
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
     """Name the parameters that the optimizer updates. Raises UsageError if the optimizer holds a parameter that is
     not the model's, or none that can be trained."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"prepare takes a torch.nn.Module, not {type(model).__name__}")
+    scripted = next(
+        (name for name, each in model.named_modules() if isinstance(each, torch.jit.RecursiveScriptModule)), None
+    )
+    if scripted is not None:
+        raise UsageError(
+            f"the module {scripted or 'itself'!r} is of torch.jit.script, which takes no hooks; prepare the module "
+            "that it was made from, and make it fast with torch.compile"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"prepare takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise UsageError(
+            f"prepare takes a torch.optim.Optimizer, not {type(optimizer).__name__}; if that has one inside, give "
+            "prepare the one inside, which stays the same object, and go on stepping the outer one"
+        )
     _refuse_tensors_without_values(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters_of(model)}
     parameters: list[nn.Parameter] = []
     specs: list[TensorSpec] = []
     for group, settings in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(settings["params"]):
             if id(parameter) not in names:
                 raise UsageError(
-                    f"parameter {position} of the optimizer's group {group} is not the model's; "
-                    "make the optimizer from model.parameters() after the model is on its device"
+                    f"parameter {position} of the optimizer's group {group} is not the model's; make the optimizer "
+                    "from model.parameters() after the model is on its device, and give prepare every module whose "
+                    "parameters it has, by name, such as a loss: prepare(model=..., loss=..., optimizer=..., data=...)"
                 )
             if parameter.requires_grad:
                 parameters.append(parameter)
@@ -115,7 +132,7 @@ def require_same_tensors(replica: Replica, collective: Collective) -> None:
     """Raises TensorMismatch on every rank, naming the first rank and tensor unlike rank 0's. Collective call."""
     mine = [f"{spec.name} of shape {list(spec.shape)} and {spec.dtype}" for spec in replica.specs]
     trained = {spec.name for spec in replica.specs}
-    tensors = (*replica.model.named_parameters(), *replica.model.named_buffers())
+    tensors = (*named_parameters_of(replica.model), *replica.model.named_buffers())
     mine += [f"{name} of shape {list(t.shape)} and {t.dtype}" for name, t in tensors if name not in trained]
     everyone = collective.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
@@ -137,7 +154,8 @@ def require_joint_changes(model: nn.Module) -> None:
 
 def copy_from_first(model: nn.Module, collective: Collective) -> None:
     """Give every rank rank 0's parameters and buffers, which are alike, as one tensor. Collective call."""
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    named = (*named_parameters_of(model), *model.named_buffers())
+    tensors = [tensor.detach() for _, tensor in named]
     flats = [flatten(tensor, device_type=tensor.device.type, is_target=True) for tensor in tensors]
     own = [flat.view(torch.uint8) for flat, _ in flats]
     whole = torch.cat(own)
@@ -159,7 +177,7 @@ def require_same_parameters(replica: Replica) -> None:
     known = set(map(id, replica.parameters))
     strange = [parameter for parameter in trained if id(parameter) not in known]
     if strange:
-        names = {id(parameter): repr(name) for name, parameter in replica.model.named_parameters()}
+        names = {id(parameter): repr(name) for name, parameter in named_parameters_of(replica.model)}
         raise UsageError(
             f"the optimizer trains parameter {names.get(id(strange[0]), 'that is not of the model')}, of shape "
             f"{list(strange[0].shape)}, which it did not when it was prepared; add, replace and unfreeze parameters "
@@ -320,7 +338,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_tensors_without_values(model: nn.Module) -> None:
     """Raises UsageError for tensors that cannot be given to other workers, or saved."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*named_parameters_of(model), *model.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(f"{name!r} has no shape yet, since its layer is lazy; call the model once before prepare")
         if tensor.is_meta:
@@ -336,4 +354,7 @@ def _refuse_duplicates(specs: list[TensorSpec]) -> None:
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"parameter {name!r} is in the optimizer twice")
+            raise UsageError(
+                f"parameter {name!r} is in the optimizer twice, and would be updated twice a step; leave it out of one "
+                "of the groups"
+            )

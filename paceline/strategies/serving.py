@@ -98,6 +98,7 @@ class ServerSynchronizer(Synchronizer):
             context.collective,
             self._flats,
             mode=combine,
+            parameters=replica.parameters,
             obstacle=NO_MEAN
             if is_partial
             else NO_MIX
@@ -158,6 +159,7 @@ class ServerSynchronizer(Synchronizer):
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._steps += 1
+        self._combining.script_is_done()
         optimizer = self.replica.optimizer
         if self._steps == self._looks_at:
             self._looks_at = next_look(self._steps)
@@ -253,6 +255,7 @@ class ServerSynchronizer(Synchronizer):
         self.iteration = iteration
 
     def close(self) -> None:
+        self._combining.script_is_done()
         self._buckets.close()
         self._held.close()
 

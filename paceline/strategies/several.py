@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.strategies.replica import Replica, describe
+from paceline.strategies.replica import Replica, describe, named_parameters_of
 
 
 @final
@@ -55,8 +55,11 @@ def describe_each(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimiz
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if holders.setdefault(id(parameter), name) != name:
-                    culprit = next(own for own, each in model.named_parameters() if each is parameter)
-                    raise UsageError(f"{holders[id(parameter)]!r} and {name!r} both hold the parameter {culprit!r}")
+                    culprit = next(own for own, each in named_parameters_of(model) if each is parameter)
+                    raise UsageError(
+                        f"{holders[id(parameter)]!r} and {name!r} both hold the parameter {culprit!r}, which servers "
+                        "and neighbours would update twice; give it to one of them, or prepare one optimizer with all"
+                    )
     beside = frozenset(id(parameter) for replica in replicas[1:] for parameter in replica.parameters)
     return [replace(replicas[0], beside=beside), *replicas[1:]]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.errors import TensorMismatch
 from paceline.strategies.digests import digest
 from paceline.strategies.progress import Progress, require_same
+from paceline.strategies.replica import named_parameters_of
 from paceline.strategies.settings import first_difference, settings_of
 from paceline.training.cadence import NEVER, Rhythm
 from paceline.training.gradient_hooks import GradientHooks
@@ -65,11 +66,11 @@ class Agreement:
         looks = is_last or run.config.strict or run.iteration >= self._due_at
         replica = run.prepared.replica
         if self._hooks is None:
-            self._hooks = GradientHooks(replica.model.named_parameters(), rank=run.context.rank)
+            self._hooks = GradientHooks(named_parameters_of(replica.model), rank=run.context.rank)
         self._hooks.watch()
         settings = [settings_of(optimizer) for optimizer in run.prepared.optimizers.values()]
         before_s = run.context.pacing.now_s()
-        parameters = digest(replica.model.parameters()) if looks else None
+        parameters = digest(each for _, each in named_parameters_of(replica.model)) if looks else None
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
         alike = run.prepared.same_gradients
         gradients = alike.said() if alike is not None else []
@@ -127,7 +128,7 @@ class Agreement:
     def _compare_parameters(self) -> None:
         """Which tensors differ, and by how much."""
         run = self._run
-        tensors = dict(run.prepared.replica.model.named_parameters())
+        tensors = dict(named_parameters_of(run.prepared.replica.model))
         everyone = run.context.collective.all_gather_object({name: digest([t]) for name, t in tensors.items()})
         for rank, theirs in enumerate(everyone):
             strange = sorted(everyone[0].keys() ^ theirs.keys())

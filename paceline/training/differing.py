@@ -7,6 +7,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.records import MetricRecord
+from paceline.strategies.replica import named_parameters_of
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.worker_run import WorkerRun
 
@@ -20,11 +21,11 @@ class Differing:
 
     def __init__(self, run: WorkerRun) -> None:
         self._run, self._model = run, run.prepared.replica.model
-        self._own = [parameter.detach().clone() for parameter in self._model.parameters()]
+        self._own = [parameter.detach().clone() for _, parameter in named_parameters_of(self._model)]
 
     def record_distance(self) -> None:
         """While the mean model is in place. Collective call."""
-        parts = zip(self._own, self._model.parameters(), strict=True)
+        parts = zip(self._own, (each for _, each in named_parameters_of(self._model)), strict=True)
         apart = [own - mean.detach() for own, mean in parts if own.is_floating_point() or own.is_complex()]
         squared = sum(float(torch.linalg.vector_norm(each).double() ** 2) for each in apart)
         everyone = self._run.context.collective.all_gather_object(squared)

@@ -12,6 +12,7 @@ from paceline.config import Target
 from paceline.errors import UsageError, unknown
 from paceline.seeding import preserved_random_state
 from paceline.strategies.several import models_of
+from paceline.training.unchanged import unchanged
 
 Evaluation = Callable[..., Mapping[str, float]]
 """Of the models that the script has prepared, in their order."""
@@ -28,14 +29,14 @@ class Findings:
 def evaluate(
     function: Evaluation, model: nn.Module, *, target: Target | None, now_s: Callable[[], float] = time.perf_counter
 ) -> Findings:
-    """Call `function` with the model, or with each of several, in evaluation mode and without gradients; modes and
-    random state are as before afterwards. Raises UsageError if it returns something else than numbers by name, or not
-    the target's metric."""
+    """Call `function` with the model, or with each of several, in evaluation mode and without gradients; the model, its
+    modes and the random state are as before afterwards. Raises UsageError if it returns something else than numbers by
+    name, or not the target's metric."""
     began_s = now_s()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with preserved_random_state(), torch.no_grad():
+        with unchanged(model), preserved_random_state(), torch.no_grad():
             returned = function(*models_of(model))
     finally:
         for module, mode in modes.items():

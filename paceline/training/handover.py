@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.checkpoint import Checkpoint
 from paceline.errors import UsageError
+from paceline.strategies.replica import named_parameters_of
 from paceline.training import snapshot
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.course import Course
@@ -51,7 +52,7 @@ class Handover:
         if self._run.traits.lock_step or self._run.context.size == 1:
             yield
             return
-        tensors = [*(parameter.data for parameter in model.parameters()), *model.buffers()]
+        tensors = [*(parameter.data for _, parameter in named_parameters_of(model)), *model.buffers()]
         own = [tensor.clone() for tensor in tensors]
         for tensor in tensors:
             self._run.context.collective.broadcast(tensor)

@@ -1,7 +1,7 @@
 """What rank 0 finds when it judges models, and whether the run's target is reached by that."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Mapping
 from typing import Any, final
 
 from torch import nn
@@ -13,6 +13,7 @@ from paceline.training import snapshot
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.holding import Streak
 from paceline.training.kept_models import KeptModel, KeptModels
+from paceline.training.unchanged import unchanged
 from paceline.training.worker_run import WorkerRun
 
 
@@ -98,11 +99,25 @@ class Judge:
             if not (
                 self._is_target_reached and self.ends_run
             ):  # else the run ends, and others were trained for nothing
-                with _in_place(earlier, model):
-                    metrics = self._evaluated(model, earlier.at, earlier.at.s)
+                metrics = self._judged_earlier(earlier, model, kept) or metrics
         if now is not None:
             metrics = self._evaluated(model, now, time_s)
         return {"metrics": metrics, "stop": self._is_target_reached and self.ends_run}
+
+    def _judged_earlier(self, earlier: KeptModel, model: nn.Module, kept: KeptModels) -> dict[str, float] | None:
+        """None where it cannot be, since the script has changed the model's tensors meanwhile, as by pruning."""
+        with unchanged(model):
+            strange = snapshot.put_in_place(model, earlier.weights)
+            if strange is None:
+                return self._evaluated(model, earlier.at, earlier.at.s)
+        kept.leave_out()
+        warnings.warn(
+            f"the model of iteration {earlier.at.iterations} is not evaluated: it was kept to be judged later, and "
+            f"since then the script has changed the model, in which {strange!r} is new, gone or of another shape; "
+            "change it before prepare, or use --keep-best, with which all workers wait for evaluations",
+            stacklevel=2,
+        )
+        return None
 
     def _evaluated(self, model: nn.Module, at: Count, time_s: float) -> dict[str, float]:
         run = self._run
@@ -125,14 +140,3 @@ class Judge:
             run.tell("target_reached", details, at_s=self._streak.began_s)
         self._judged = at.iterations, metrics
         return metrics
-
-
-@contextmanager
-def _in_place(kept: KeptModel, model: nn.Module) -> Iterator[None]:
-    """The model holds what was kept meanwhile, and afterwards what it held."""
-    before = snapshot.weights_of(model)
-    try:
-        model.load_state_dict({**model.state_dict(), **kept.weights})
-        yield
-    finally:
-        model.load_state_dict({**model.state_dict(), **before})

@@ -76,6 +76,10 @@ class KeptModels:
         self._left_out += len(self._kept)
         self._kept, self._bytes = [], 0
 
+    def leave_out(self) -> None:
+        """One that was taken could not be judged."""
+        self._left_out += 1
+
     def tell(self) -> None:
         """What they cost, at the end of the run."""
         if self._num or self._left_out:

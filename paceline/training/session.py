@@ -1,6 +1,6 @@
 """One worker's run as its script sees it: what it asks for, and what it is given."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import final
@@ -18,7 +18,13 @@ from paceline.records import MetricRecord, Reporter
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.hostility import under_attack
-from paceline.strategies.replica import Replica, copy_from_first, require_joint_changes, require_same_tensors
+from paceline.strategies.replica import (
+    Replica,
+    copy_from_first,
+    named_parameters_of,
+    require_joint_changes,
+    require_same_tensors,
+)
 from paceline.strategies.settings import require_same_settings
 from paceline.strategies.several import as_one, describe_each, whole_of
 from paceline.strategies.together import Together
@@ -30,6 +36,7 @@ from paceline.training.checkpoints import Checkpoints
 from paceline.training.course import Course
 from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.extra_states import NAME, ExtraStates
 from paceline.training.feeds import Feed, joined
 from paceline.training.given import Given
 from paceline.training.handouts import Handouts
@@ -40,6 +47,7 @@ from paceline.training.same_gradients import SameGradients
 from paceline.training.sharding import DIFFERS, ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
 from paceline.training.summed_loss import SummedLoss
+from paceline.training.unchanged import remembered
 from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.worker_run import Prepared, WorkerRun
 
@@ -91,6 +99,7 @@ class Session:
         if self._survivor is not None:
             self._survivor.end_pass = self.course.end_pass
         self.handover = Handover(self.run, self.course, self._checkpoints, go_on=self._go_on_from)
+        self._put_back: Callable[[], None] | None = None
         self._at_release = ExitStack()
         seed_everything(config.seed)
 
@@ -135,8 +144,9 @@ class Session:
             self._survivor.attach(given, handouts)
         account = Account(self.run.clock, synchronizer.timings)
         optimizers, names = given.optimizers, given.optimizer_names
+        extra = {**given.extra, **({NAME: states} if (states := ExtraStates(model)) else {})}
         alike = self._same_gradients(whole, loaders)
-        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, given.extra))
+        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra))
         if alike is not None:
             self._at_release.callback(alike.close)
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
@@ -293,6 +303,7 @@ class Session:
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.restore(checkpoint)
+        self._put_back = remembered(self.run.prepared.replica.model)
         self._cadence.checkpointed_at = checkpoint.iteration
         self._cadence.evaluated_at = Count(
             checkpoint.iteration,
@@ -308,6 +319,9 @@ class Session:
     def _on_position(self) -> None:
         """The script has come to where the checkpoint was taken: a loader has come to its place, of several the
         first."""
+        put_back, self._put_back = self._put_back, None
+        if put_back is not None:  # a script that loads weights after prepare does so again, as it does after an epoch
+            put_back()
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None:
             prepared = self.run.prepared
@@ -329,7 +343,7 @@ def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
                     state[name] = value.to(device)
-    for parameter in model.parameters():
+    for _, parameter in named_parameters_of(model):
         parameter.data = parameter.data.to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

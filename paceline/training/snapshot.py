@@ -124,6 +124,22 @@ def read_model_file(path: Path) -> dict[str, Tensor]:
     return {name: torch.view_as_complex(tensor) if name in pairs else tensor for name, tensor in stored.items()}
 
 
+def put_in_place(model: nn.Module, weights: Mapping[str, Tensor]) -> str | None:
+    """Give the model what `weights_of` gave earlier, in buffers that have another shape now as well. The name of a
+    tensor that keeps it from that, if there is one: the model is as it was then."""
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    reshaped = {name for name, value in state.items() if name in weights and weights[name].shape != value.shape}
+    strange = sorted((state.keys() ^ weights.keys()) | (reshaped - buffers))
+    if strange:
+        return strange[0]
+    for name in reshaped:
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own] = weights[name].to(state[name].device, copy=True)
+    model.load_state_dict({**model.state_dict(), **weights})
+    return None
+
+
 def load_model(model: nn.Module, checkpoint: Checkpoint, *, num_workers: int | None, seed: int) -> None:
     """Set the model to the checkpoint's. Raises UsageError if the checkpoint is of another model, or of a run that
     this one cannot go on with. `num_workers`: that it must have had; none: any."""

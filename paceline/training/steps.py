@@ -101,6 +101,7 @@ class Steps:
         if self._loaders.passes:
             self._loaders.look(prepared.handouts.progress().num_batches)
         if self._summed_loss is not None and self._summed_loss.has_looked:
+            self._summed_loss.end_step()
             self.close()
         if is_computed:
             prepared.handouts.take_what_was_set()

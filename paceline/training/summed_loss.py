@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, final
@@ -11,17 +12,17 @@ from torch import Tensor, nn
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
+from paceline.training.terms import Terms, terms_of
 
 _BACKWARD = torch.autograd.backward.__code__
 _SUM = 2  # of `reduction`, as torch's losses keep it for their backward pass
-_PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0")
 
 
 @final
 class SummedLoss:
-    """Looks at the loss of the first backward pass, while its gradients come: the pass has been called further up the
-    stack on a CPU, and in the script's own thread on a GPU, whose passes run in a thread of their own. What a script
-    multiplies or divides is as it wants it.
+    """Looks at the losses of the first step's backward passes, while their gradients come: a pass has been called
+    further up the stack on a CPU, and in the script's own thread on a GPU, whose passes run in a thread of their own.
+    What a script multiplies or divides is as it wants it.
 
     Args:
         num_samples: of the batch that the script has got last.
@@ -32,6 +33,8 @@ class SummedLoss:
     ) -> None:
         self._rank, self._size, self._num_samples = rank, size, num_samples
         self.has_looked = False
+        self._begun: list[Any] = []  # what the pass that was looked at last began at
+        self._terms = Terms()
         self._thread = threading.get_ident()
         self._hooks = [when_gradient_is_ready(parameter, self._look, 0) for parameter in parameters]
 
@@ -39,13 +42,36 @@ class SummedLoss:
         for hook in self._hooks:
             hook.remove()
 
+    def end_step(self) -> None:
+        """The first step's gradients are there. Warns, on rank 0, where its passes were of parts of a batch: it is no
+        error, since the script may have divided the gradients."""
+        if self._rank == 0 and self._terms.are_parts(self._num_samples()):
+            warnings.warn(
+                "the script calls backward() for one part of a batch after the other, and nothing divides these "
+                "losses: their gradients add up to a sum over the batch, and workers average gradients as if it were a "
+                f"mean, so that a step is {self._size} times smaller than one process would take with the same "
+                "batches; divide each loss by the number of parts, unless the gradients are divided afterwards",
+                stacklevel=4,
+            )
+
     def _look(self, _: int) -> None:
         """Raises UsageError for a sum."""
-        if self.has_looked:
+        frame = _backward_above(sys._getframe()) or _backward_above(sys._current_frames().get(self._thread))
+        if frame is None:
+            self.has_looked = True
             return
-        self.has_looked = True
+        tensors, gradients = _listed(frame.f_locals["tensors"]), frame.f_locals["grad_tensors"]
+        begun = [tensor.grad_fn for tensor in tensors]
+        if len(begun) == len(self._begun) and all(map(_is, begun, self._begun)):
+            return
+        self._begun = begun
+        if gradients is None:
+            self._terms.add_pass(begun)
         num_samples = self._num_samples()
-        culprit = next(filter(None, _sums(num_samples, self._thread)), None)
+        culprit = None if self.has_looked else next(filter(None, _sums(begun, gradients, num_samples)), None)
+        if culprit is None and self._terms.are_one_a_sample(num_samples):
+            culprit = f"{num_samples} terms, one a sample"
+        self.has_looked = True
         if culprit is not None and num_samples > 1:
             raise UsageError(
                 f"rank {self._rank}: the loss is a sum over the batch ({culprit}), and workers average gradients as if "
@@ -54,15 +80,15 @@ class SummedLoss:
             )
 
 
-def _sums(num_samples: int, thread: int) -> Iterator[str | None]:
-    """The names of the sums among what the backward pass began at that is under way here, or else in that thread. One
-    that was given gradients to begin with adds up the samples' losses where these are ones."""
-    frame = _backward_above(sys._getframe()) or _backward_above(sys._current_frames().get(thread))
-    if frame is None:
-        return
-    tensors, gradients = frame.f_locals["tensors"], frame.f_locals["grad_tensors"]
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _sums(begun: Sequence[Any], gradients: Any, num_samples: int) -> Iterator[str | None]:
+    """The names of the sums among what a backward pass began at. One that was given gradients to begin with adds up the
+    samples' losses where these are ones."""
     if gradients is None:
-        yield from (_sum_in(tensor.grad_fn, num_samples) for tensor in _listed(tensors))
+        yield from (_sum_in(node, num_samples) for node in begun)
     elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
         yield "backward(ones)"
 
@@ -85,14 +111,8 @@ def _sum_in(node: Any, num_samples: int) -> str | None:
         return _sum_in(node.next_functions[0][0], num_samples)
     if node is not None and node.name() == "SumBackward0" and sizes and sizes[0] == num_samples:
         return "sum()"
-    return _summed_loss_in(node)
-
-
-def _summed_loss_in(node: Any) -> str | None:
-    if node is None:
-        return None
-    if getattr(node, "_saved_reduction", None) == _SUM:
-        return f"{node.name().removesuffix('Backward0')} with reduction='sum'"
-    if node.name() in _PASSED_THROUGH:
-        return next((name for inner, _ in node.next_functions if (name := _summed_loss_in(inner))), None)
+    terms = list(terms_of(node))
+    summed = next((term for term in terms if getattr(term, "_saved_reduction", None) == _SUM), None)
+    if summed is not None:
+        return f"{summed.name().removesuffix('Backward0')} with reduction='sum'"
     return None

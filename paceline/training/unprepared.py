@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
+from paceline.strategies.replica import named_parameters_of
 
 _MARK = "_paceline_looked_at"  # of an optimizer: that it is prepared, or what was looked at
 _FIRST = "_paceline_first_step"  # of an optimizer that was not: how many prepared steps there were at its first one
@@ -44,7 +45,7 @@ class UnpreparedSteps:
     ) -> None:
         self.may_step, self._rank = may_step, rank
         self._may_train_others, self._num_steps = may_train_others, num_steps
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in named_parameters_of(model)}
         self._optimizers = list(optimizers)
         for optimizer in self._optimizers:
             setattr(optimizer, _MARK, True)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from paceline.comm.base import ReduceOp
 from paceline.engines import torchrun
 from paceline.engines.world import World, alone, current, enter
+from paceline.errors import UsageError
 from paceline.records import summarise
 from paceline.strategies.base import Strategy
 from paceline.training.evaluation import Evaluation
@@ -219,13 +220,17 @@ class Worker:
         return broadcast_tree(self._collective, tree, root=root)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every worker's tensor, in rank order; shapes may differ."""
+        """Every worker's tensor, in rank order; shapes may differ. Raises UsageError for one that requires a gradient,
+        as no gradient comes back from other workers."""
         self._session.require_same_step("all_gather")
+        self._require_no_history("all_gather", tensor)
         return self._collective.all_gather(tensor)
 
     def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
-        """Every worker's tensor, in rank order, on the root, None elsewhere; shapes may differ."""
+        """Every worker's tensor, in rank order, on the root, None elsewhere; shapes may differ. Raises as
+        `all_gather`."""
         self._session.require_same_step("gather")
+        self._require_no_history("gather", tensor)
         return self._collective.gather(tensor, root=root)
 
     def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
@@ -234,13 +239,15 @@ class Worker:
         return self._collective.scatter(tensors, root=root)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
-        """Reduce the i-th tensors of all workers for worker i; returns this worker's."""
+        """Reduce the i-th tensors of all workers for worker i; returns this worker's. Raises as `all_gather`."""
         self._session.require_same_step("reduce_scatter")
+        self._require_no_history("reduce_scatter", *tensors)
         return self._collective.reduce_scatter(tensors, op=op)
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send the i-th tensor to worker i; returns what every worker sent here."""
+        """Send the i-th tensor to worker i; returns what every worker sent here. Raises as `all_gather`."""
         self._session.require_same_step("all_to_all")
+        self._require_no_history("all_to_all", *tensors)
         return self._collective.all_to_all(tensors)
 
     def send(self, tensor: Tensor, *, destination: int) -> None:
@@ -263,6 +270,15 @@ class Worker:
         """The root's value: plain data and tensors."""
         self._session.require_same_step("broadcast_object")
         return self._collective.broadcast_object(value, root=root)
+
+    def _require_no_history(self, what: str, *tensors: Tensor) -> None:
+        if self.size > 1 and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise UsageError(
+                f"rank {self.rank}: {what} of a tensor that requires a gradient: none comes back from other workers, "
+                "so that a loss of what it returns would lack a part. Give it tensor.detach(); where this worker's own "
+                "part is to have a gradient, put it back: parts = worker.all_gather(tensor.detach()), then "
+                "parts[worker.rank] = tensor"
+            )
 
 
 def _finish_own_run(world: World) -> None:

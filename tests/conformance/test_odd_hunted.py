@@ -1,6 +1,7 @@
 """Scripts that a hunt has found: each does what one process does, or ends at once and says why not.
 
-A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits.py`, `odd_recipes.py` or `odd_data.py`.
+A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits.py`, `odd_recipes.py`, `odd_data.py`,
+`odd_weights.py` or `odd_losses.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.errors import RunFailed
-from tests.conformance import local_engine, odd_data, odd_habits, odd_hunted, odd_recipes, virtual_engine
+from tests.conformance import (
+    local_engine,
+    odd_data,
+    odd_habits,
+    odd_hunted,
+    odd_losses,
+    odd_recipes,
+    odd_weights,
+    virtual_engine,
+)
 from tests.conformance.odd_models import set_gradients
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
@@ -48,6 +58,9 @@ FILTERS = r"rank \d, epoch 0: of 4 samples the DataLoader's collation gives \d i
 TOGETHER = r"(leave out a batch or a step only where all do|every rank must step alike)"
 HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
 SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
+LOOP = r"rank \d: the loss is a sum over the batch \(4 terms, one a sample\).*take the mean"
+NO_HISTORY = r"rank \d: all_gather of a tensor that requires a gradient.*parts\[worker\.rank\] = tensor"
+SAME_STEP = r"all_gather in the training loop needs all workers at the same step.*worker\.meeting"
 OWN_CHANGE = r"step \d: the script has changed the mean gradient of '\d\.weight' on rank 1 .*what worker\.all_reduce"
 CONVERTED = r"parameter '\d\.\w+' (is torch.float32 instead of|was moved or converted).*convert it before prepare"
 BESIDE = r"rank \d: the script takes a batch for every step from a loader of TensorDataset .*give prepare every loader"
@@ -124,6 +137,13 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "stops early": {(*JOINT, *ALONE): TOGETHER},
     "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
     "the first rank alone": {(*JOINT, *ALONE): TOGETHER},
+    "kept and clamped": {SERVERS: IN_PLACE},
+    "a part kept and clamped": {SERVERS: IN_PLACE},
+    "in a vector from before": {(*SERVERS, "gossip"): r"holds a tensor of shape \[\d+\].* '\d.\w+'.*or use all-reduce"},
+    "others loaded": {SERVERS: IN_PLACE},
+    "a sum by a loop": {JOINT: LOOP},
+    "a sum by a loop over outputs": {JOINT: LOOP},
+    "others' outputs in the loss": {(*SERVERS[1:], *ALONE): SAME_STEP, JOINT: NO_HISTORY},
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""
@@ -148,8 +168,13 @@ QUICK = (
     "a rate by own loss",
     "shuffled in place, later",
     "another loader beside",
+    "kept and read",
+    "a sum by a loop",
+    "weighed by gradients",
+    "others' outputs in the loss",
 )
 SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS | odd_recipes.SCRIPTS | odd_data.SCRIPTS
+SCRIPTS |= odd_weights.SCRIPTS | odd_losses.SCRIPTS
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 
@@ -174,6 +199,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("engine", "strategy", "name"), cases())
+@pytest.mark.filterwarnings("ignore:all 2 ranks compute the same gradients")
 @pytest.mark.filterwarnings("ignore:after its last step the script changed parameter")
 def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -> None:
     script, says = SCRIPTS[name], refusal(name, strategy)

@@ -10,7 +10,7 @@ from paceline.correction import Control
 from paceline.server.state import export_state, import_state
 from paceline.strategies.federated.kept import Kept
 from paceline.strategies.own_state import OwnState
-from paceline.strategies.replica import Replica
+from paceline.strategies.replica import Replica, named_parameters_of
 
 _CLIENT, _INITIAL = "client.", "initial."
 _PRIVATE, _CONTROL, _OPTIMIZER, _LEFT = "private.", "control.", "optimizer.", "left."
@@ -42,7 +42,7 @@ class Clients:
         if not self._names:
             return {}
         replica = self._replica
-        named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
+        named = [*named_parameters_of(replica.model), *replica.model.named_buffers()]
         own = {id(tensor) for tensor in (*replica.all_parameters, *replica.buffers)}
         return {name: tensor.detach() for name, tensor in named if name in self._names and id(tensor) in own}
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import UsageError
+from paceline.strategies.replica import named_parameters_of
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
 
@@ -20,7 +21,7 @@ def private_names(model: nn.Module, layers: str) -> frozenset[str]:
     Raises:
         UsageError: a pattern fits nothing, or all parameters are private.
     """
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    names = [name for name, _ in (*named_parameters_of(model), *model.named_buffers())]
     found: set[str] = set()
     for pattern in filter(None, layers.split(",")):
         wanted = _prefixes(model, pattern)
@@ -28,7 +29,7 @@ def private_names(model: nn.Module, layers: str) -> frozenset[str]:
         if not fitting:
             raise UsageError(f"private={layers}: the model has no layer {pattern!r}; it has {', '.join(names)}")
         found |= fitting
-    if all(name in found for name, _ in model.named_parameters()):
+    if all(name in found for name, _ in named_parameters_of(model)):
         raise UsageError(f"private={layers} leaves no parameter for clients to share")
     return frozenset(found)
 

@@ -17,6 +17,7 @@ from paceline.layout import TensorSpec
 from paceline.outer import Outer
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
+from paceline.strategies.digests import require_same
 from paceline.strategies.elsewhere import ClientUpdate, ServerElsewhere
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joined, Joining
@@ -101,6 +102,7 @@ class ServerModel:
         if guard is not None:
             of_client.append(TensorSpec("within", (1,), torch.float64))
         self._guard, self._hides = guard, guard is not None or masks is not None
+        self._collective = context.collective
         self._clients, self._elsewhere, self._upload = context.clients, context.server, upload
         self._allows_nonfinite = allows_nonfinite
         of_changes = upload.specs(self.parameters) if upload is not None else specs
@@ -165,6 +167,15 @@ class ServerModel:
         """Raises UsageError, on all workers, where updates are judged and nothing judges them. Collective call."""
         if self._rejecting is not None and self._elsewhere is None:
             self._rejecting.require_judge()
+
+    def take_up(self) -> None:
+        """Before the first round: since it was prepared the script may have loaded weights. Collective call.
+
+        Raises:
+            TensorMismatch: workers have other parameters.
+        """
+        require_same(self._names, self.trained, self._collective, when="before the first round")
+        _copy([*self.parameters, *self._shared_buffers], [*self.trained, *self._buffers])
 
     @property
     def _present(self) -> _Version:

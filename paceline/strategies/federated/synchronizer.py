@@ -113,6 +113,8 @@ class FederatedSynchronizer(Synchronizer):
 
     def start(self) -> None:
         self._server.require_judge()
+        if not self.iteration and self.context.server is None:
+            self._server.take_up()
         if self.context.server is not None:
             self._is_over = self._server.begin(num_samples=self._roster.turn(0).num_samples)
             self._server.load()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, final
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.errors import BudgetReached, UsageError
@@ -39,7 +40,9 @@ class ShardedLoader(StandIn):
         dealing: what deals the samples of map-style data out, where workers may die.
         participation: of clients, each pass being over the data of one; none: over this rank's part of all data.
 
-    A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`.
+    A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`. A pass that
+    begins where gradients are switched off is none of training, and has all batches of map-style data, as
+    `torch.optim.swa_utils.update_bn` needs them.
 
     Raises:
         UsageError: the loader is of a class with an iteration of its own, or its data cannot be divided.
@@ -148,6 +151,9 @@ class ShardedLoader(StandIn):
     def __iter__(self) -> Iterator[Any]:
         self._on_return()
         if self._should_stop():
+            if not torch.is_grad_enabled() and self._orders is not None and self._source is self._orders:
+                yield from (part.data for part in _parts(self._orders, Place(self.place.epoch, 0)))
+                return
             self._num_idle_epochs += 1
             if self._num_idle_epochs > _MAX_IDLE_EPOCHS:
                 raise BudgetReached("the run has ended, and the script goes on asking for epochs")

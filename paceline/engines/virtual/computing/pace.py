@@ -15,7 +15,7 @@ from paceline.engines.virtual.process import Process, Signal
 from paceline.errors import UsageError
 from paceline.hooks import OwnHook
 from paceline.strategies.pacing import Pacing
-from paceline.strategies.replica import Replica
+from paceline.strategies.replica import Replica, named_parameters_of
 from paceline.strategies.several import models_of
 
 
@@ -60,7 +60,7 @@ class Pace(Pacing):
         """Hook the models before anyone else does, so that the clock is right when other hooks are called. Raises
         UsageError if the cluster was measured with another model."""
         shares, models = self._shares_of(len(replica.parameters)), models_of(replica.model)
-        owners = {id(p): model for model in reversed(models) for p in model.parameters()}
+        owners = {id(p): model for model in reversed(models) for _, p in named_parameters_of(model)}
         for model in models:
             parameters = [parameter for parameter in replica.parameters if owners[id(parameter)] is model]
             self._model_pace(model, parameters, given_shares=shares if len(models) == 1 else ())

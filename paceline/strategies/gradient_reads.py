@@ -1,0 +1,46 @@
+"""Notices a script that reads gradients, at no cost outside the steps in which somebody looks."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from torch import Tensor, nn
+
+_GRADIENT: Any = Tensor.grad
+_MARK = "_paceline_gradient_read"
+
+
+@final
+class GradientReads:
+    """Between `begin` and `end` the parameters are of a class that tells. torch's own code in C++ is not noticed."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._watched: list[nn.Parameter] = []
+
+    def begin(self) -> None:
+        self._watched = [parameter for parameter in self._parameters if type(parameter) is nn.Parameter]
+        for parameter in self._watched:
+            parameter.__class__ = _Watched
+
+    def end(self) -> bool:
+        """Whether a gradient was read since `begin`."""
+        watched, self._watched = self._watched, []
+        for parameter in watched:
+            parameter.__class__ = nn.Parameter
+        marks = [parameter.__dict__.pop(_MARK, False) for parameter in watched]
+        return any(marks)
+
+
+class _Watched(nn.Parameter):
+    @property
+    def grad(self) -> Any:
+        self.__dict__[_MARK] = True
+        return _GRADIENT.__get__(self)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _GRADIENT.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRADIENT.__delete__(self)

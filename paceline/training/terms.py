@@ -1,0 +1,102 @@
+"""What the losses of a step add up, as their graphs tell: whether it is one term a sample."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+_PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0")
+_SCALED = ("MulBackward0", "DivBackward0")
+_CUTS = ("SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0")
+_OF_CLASSES = "NllLoss"  # its input may be one sample's, with a row of classes and no more
+_LEAST = 3
+"""So many terms are no chance: a script may well have two losses and batches of two samples."""
+_MOST_NODES = 1000
+
+
+class _Term(NamedTuple):
+    name: str
+    rows: int
+    """Of what it was computed from, most often as many as samples; 1 for a single number."""
+    nodes: frozenset[Any]
+    """Of its graph, but for parameters, up to where it was cut out of a whole batch."""
+    cut_from: frozenset[int]
+    """How long those were that it was cut out of."""
+
+
+@final
+class Terms:
+    """Remembers what backward passes began at."""
+
+    def __init__(self) -> None:
+        self._passes: list[list[_Term]] = []
+
+    def add_pass(self, begun: Sequence[Any]) -> None:
+        """A backward pass of losses with these graphs is under way."""
+        self._passes.append([_described(node) for root in begun for node in terms_of(root)])
+
+    def are_one_a_sample(self, num_samples: int) -> bool:
+        """Whether the last pass began at a sum with a term for each of so many samples."""
+        return bool(self._passes) and _is_a_term_each(self._passes[-1], num_samples)
+
+    def are_parts(self, num_samples: int) -> bool:
+        """Whether each pass was of a part of so many samples, and together they were of all."""
+        firsts = [terms[0] for terms in self._passes if terms]
+        if len(firsts) < max(_LEAST, len(self._passes)) or not _are_alike(firsts):
+            return False
+        rows = [term.rows for term in firsts]
+        return max(rows) < num_samples and (sum(rows) == num_samples or len(rows) == num_samples)
+
+
+def terms_of(node: Any) -> Iterator[Any]:
+    """The graphs of what a sum adds up; of anything else, itself."""
+    left = [node]
+    while left:
+        node = left.pop()
+        if node is not None and node.name() in _PASSED_THROUGH:
+            left += [inner for inner, _ in reversed(node.next_functions)]
+        elif node is not None:
+            yield node
+
+
+def _is_a_term_each(terms: Sequence[_Term], num_samples: int) -> bool:
+    """Whether there are as many as samples, each computed apart from the others or cut out of the batch."""
+    if len(terms) != num_samples or num_samples < _LEAST or not _are_alike(terms):
+        return False
+    if any(term.rows == num_samples for term in terms):
+        return False
+    num_nodes = len(frozenset[Any]().union(*(term.nodes for term in terms)))
+    are_apart = num_nodes == sum(len(term.nodes) for term in terms)
+    return are_apart or all(num_samples in term.cut_from for term in terms)
+
+
+def _are_alike(terms: Sequence[_Term]) -> bool:
+    """Whether all are the same kind of loss, and none is scaled."""
+    return len({term.name for term in terms}) == 1 and terms[0].name not in _SCALED
+
+
+def _described(node: Any) -> _Term:
+    inputs = [inner for inner, _ in node.next_functions if inner is not None]
+    shape = _shape_after(inputs[0]) if inputs else ()
+    is_single = not shape or (len(shape) == 1 and node.name().startswith(_OF_CLASSES))
+    nodes, lengths, left = {node}, set(), list(inputs)
+    while left and len(nodes) < _MOST_NODES:
+        inner = left.pop()
+        if inner in nodes or inner.name().endswith("AccumulateGrad"):
+            continue
+        if inner.name() in _CUTS and getattr(inner, "_saved_dim", -1) == 0:
+            lengths.add(_length_before(inner))
+            continue
+        nodes.add(inner)
+        left += [other for other, _ in inner.next_functions if other is not None]
+    return _Term(node.name(), 1 if is_single else shape[0], frozenset(nodes), frozenset(lengths))
+
+
+def _shape_after(node: Any) -> tuple[int, ...]:
+    """Of what the node's operation computed. What it has saved may be gone by now."""
+    found = getattr(node, "_input_metadata", ())
+    return tuple(found[0].shape) if found else ()
+
+
+def _length_before(cut: Any) -> int:
+    if sizes := getattr(cut, "_saved_self_sym_sizes", ()):
+        return int(sizes[0])
+    return len(getattr(cut, "_input_metadata", ()))  # of `unbind`, which gives as many

@@ -1,0 +1,105 @@
+"""What scripts make their losses of: sums in loops, norms of gradients, outputs of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from tests.conformance.odd_habits import each, own_loop
+from tests.conformance.odd_hunted import Run
+from tests.conformance.scripts import BATCH_SIZE, momentum, samples
+
+
+def looped(model: nn.Module, optimizer: Optimizer, batch: Any, *, is_mean: bool, is_cut: bool) -> None:
+    """A term a sample: computed by itself, or cut out of the batch's outputs."""
+    x, y, *_ = batch
+    optimizer.zero_grad()
+    outputs = list(model(x)) if is_cut else [model(x[i : i + 1])[0] for i in range(len(x))]
+    loss = torch.zeros((), dtype=x.dtype)
+    for output, label in zip(outputs, y, strict=True):
+        loss = loss + F.cross_entropy(output, label)
+    (loss / len(x) if is_mean else loss).backward()
+    optimizer.step()
+
+
+def in_parts(model: nn.Module, optimizer: Optimizer, batch: Any, *, divides: bool) -> None:
+    """A backward pass a sample."""
+    x, y, *_ = batch
+    optimizer.zero_grad()
+    for one, label in zip(x.split(1), y.split(1), strict=True):
+        loss = F.cross_entropy(model(one), label)
+        (loss / len(x) if divides else loss).backward()
+    optimizer.step()
+
+
+def several_losses(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
+    """As many means as the batch has samples."""
+    x, y, *_ = batch
+    optimizer.zero_grad()
+    output = model(x)
+    losses = [F.cross_entropy(scale * output, y) for scale in range(1, 1 + BATCH_SIZE)]
+    sum(losses, torch.zeros((), dtype=x.dtype)).backward()
+    optimizer.step()
+
+
+def norm_of(run: Run) -> float:
+    return float(torch.cat([gradient.flatten() for gradient in each(run)]).norm())
+
+
+def weigh_by_norm(worker: Any, *, first: int) -> nn.Module:
+    """Divides a loss by the norm of the last gradients, as balancing several losses does."""
+    norms = [1.0]
+
+    def backward(run: Run) -> None:
+        if run.number >= first:
+            norms.append(min(max(norm_of(run), 0.2), 5.0))
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4).double())
+    model, optimizer, loader = worker.prepare(
+        model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE)
+    )
+    run = Run(worker, model, optimizer)
+    for x, y, _ in loader:
+        run.number += 1
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) / norms[-1]).backward()
+        backward(run)
+        optimizer.step()
+    return model
+
+
+def of_all(worker: Any, tensor: Tensor) -> Tensor:
+    return torch.cat(worker.all_gather(tensor)) if hasattr(worker, "all_gather") else tensor
+
+
+def contrastive(worker: Any) -> nn.Module:
+    """Tells each sample from all others of the global batch."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6).double())
+    model, optimizer, loader = worker.prepare(
+        model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE, shuffle=True)
+    )
+    for x, *_ in loader:
+        one, other = F.normalize(model(x), dim=1), F.normalize(model(0.9 * x + 0.1), dim=1)
+        optimizer.zero_grad()
+        mine = worker.rank * len(x) + torch.arange(len(x))
+        F.cross_entropy(one @ of_all(worker, other).t() / 0.1, mine).backward()
+        optimizer.step()
+    return model
+
+
+SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
+    "a sum by a loop": partial(own_loop, step=partial(looped, is_mean=False, is_cut=False)),
+    "a sum by a loop over outputs": partial(own_loop, step=partial(looped, is_mean=False, is_cut=True)),
+    "a mean by a loop": partial(own_loop, step=partial(looped, is_mean=True, is_cut=False)),
+    "a mean in parts": partial(own_loop, step=partial(in_parts, divides=True)),
+    "as many losses as samples": partial(own_loop, step=several_losses),
+    "weighed by gradients": partial(weigh_by_norm, first=1),
+    "others' outputs in the loss": contrastive,
+}

@@ -1,0 +1,247 @@
+"""Weights that a script keeps, loads or changes, where the table of `test_odd_hunted.py` has no place for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+import paceline
+from paceline.errors import RunFailed
+from tests.conformance import odd_losses, odd_weights, virtual_engine
+from tests.conformance.odd_hunted import Run, train
+from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, momentum, perceptron, samples
+
+FED = {"clients": 4, "fraction": 1.0, "optimizer": "kept"}
+TWO_ROUNDS = {"diloco": {"every": 6}, "fed-avg": FED}
+
+
+@pytest.mark.parametrize("strategy", TWO_ROUNDS)
+def test_rounds_begin_with_weights_that_were_loaded_after_prepare(strategy: str, tmp_path: Path) -> None:
+    states = []
+    for place in ("before", "prepared"):
+        script = partial(launched, partial(train, **{place: odd_weights.load_others}))
+        result = virtual_engine.run(
+            script, strategy=strategy, workers=2, out=tmp_path / place, options=TWO_ROUNDS[strategy]
+        )
+        states.append(result.model_state())
+    assert_close(states[1], states[0], EXACT)
+
+
+@pytest.mark.parametrize("strategy", TWO_ROUNDS)
+def test_rounds_do_not_begin_with_weights_that_one_rank_has_loaded(strategy: str, tmp_path: Path) -> None:
+    script = partial(launched, partial(train, prepared=odd_weights.load_own))
+    with pytest.raises(RunFailed, match=r"parameter '1\.weight' is not the same on ranks 0 and 1.*on every rank"):
+        virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path, options=TWO_ROUNDS[strategy])
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "gossip"])
+def test_a_resumed_run_goes_on_from_the_checkpoint_whatever_is_loaded_after_prepare(
+    strategy: str, tmp_path: Path
+) -> None:
+    script = partial(launched, partial(train, prepared=odd_weights.load_others))
+    run = partial(virtual_engine.run, script, strategy=strategy, workers=2)
+    whole = run(out=tmp_path / "whole", max_steps=18)
+    run(out=tmp_path / "one", max_steps=14)
+    resumed = run(out=tmp_path / "two", max_steps=18, resume=tmp_path / "one")
+    assert_close(resumed.model_state(), whole.model_state(), EXACT)
+
+
+@pytest.mark.parametrize("strategy", ["single", "all-reduce", "ps-bsp"])
+def test_statistics_are_found_after_the_runs_end(strategy: str, tmp_path: Path) -> None:
+    result = virtual_engine.run(
+        partial(launched, odd_weights.normalised),
+        strategy=strategy,
+        workers=1 if strategy == "single" else 2,
+        out=tmp_path,
+        max_steps=10,
+    )
+    state = result.model_state()
+    x = samples().tensors[0].flatten(1)
+    torch.testing.assert_close(state["2.running_mean"], (x @ state["1.weight"].t() + state["1.bias"]).mean(0))
+
+
+class Counting(nn.Module):
+    """Counts its batches in what is no tensor."""
+
+    def __init__(self, *, is_plain: bool = True) -> None:
+        super().__init__()
+        self.net, self.count, self.is_plain = perceptron(), 0, is_plain
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count, "more": [] if self.is_plain else object()}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += self.training
+        return self.net(x)
+
+
+def test_a_checkpoint_holds_what_modules_keep_besides_tensors(tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    def script() -> None:
+        model = train(paceline.init(), model=Counting)
+        assert isinstance(model, Counting)
+        counts.append(model.count)
+
+    virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path / "one", max_steps=7)
+    virtual_engine.run(
+        script, strategy="all-reduce", workers=2, out=tmp_path / "two", max_steps=15, resume=tmp_path / "one"
+    )
+    assert counts == [7, 7, 15, 15]
+
+
+def test_what_a_checkpoint_could_not_hold_is_refused_at_once(tmp_path: Path) -> None:
+    script = partial(launched, partial(train, model=partial(Counting, is_plain=False)))
+    with pytest.raises(RunFailed, match=r"the extra state of the module .* make it of numbers, strings"):
+        virtual_engine.run(script, strategy="single", workers=1, out=tmp_path)
+
+
+class Growing(nn.Module):
+    """A buffer has another shape after every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.seen = torch.cat([self.seen, torch.ones(1)])
+        return self.net(x)
+
+
+def with_evaluation(**more: Any) -> Any:
+    """The lengths that evaluations find of a growing model's buffer; zero of another's."""
+
+    def script() -> None:
+        worker = paceline.init()
+        worker.evaluation(lambda model: {"length": float(len(getattr(model, "seen", ())))})
+        train(worker, **more)
+
+    return script
+
+
+def test_models_are_judged_as_they_were_when_their_buffers_grow(tmp_path: Path) -> None:
+    result = virtual_engine.run(
+        with_evaluation(model=Growing), strategy="ps-asp", workers=2, out=tmp_path, eval_every="4", max_steps=24
+    )
+    found = [evaluation.metrics["length"] for evaluation in result.evaluations]
+    assert len(found) >= 6
+    assert found == sorted(set(found))
+
+
+def prune_one(run: Run) -> None:
+    if run.number == 5:
+        prune.l1_unstructured(run.model[1], "weight", amount=0.4)  # type: ignore[index,no-untyped-call]
+
+
+def test_models_that_were_kept_before_pruning_are_left_out(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"iteration \d+ is not evaluated.*'1\.weight' is new, gone.*--keep-best"):
+        result = virtual_engine.run(
+            with_evaluation(stepped=prune_one),
+            strategy="ps-asp",
+            workers=2,
+            out=tmp_path,
+            eval_every="3",
+            max_steps=24,
+        )
+    assert result.model_state().keys() >= {"1.weight_orig", "1.weight_mask"}
+
+
+def test_a_sum_of_parts_is_told(tmp_path: Path) -> None:
+    step = partial(odd_losses.in_parts, divides=False)
+    script = partial(launched, partial(odd_losses.own_loop, step=step))
+    with pytest.warns(UserWarning, match=r"calls backward\(\) for one part of a batch .*divide each loss"):
+        virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+
+
+def test_gradients_that_are_read_late_are_told(tmp_path: Path) -> None:
+    def script() -> None:
+        worker = paceline.init()
+        worker.evaluation(lambda model: {"norm": float(next(model.parameters()).norm())})
+        odd_losses.weigh_by_norm(worker, first=2)
+
+    with pytest.warns(UserWarning, match=r"step \d+: the script reads gradients .*combine=always"):
+        virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path, eval_every="3")
+
+
+class Weighing(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, labels: Tensor) -> Any:
+        return torch.exp(-self.scale) * F.cross_entropy(output, labels) + self.scale
+
+
+class Wrapper:
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+
+def in_loss(worker: Any) -> None:
+    model, loss = perceptron(), Weighing()
+    worker.prepare(model, momentum([*model.parameters(), *loss.parameters()]), loader())
+
+
+def in_wrapper(worker: Any) -> None:
+    model = perceptron()
+    worker.prepare(model, Wrapper(momentum(model.parameters())), loader())
+
+
+def in_two(worker: Any) -> None:
+    model = perceptron()
+    one, other = momentum(model.parameters()), SGD(model[1].parameters(), lr=0.1)
+    worker.prepare(model=model, one=one, other=other, data=loader())
+
+
+def scripted(worker: Any) -> None:
+    model = torch.jit.script(nn.Sequential(perceptron()))
+    worker.prepare(model, momentum(model.parameters()), loader())
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(samples(), batch_size=BATCH_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("script", "remedy"),
+    [
+        (in_loss, r"parameter 4 .*prepare\(model=\.\.\., loss=\.\.\., optimizer=\.\.\., data=\.\.\.\)"),
+        (scripted, r"the module 'itself' is of torch\.jit\.script.*torch\.compile"),
+        (in_wrapper, r"takes a torch\.optim\.Optimizer, not Wrapper.*give prepare the one inside"),
+        (in_two, r"'one' and 'other' both hold the parameter '1\.weight'.*one optimizer with all"),
+    ],
+)
+def test_a_refusal_names_the_remedy(script: Any, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=remedy):
+        virtual_engine.run(partial(launched, script), strategy="single", workers=1, out=tmp_path)
+
+
+def test_a_loss_with_parameters_may_be_prepared(tmp_path: Path) -> None:
+    def script() -> None:
+        model, loss = perceptron(), Weighing()
+        model, loss, optimizer, data = paceline.init().prepare(
+            model=model, loss=loss, optimizer=momentum([*model.parameters(), *loss.parameters()]), data=loader()
+        )
+        for x, y, _ in data:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+
+    result = virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path)
+    assert float(result.model_state()["loss.scale"]) != 0.0

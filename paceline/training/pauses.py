@@ -165,7 +165,7 @@ class Pauses:
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
             if not run.has_ended:
-                run.context.pacing.rest(lags_s[run.context.rank])
+                run.context.pacing.rest(lags_s[collective.rank])
         collective.set_deadline(run.config.deadline_s)
         return all_done or all_wait
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from paceline.errors import UsageError
 from paceline.planner import StepWork, predict
 from paceline.planner.coded import payload_bytes, shapes_of
 from paceline.planner.simulator import simulate
+from paceline.running.result import Result
 from tests.conformance.test_codecs import large
 from tests.conformance.test_virtual_costs import step_s
 from tests.conformance.virtual_cluster import PLAIN, run
@@ -24,6 +27,11 @@ MATRICES = StepWork(tensor_bytes=(4 * 1000 * 1000,) * 4, samples=4)
 def cluster_of(*, workers: int = 1, gbit_per_s: float = 1.0) -> Cluster:
     hosts = Hosts(count=20, workers=workers, bandwidth_gbit_per_s=gbit_per_s, memory_gbyte_per_s=100.0)
     return Cluster(hosts=(hosts,), compute=Compute(step_s=0.05))
+
+
+def median_step_s(result: Result) -> float:
+    own = [record.time_s for record in result.steps if record.worker == 0]
+    return statistics.median(after - before for before, after in pairwise(own))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +51,10 @@ def test_plans_come_true(strategy: str, workers: int, codec: str, tmp_path: Path
     options: dict[str, Any] = {"codec": codec} | (PLAIN if strategy == "ps-bsp" else {})
     found = predict(cluster, strategy=strategy, workers=workers, work=LARGE, options={"codec": codec})
     simulated = simulate(cluster, strategy=strategy, workers=workers, work=LARGE, options={"codec": codec}, steps=20)
-    result = run(large, tmp_path, strategy, workers, cluster=cluster, options=options, max_steps=6 * workers)
-    for taken_s in (step_s(result), simulated.step_s):
+    # Asynchronous workers drain the links when they meet for a moment, as they do in their first steps.
+    num_own = 20 if strategy == "ps-asp" else 6
+    result = run(large, tmp_path, strategy, workers, cluster=cluster, options=options, max_steps=num_own * workers)
+    for taken_s in (median_step_s(result), simulated.step_s):
         assert 0.95 * found.step_s_low <= taken_s <= 1.05 * found.step_s_high
 
 

@@ -51,6 +51,7 @@ class Pauses:
         self._same_data: SameData | None = None
         self._has_begun = False
         self._met_at = (0, 0.0)
+        self._together_s = 0.0  # on this worker's clock, where all last began to train together
 
     @property
     def _judges_beside(self) -> bool:
@@ -162,6 +163,7 @@ class Pauses:
         all_wait = _all_wait(reports)
         if all_wait:
             run.has_ended = run.has_ended or any(report["has_ended"] for report in reports)
+            self._together_s = run.clock.now_s
         if not all_done:
             collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
             if not run.has_ended:
@@ -184,6 +186,7 @@ class Pauses:
             "waits_at": waits_at,
             "has_ended": run.has_ended,
             "time_s": run.clock.now_s,
+            "since_s": run.clock.now_s - self._together_s,
             "samples": run.samples if tally is None else tally.samples * run.context.is_first,
             "steps": run.steps if tally is None else tally.batches * run.context.is_first,
             "lacks_script": tally is not None and tally.lacks_script,
@@ -219,14 +222,14 @@ class Pauses:
         """By how many seconds of training each worker came later than the first one that goes on, and goes on later.
 
         Workers that began their steps together would be less, or more, stale than before. So they go on as if nobody
-        had waited, and all their training clocks show the same time, as they have from the start. Those that are
-        through or wait at a place go on at once.
+        had waited, and all their training clocks show the same time, as they have since all last began together: at
+        the start, or after a meeting. Those that are through or wait at a place go on at once.
         """
         goes_on = [not (report["done"] or report["waits_at"]) for report in reports]
         if self._run.traits.is_synchronous or not any(goes_on):
             return [0.0] * len(reports)
-        first_s = min(report["time_s"] for report, goes in zip(reports, goes_on, strict=True) if goes)
-        return [float(report["time_s"] - first_s) * goes for report, goes in zip(reports, goes_on, strict=True)]
+        first_s = min(report["since_s"] for report, goes in zip(reports, goes_on, strict=True) if goes)
+        return [float(report["since_s"] - first_s) * goes for report, goes in zip(reports, goes_on, strict=True)]
 
     def _look_at_global_model(
         self, reports: list[dict[str, Any]], *, judges: bool, judged: Count | None, saves: bool, is_last: bool

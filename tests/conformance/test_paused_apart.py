@@ -67,6 +67,32 @@ def test_looking_for_a_target_changes_no_update(tmp_path: Path, monkeypatch: pyt
     assert judged.time_to_target_s == first.time_s
 
 
+def meet_now_and_then(worker: Worker, out: Path) -> None:
+    model, optimizer, loader = prepared(worker)
+    steps = 0
+    while True:
+        for x, y, _ in loader:
+            step(worker, model, optimizer, x, y)
+            steps += 1
+            if steps % 5 == 0:
+                with worker.meeting("here"):
+                    pass
+
+
+def test_pauses_between_meetings_do_not_set_workers_further_apart(tmp_path: Path) -> None:
+    """One of two computes twice as long, so that the other waits for it at each meeting."""
+    cluster = cluster_of(slow=0.5)
+    plain, saved = (
+        run(
+            meet_now_and_then, tmp_path / str(every), "ps-asp", 2, cluster=cluster, max_steps=60, checkpoint_every=every
+        )
+        for every in (SELDOM, 7)
+    )
+    assert num_checkpoints(saved) == 9
+    before, after = (max(update.staleness for update in result.updates) for result in (plain, saved))
+    assert after <= before == 3
+
+
 def test_pauses_leave_staleness_distributed_as_it_was(tmp_path: Path) -> None:
     """Where one worker takes several steps in another's, some gradients of a pause come in another order."""
     compute = {"distribution": "log-normal", "variation": 0.3}

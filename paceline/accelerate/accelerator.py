@@ -85,7 +85,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
         models = [thing for thing in things if isinstance(thing, nn.Module)] or list(self._models)
         replaced: dict[int, Any] = {}
-        if optimizers and not all(id(optimizer) in self._known for optimizer in optimizers):
+        if optimizers and (loaders or not all(id(optimizer) in self._known for optimizer in optimizers)):
             if not models or not loaders or self._training is not None:
                 raise UsageError(
                     "give prepare all optimizers at once, with the training DataLoader, and after or with their "

@@ -7,11 +7,13 @@ from unittest.mock import patch
 import torch
 import transformers
 from accelerate import skip_first_batches
+from transformers.trainer_utils import SaveStrategy
 
 import paceline
 from paceline.accelerate import Accelerator
 from paceline.accelerate.loader import TrainingLoader
 from paceline.accelerate.weights import apart
+from paceline.durable import whole
 from paceline.errors import UsageError
 from paceline.transformers.arguments import TrainingArguments
 
@@ -71,9 +73,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **settings: Any) -> None:
         """All workers do so together: at the same of their own steps."""
-        if not (self.control.should_log or self.control.should_evaluate or self.control.should_save):
+        due = [work for work in ("log", "evaluate", "save") if getattr(self.control, f"should_{work}")]
+        if not due:
             return
-        with self._worker.meeting("Trainer's logging, evaluating and saving"):
+        with self._worker.meeting(f"the Trainer's place to {' and '.join(due)}"):
             super()._maybe_log_save_evaluate(*arguments, **settings)
 
     # --- the global model ---------------------------------------------------------------------------------------
@@ -93,12 +96,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """In one directory, also where the run's end finds workers at different steps. Paceline's part is there
+        before what makes it look whole."""
+        own_step = self.state.global_step
         with self.accelerator.global_model():
+            self.state.global_step = self._worker.broadcast_object(own_step)
             state = self._worker.run_state()
+            if state and not self.args.save_only_model:
+                directory = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+                directory.mkdir(parents=True, exist_ok=True)
+                with whole(directory / _FILE) as partial:
+                    partial.write_bytes(state)
             super()._save_checkpoint(model, trial)
-        if state:
-            directory = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-            (directory / _FILE).write_bytes(state)
+            self.state.global_step = own_step
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -107,19 +117,31 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         path = Path(checkpoint) / _FILE
         if not path.exists():
             raise UsageError(
-                f"{checkpoint} has no {_FILE}: a Trainer without Paceline has written it, or save_only_model was set; "
-                "begin a new run from its weights, with from_pretrained"
+                f"{checkpoint} has no {_FILE}, as where a Trainer without Paceline has written it, or with "
+                "save_only_model; begin a new run from its weights, with from_pretrained"
             )
         self._worker.load_run_state(path.read_bytes())
 
 
 class _EndOfRun(transformers.TrainerCallback):  # type: ignore[misc]
-    """Training is over when the run is."""
+    """Training is over when the run is. Workers that have come to its end at different steps log, evaluate and save
+    together where the epoch ends, as it then does for all."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= paceline.init().is_over
+        worker = paceline.init()
+        if not worker.is_over:
+            return
+        control.should_training_stop = True
+        if not worker.strategy.traits.lock_step:
+            control.should_log = control.should_evaluate = control.should_save = False
 
-    on_epoch_end = on_step_end
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        worker = paceline.init()
+        if not worker.is_over:
+            return
+        control.should_training_stop = True
+        if args.save_strategy == SaveStrategy.STEPS and not worker.strategy.traits.lock_step:
+            control.should_save = True
 
 
 def _begin_at(loader: Any, num_batches: int) -> Any:

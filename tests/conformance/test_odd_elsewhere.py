@@ -38,7 +38,9 @@ QUICK = (
 )
 IN_WORDS = r"has taken \d+ steps on \d+ batches|waits for .*leave out a batch or a step only where"
 """What a script that leaves a batch out alone is told."""
-APART = "is not the same on ranks 0 and 1, as by weights that one rank has loaded after prepare; load them on every rank"
+APART = (
+    "is not the same on ranks 0 and 1, as by weights that one rank has loaded after prepare; load them on every rank"
+)
 CHANGES_WEIGHTS = ("initialised by data", "clamped", "noise")
 UNDER_NEIGHBOURS = r"step \d: the script changed parameter '.*' in place on rank \d, while neighbours mix a copy of it"
 """What scripts that change weights themselves are told where neighbours change them at any time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +83,7 @@ def train(
     samples: int = SAMPLES,
     batch_size: int = GLOBAL_BATCH // 2,
     resumes: Path | None = None,
+    slows_rank: int | None = None,
     **arguments: Any,
 ) -> None:
     """The script, with its one line changed or not."""
@@ -107,13 +109,17 @@ def train(
         args=TrainingArguments(str(out / "trainer"), **settings),
         train_dataset=Samples(samples),
         eval_dataset=Samples(30),
-        compute_metrics=accuracy,
+        compute_metrics=lambda found: (
+            accuracy(found) | {"sum": sum(float(each.sum()) for each in trainer.model.parameters())}
+        ),
     )
+    if trainer.args.process_index == slows_rank:
+        trainer.model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
     trainer.train(resume_from_checkpoint=str(resumes) if resumes is not None else None)
     logged = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
     said = {
         "weights": [parameter.flatten().tolist() for parameter in trainer.model.parameters()],
-        "found": [[entry["eval_loss"], entry["eval_accuracy"]] for entry in logged],
+        "found": [[entry["eval_accuracy"], entry["eval_sum"]] for entry in logged],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
@@ -157,7 +163,7 @@ def test_workers_in_lock_step_train_what_one_process_trains(
     for one, other in zip(found["weights"], expected["weights"], strict=True):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=1e-4)
     assert found["losses"] == pytest.approx(expected["losses"], abs=1e-4)
-    assert [accuracy for _, accuracy in found["found"]] == [accuracy for _, accuracy in expected["found"]]
+    assert [accuracy for accuracy, _ in found["found"]] == [accuracy for accuracy, _ in expected["found"]]
     assert (found["steps"], found["epochs"]) == (expected["steps"], expected["epochs"])
 
 
@@ -188,11 +194,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, at: int, tmp_p
     assert resumed["losses"][-1] == whole["losses"][-1]
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
-def test_the_runs_budget_ends_the_script(strategy: str, tmp_path: Path) -> None:
-    found = trained(tmp_path, strategy, max_steps=10)
-    assert found["steps"] <= 10
-    assert len(found["found"]) <= EPOCHS
+def test_the_runs_budget_ends_the_script(tmp_path: Path) -> None:
+    found = trained(tmp_path, "all-reduce", max_steps=10)
+    assert found["steps"] == 10
+    assert len(found["found"]) == EPOCHS
+
+
+def test_a_budget_that_ends_workers_at_different_steps(tmp_path: Path) -> None:
+    """They log, evaluate and save in one place, and one checkpoint has all."""
+    settings = {"max_steps": 10, "logging_steps": 1000, "slows_rank": 0, "save_strategy": "epoch"}
+    found = trained(tmp_path, "ps-asp", **settings, **SGD)
+    other = json.loads((tmp_path / "found-1.json").read_text())
+    assert found["steps"] < other["steps"]
+    assert 10 <= found["steps"] + other["steps"] <= 12
+    assert found["found"][-1] == other["found"][-1]
+    directories = sorted((tmp_path / "trainer").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    names = {"paceline.bin", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"}
+    assert all(names <= {path.name for path in directory.iterdir()} for directory in directories)
+    assert directories[-1].name == f"checkpoint-{found['steps']}"
 
 
 def test_tokens_are_not_averaged_where_a_batch_is_smaller_on_one_rank(tmp_path: Path) -> None:

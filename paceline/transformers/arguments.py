@@ -21,8 +21,6 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         UsageError: the run is of a kind that the Trainer cannot follow, or an argument cannot be honoured in it.
     """
 
-    use_cpu: bool = False  # as there; declared here for the type checker
-
     def __post_init__(self) -> None:
         worker = paceline.init()
         require_possible(worker.strategy)
@@ -34,7 +32,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
                 "trainer.state.best_model_checkpoint in the end, with from_pretrained"
             )
         join_group(worker)
-        if self.use_cpu and worker.device.type != "cpu":
+        if vars(self)["use_cpu"] and worker.device.type != "cpu":
             raise UsageError(f"use_cpu: this run is on {worker.device}; leave it out, and use --device cpu")
         self.use_cpu = worker.device.type == "cpu"
         self.average_tokens_across_devices &= worker.strategy.traits.lock_step

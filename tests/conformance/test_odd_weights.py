@@ -55,6 +55,22 @@ def test_a_resumed_run_goes_on_from_the_checkpoint_whatever_is_loaded_after_prep
     assert_close(resumed.model_state(), whole.model_state(), EXACT)
 
 
+def freeze(run: Run) -> None:
+    run.model[1].requires_grad_(False)  # type: ignore[index]
+
+
+def test_what_a_script_has_frozen_on_its_way_to_the_checkpoint_stays_so(tmp_path: Path) -> None:
+    run = partial(
+        virtual_engine.run, partial(launched, partial(train, passed=freeze)), strategy="all-reduce", workers=2
+    )
+    whole = run(out=tmp_path / "whole")
+    first = run(out=tmp_path / "one", max_steps=14)
+    resumed = run(out=tmp_path / "two", resume=tmp_path / "one")
+    assert_close(resumed.model_state(), whole.model_state(), EXACT)
+    assert torch.equal(first.model_state()["1.weight"], whole.model_state()["1.weight"])
+    assert not torch.equal(first.model_state()["3.weight"], whole.model_state()["3.weight"])
+
+
 @pytest.mark.parametrize("strategy", ["single", "all-reduce", "ps-bsp"])
 def test_statistics_are_found_after_the_runs_end(strategy: str, tmp_path: Path) -> None:
     result = virtual_engine.run(

@@ -43,6 +43,26 @@ def test_rounds_do_not_begin_with_weights_that_one_rank_has_loaded(strategy: str
         virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path, options=TWO_ROUNDS[strategy])
 
 
+def with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 4)).double()
+
+
+def warm_up(run: Run, *, is_own: bool) -> None:
+    x = samples().tensors[0]
+    run.model(x[4 * run.worker.rank :][:4] if is_own else x[:4])
+
+
+def test_clients_begin_with_the_first_ranks_statistics(tmp_path: Path) -> None:
+    states = []
+    for is_own in (True, False):
+        script = partial(launched, partial(train, model=with_statistics, prepared=partial(warm_up, is_own=is_own)))
+        result = virtual_engine.run(
+            script, strategy="fed-avg", workers=2, out=tmp_path / str(is_own), options=TWO_ROUNDS["fed-avg"]
+        )
+        states.append(result.model_state())
+    assert_close(states[0], states[1], EXACT)
+
+
 @pytest.mark.parametrize("strategy", ["all-reduce", "gossip"])
 def test_a_resumed_run_goes_on_from_the_checkpoint_whatever_is_loaded_after_prepare(
     strategy: str, tmp_path: Path

@@ -203,6 +203,13 @@ def test_a_sum_of_parts_is_told(tmp_path: Path) -> None:
         virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
 
 
+def test_a_sum_of_terms_that_share_nothing_is_told(tmp_path: Path) -> None:
+    step = partial(odd_losses.looped, is_mean=False, is_cut=False)
+    script = partial(launched, partial(odd_losses.own_loop, step=step))
+    with pytest.warns(UserWarning, match=r"adds up 4 terms, as many as samples.*unless each is of a model of its own"):
+        virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+
+
 def test_gradients_that_are_read_late_are_told(tmp_path: Path) -> None:
     def script() -> None:
         worker = paceline.init()

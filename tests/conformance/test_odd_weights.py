@@ -105,6 +105,28 @@ def test_statistics_are_found_after_the_runs_end(strategy: str, tmp_path: Path) 
     torch.testing.assert_close(state["2.running_mean"], (x @ state["1.weight"].t() + state["1.bias"]).mean(0))
 
 
+def test_a_loop_without_gradients_ends_with_the_run_and_the_script_goes_on(tmp_path: Path) -> None:
+    ended: list[int] = []
+
+    def script() -> None:
+        model = perceptron()
+        model, optimizer, loader = paceline.init().prepare(
+            model, SGD(model.parameters(), lr=0.1), DataLoader(samples(), batch_size=BATCH_SIZE)
+        )
+        num_batches = 0
+        with torch.no_grad():
+            for _ in range(3):
+                for _ in loader:
+                    num_batches += 1
+                    for parameter in model.parameters():
+                        parameter.grad = torch.ones_like(parameter)
+                    optimizer.step()
+        ended.append(num_batches)
+
+    virtual_engine.run(script, strategy="single", workers=1, out=tmp_path, max_steps=7)
+    assert ended == [7]
+
+
 class Counting(nn.Module):
     """Counts its batches in what is no tensor."""
 

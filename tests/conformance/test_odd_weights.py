@@ -15,7 +15,9 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.errors import RunFailed
+from paceline.errors import RunFailed, UsageError
+from paceline.training.extra_states import NAME, ExtraStates
+from paceline.training.snapshot import move_on
 from tests.conformance import odd_losses, odd_weights, virtual_engine
 from tests.conformance.odd_hunted import Run, train
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, momentum, perceptron, samples
@@ -158,6 +160,11 @@ def test_a_checkpoint_holds_what_modules_keep_besides_tensors(tmp_path: Path) ->
         script, strategy="all-reduce", workers=2, out=tmp_path / "two", max_steps=15, resume=tmp_path / "one"
     )
     assert counts == [7, 7, 15, 15]
+
+
+def test_a_checkpoint_without_extra_states_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match="no state for what modules give by get_extra_state; start a new run"):
+        move_on([], {}, [], {NAME: ExtraStates(Counting())})
 
 
 def test_what_a_checkpoint_could_not_hold_is_refused_at_once(tmp_path: Path) -> None:

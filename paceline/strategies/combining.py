@@ -129,6 +129,7 @@ class Combining:
             )
         if self._averages and self._seen is None:
             self.after_backward(weight)
+            self._reads.end()
 
     def take(self) -> bool:
         """The step begins: whether its gradients are the workers' mean. The next step starts anew."""

@@ -18,6 +18,9 @@ class GradientReads:
         self._watched: list[nn.Parameter] = []
 
     def begin(self) -> None:
+        """Goes on where it has begun already, as after the second backward pass of a step."""
+        if self._watched:
+            return
         self._watched = [parameter for parameter in self._parameters if type(parameter) is nn.Parameter]
         for parameter in self._watched:
             parameter.__class__ = _Watched

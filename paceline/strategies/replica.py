@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -153,9 +153,13 @@ def require_joint_changes(model: nn.Module) -> None:
 
 
 def copy_from_first(model: nn.Module, collective: Collective) -> None:
-    """Give every rank rank 0's parameters and buffers, which are alike, as one tensor. Collective call."""
+    """Give every rank rank 0's parameters and buffers, which are alike. Collective call."""
     named = (*named_parameters_of(model), *model.named_buffers())
-    tensors = [tensor.detach() for _, tensor in named]
+    copy_tensors_from_first([tensor.detach() for _, tensor in named], collective)
+
+
+def copy_tensors_from_first(tensors: Sequence[Tensor], collective: Collective) -> None:
+    """Give every rank rank 0's, one at least, as one tensor. Collective call."""
     flats = [flatten(tensor, device_type=tensor.device.type, is_target=True) for tensor in tensors]
     own = [flat.view(torch.uint8) for flat, _ in flats]
     whole = torch.cat(own)

@@ -47,7 +47,7 @@ from paceline.training.same_gradients import SameGradients
 from paceline.training.sharding import DIFFERS, ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
 from paceline.training.summed_loss import SummedLoss
-from paceline.training.unchanged import remembered
+from paceline.training.unchanged import remembered_values
 from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.worker_run import Prepared, WorkerRun
 
@@ -303,7 +303,7 @@ class Session:
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.restore(checkpoint)
-        self._put_back = remembered(self.run.prepared.replica.model)
+        self._put_back = remembered_values(self.run.prepared.replica.model)
         self._cadence.checkpointed_at = checkpoint.iteration
         self._cadence.evaluated_at = Count(
             checkpoint.iteration,

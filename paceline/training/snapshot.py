@@ -17,6 +17,7 @@ from paceline.errors import UsageError
 from paceline.seeding import random_state, set_random_state
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import hyperparameters
+from paceline.training.extra_states import NAME
 from paceline.training.sharding import Place
 
 _PAIRS = "complex128"
@@ -208,5 +209,6 @@ def move_on(
         group.update(saved)
     for name, thing in extra.items():
         if name not in saved_extra:
-            raise UsageError(f"the checkpoint has no state for prepare({name}=...)")
+            what = "what modules give by get_extra_state" if name == NAME else f"prepare({name}=...)"
+            raise UsageError(f"the checkpoint has no state for {what}; start a new run from its model.safetensors")
         thing.load_state_dict(saved_extra[name])

@@ -44,15 +44,25 @@ class SummedLoss:
 
     def end_step(self) -> None:
         """The first step's gradients are there. Warns, on rank 0, where its passes were of parts of a batch: it is no
-        error, since the script may have divided the gradients."""
-        if self._rank == 0 and self._terms.are_parts(self._num_samples()):
-            warnings.warn(
-                "the script calls backward() for one part of a batch after the other, and nothing divides these "
-                "losses: their gradients add up to a sum over the batch, and workers average gradients as if it were a "
-                f"mean, so that a step is {self._size} times smaller than one process would take with the same "
-                "batches; divide each loss by the number of parts, unless the gradients are divided afterwards",
-                stacklevel=4,
-            )
+        error, since the script may have divided the gradients. So it does of as many terms as samples that share
+        nothing, which may be of a model each."""
+        if self._rank != 0:
+            return
+        num_samples = self._num_samples()
+        if self._terms.are_parts(num_samples):
+            what = "the script calls backward() for one part of a batch after the other"
+            self._warn(what, "parts", unless="the gradients are divided afterwards")
+        elif self._terms.are_apart(num_samples):
+            what = f"the loss adds up {num_samples} terms, as many as samples"
+            self._warn(what, "terms", unless="each is of a model of its own")
+
+    def _warn(self, what: str, parts: str, *, unless: str) -> None:
+        warnings.warn(
+            f"{what}, and nothing divides these losses: their gradients add up to a sum over the batch, and workers "
+            f"average gradients as if it were a mean, so that a step is {self._size} times smaller than one process "
+            f"would take with the same batches; divide each loss by the number of {parts}, unless {unless}",
+            stacklevel=5,
+        )
 
     def _look(self, _: int) -> None:
         """Raises UsageError for a sum."""

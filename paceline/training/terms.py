@@ -34,8 +34,14 @@ class Terms:
         self._passes.append([_described(node) for root in begun for node in terms_of(root)])
 
     def are_one_a_sample(self, num_samples: int) -> bool:
-        """Whether the last pass began at a sum with a term for each of so many samples."""
-        return bool(self._passes) and _is_a_term_each(self._passes[-1], num_samples)
+        """Whether the last pass began at a sum with a term cut out of the batch for each of so many samples."""
+        terms = self._passes[-1] if self._passes else ()
+        return _are_as_many(terms, num_samples) and all(num_samples in term.cut_from for term in terms)
+
+    def are_apart(self, num_samples: int) -> bool:
+        """Whether a pass began at a sum of so many terms, each computed apart from the others: from a sample each, as
+        it seems, or by a model each."""
+        return any(_are_as_many(terms, num_samples) and _share_nothing(terms) for terms in self._passes)
 
     def are_parts(self, num_samples: int) -> bool:
         """Whether each pass was of a part of so many samples, and together they were of all."""
@@ -57,15 +63,17 @@ def terms_of(node: Any) -> Iterator[Any]:
             yield node
 
 
-def _is_a_term_each(terms: Sequence[_Term], num_samples: int) -> bool:
-    """Whether there are as many as samples, each computed apart from the others or cut out of the batch."""
+def _are_as_many(terms: Sequence[_Term], num_samples: int) -> bool:
+    """Whether there is an unscaled term a sample, and none is of the whole batch."""
     if len(terms) != num_samples or num_samples < _LEAST or not _are_alike(terms):
         return False
-    if any(term.rows == num_samples for term in terms):
-        return False
-    num_nodes = len(frozenset[Any]().union(*(term.nodes for term in terms)))
-    are_apart = num_nodes == sum(len(term.nodes) for term in terms)
-    return are_apart or all(num_samples in term.cut_from for term in terms)
+    return all(term.rows != num_samples for term in terms)
+
+
+def _share_nothing(terms: Sequence[_Term]) -> bool:
+    if any(len(term.nodes) >= _MOST_NODES for term in terms):
+        return False  # what they share may lie further down
+    return len(frozenset[Any]().union(*(term.nodes for term in terms))) == sum(len(term.nodes) for term in terms)
 
 
 def _are_alike(terms: Sequence[_Term]) -> bool:

@@ -26,23 +26,32 @@ def remembered(model: nn.Module) -> Callable[[], None]:
     places: list[tuple[Any, dict[str, Any]]] = [
         (own, dict(own.items())) for each in model.modules() for own in (each._parameters, each._buffers)
     ]
-    parameters = [parameter for _, parameter in named_parameters_of(model)]
-    tensors = [*parameters, *model.buffers()]
-    before = [(tensor.data, tensor.detach().clone()) for tensor in tensors]
-    need_gradients = [parameter.requires_grad for parameter in parameters]
+    need_gradients = [(parameter, parameter.requires_grad) for _, parameter in named_parameters_of(model)]
+    put_values_back = remembered_values(model)
 
     def put_back() -> None:
         for own, held in places:
             if own.keys() != held.keys() or any(own[name] is not held[name] for name in held):
                 own.clear()
                 own.update(held)
+        put_values_back()
+        for parameter, needs in need_gradients:
+            parameter.requires_grad_(needs)
+
+    return put_back
+
+
+def remembered_values(model: nn.Module) -> Callable[[], None]:
+    """What has the tensors that are the model's now hold what they hold, wherever they are then."""
+    tensors = [*(parameter for _, parameter in named_parameters_of(model)), *model.buffers()]
+    before = [(tensor.data, tensor.detach().clone()) for tensor in tensors]
+
+    def put_back() -> None:
         with torch.no_grad():
             for tensor, (own_data, value) in zip(tensors, before, strict=True):
                 if tensor.data_ptr() != own_data.data_ptr() or tensor.shape != own_data.shape:
                     tensor.data = own_data
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
-        for parameter, needs in zip(parameters, need_gradients, strict=True):
-            parameter.requires_grad_(needs)
 
     return put_back

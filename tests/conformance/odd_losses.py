@@ -95,7 +95,6 @@ def contrastive(worker: Any) -> nn.Module:
 
 
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
-    "a sum by a loop": partial(own_loop, step=partial(looped, is_mean=False, is_cut=False)),
     "a sum by a loop over outputs": partial(own_loop, step=partial(looped, is_mean=False, is_cut=True)),
     "a mean by a loop": partial(own_loop, step=partial(looped, is_mean=True, is_cut=False)),
     "a mean in parts": partial(own_loop, step=partial(in_parts, divides=True)),

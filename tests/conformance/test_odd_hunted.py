@@ -141,7 +141,6 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "a part kept and clamped": {SERVERS: IN_PLACE},
     "in a vector from before": {(*SERVERS, "gossip"): r"holds a tensor of shape \[\d+\].* '\d.\w+'.*or use all-reduce"},
     "others loaded": {SERVERS: IN_PLACE},
-    "a sum by a loop": {JOINT: LOOP},
     "a sum by a loop over outputs": {JOINT: LOOP},
     "others' outputs in the loss": {(*SERVERS[1:], *ALONE): SAME_STEP, JOINT: NO_HISTORY},
 }
@@ -169,7 +168,7 @@ QUICK = (
     "shuffled in place, later",
     "another loader beside",
     "kept and read",
-    "a sum by a loop",
+    "a sum by a loop over outputs",
     "weighed by gradients",
     "others' outputs in the loss",
 )

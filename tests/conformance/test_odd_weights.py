@@ -15,7 +15,9 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.errors import RunFailed
+from paceline.errors import RunFailed, UsageError
+from paceline.training.extra_states import NAME, ExtraStates
+from paceline.training.snapshot import move_on
 from tests.conformance import odd_losses, odd_weights, virtual_engine
 from tests.conformance.odd_hunted import Run, train
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, momentum, perceptron, samples
@@ -43,6 +45,26 @@ def test_rounds_do_not_begin_with_weights_that_one_rank_has_loaded(strategy: str
         virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path, options=TWO_ROUNDS[strategy])
 
 
+def with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 4)).double()
+
+
+def warm_up(run: Run, *, is_own: bool) -> None:
+    x = samples().tensors[0]
+    run.model(x[4 * run.worker.rank :][:4] if is_own else x[:4])
+
+
+def test_clients_begin_with_the_first_ranks_statistics(tmp_path: Path) -> None:
+    states = []
+    for is_own in (True, False):
+        script = partial(launched, partial(train, model=with_statistics, prepared=partial(warm_up, is_own=is_own)))
+        result = virtual_engine.run(
+            script, strategy="fed-avg", workers=2, out=tmp_path / str(is_own), options=TWO_ROUNDS["fed-avg"]
+        )
+        states.append(result.model_state())
+    assert_close(states[0], states[1], EXACT)
+
+
 @pytest.mark.parametrize("strategy", ["all-reduce", "gossip"])
 def test_a_resumed_run_goes_on_from_the_checkpoint_whatever_is_loaded_after_prepare(
     strategy: str, tmp_path: Path
@@ -53,6 +75,22 @@ def test_a_resumed_run_goes_on_from_the_checkpoint_whatever_is_loaded_after_prep
     run(out=tmp_path / "one", max_steps=14)
     resumed = run(out=tmp_path / "two", max_steps=18, resume=tmp_path / "one")
     assert_close(resumed.model_state(), whole.model_state(), EXACT)
+
+
+def freeze(run: Run) -> None:
+    run.model[1].requires_grad_(False)  # type: ignore[index]
+
+
+def test_what_a_script_has_frozen_on_its_way_to_the_checkpoint_stays_so(tmp_path: Path) -> None:
+    run = partial(
+        virtual_engine.run, partial(launched, partial(train, passed=freeze)), strategy="all-reduce", workers=2
+    )
+    whole = run(out=tmp_path / "whole")
+    first = run(out=tmp_path / "one", max_steps=14)
+    resumed = run(out=tmp_path / "two", resume=tmp_path / "one")
+    assert_close(resumed.model_state(), whole.model_state(), EXACT)
+    assert torch.equal(first.model_state()["1.weight"], whole.model_state()["1.weight"])
+    assert not torch.equal(first.model_state()["3.weight"], whole.model_state()["3.weight"])
 
 
 @pytest.mark.parametrize("strategy", ["single", "all-reduce", "ps-bsp"])
@@ -67,6 +105,28 @@ def test_statistics_are_found_after_the_runs_end(strategy: str, tmp_path: Path) 
     state = result.model_state()
     x = samples().tensors[0].flatten(1)
     torch.testing.assert_close(state["2.running_mean"], (x @ state["1.weight"].t() + state["1.bias"]).mean(0))
+
+
+def test_a_loop_without_gradients_ends_with_the_run_and_the_script_goes_on(tmp_path: Path) -> None:
+    ended: list[int] = []
+
+    def script() -> None:
+        model = perceptron()
+        model, optimizer, loader = paceline.init().prepare(
+            model, SGD(model.parameters(), lr=0.1), DataLoader(samples(), batch_size=BATCH_SIZE)
+        )
+        num_batches = 0
+        with torch.no_grad():
+            for _ in range(3):
+                for _ in loader:
+                    num_batches += 1
+                    for parameter in model.parameters():
+                        parameter.grad = torch.ones_like(parameter)
+                    optimizer.step()
+        ended.append(num_batches)
+
+    virtual_engine.run(script, strategy="single", workers=1, out=tmp_path, max_steps=7)
+    assert ended == [7]
 
 
 class Counting(nn.Module):
@@ -100,6 +160,11 @@ def test_a_checkpoint_holds_what_modules_keep_besides_tensors(tmp_path: Path) ->
         script, strategy="all-reduce", workers=2, out=tmp_path / "two", max_steps=15, resume=tmp_path / "one"
     )
     assert counts == [7, 7, 15, 15]
+
+
+def test_a_checkpoint_without_extra_states_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match="no state for what modules give by get_extra_state; start a new run"):
+        move_on([], {}, [], {NAME: ExtraStates(Counting())})
 
 
 def test_what_a_checkpoint_could_not_hold_is_refused_at_once(tmp_path: Path) -> None:
@@ -164,6 +229,13 @@ def test_a_sum_of_parts_is_told(tmp_path: Path) -> None:
     step = partial(odd_losses.in_parts, divides=False)
     script = partial(launched, partial(odd_losses.own_loop, step=step))
     with pytest.warns(UserWarning, match=r"calls backward\(\) for one part of a batch .*divide each loss"):
+        virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+
+
+def test_a_sum_of_terms_that_share_nothing_is_told(tmp_path: Path) -> None:
+    step = partial(odd_losses.looped, is_mean=False, is_cut=False)
+    script = partial(launched, partial(odd_losses.own_loop, step=step))
+    with pytest.warns(UserWarning, match=r"adds up 4 terms, as many as samples.*unless each is of a model of its own"):
         virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.buckets import NONFINITE, Bucket
 from paceline.codec import BF16, FP16, QSGD, Codec, Int8, OneBit, PowerSGD, RandomK, Sign, TopK
@@ -137,6 +137,29 @@ def combined(collective: Collective) -> tuple[str | None, bool]:
 
 def test_an_average_that_is_not_finite_is_blamed_on_the_rank_it_is_of(world: World) -> None:
     assert world.run(combined) == [(None, False), ("weight", False), (None, False)]
+
+
+def after_two_passes(collective: Collective, reads_after: int | None) -> tuple[bool, set[type]]:
+    """Whether gradients are averaged after a step of two passes, after one of which rank 1 reads a gradient, and of
+    which classes parameters are in a step that looks closely, and only accumulates."""
+    model = nn.Linear(2, 1)
+    flats, parameters = [torch.zeros(2), torch.zeros(1)], list(model.parameters())
+    combining = Combining(collective, flats, parameters=parameters, mode="auto", find_nonfinite=lambda: None)
+    for number in range(2):
+        combining.after_backward(1.0)
+        if number == reads_after and collective.rank == 1:
+            assert model.weight.grad is None
+    for number in (1, 2):
+        combining.script_is_done()
+        combining.before_step(1.0, step=number, is_scaled=False)
+        is_combined = combining.take()
+        combining.look_closely()
+    return is_combined, {type(parameter) for parameter in parameters}
+
+
+@pytest.mark.parametrize("reads_after", [None, 0, 1])
+def test_a_read_after_any_pass_of_the_first_step_counts(world: World, reads_after: int | None) -> None:
+    assert world.run(after_two_passes, reads_after) == [(reads_after is not None, {nn.Parameter})] * SIZE
 
 
 @given(before=st.integers(1, 5), after=st.integers(1, 5), fate=st.sampled_from(["average", "sum", "reset"]))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.training.summed_loss import SummedLoss
+from paceline.training.terms import _MOST_NODES, Terms
 
 NUM_SAMPLES = 8
 
@@ -57,3 +58,21 @@ def test_a_sum_is_noticed_from_another_thread() -> None:
 
 def test_a_mean_is_not() -> None:
     train(reduction="mean")
+
+
+def trunk(depth: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), *(nn.Tanh() for _ in range(depth)))
+
+
+@pytest.mark.parametrize(("depth", "are_apart"), [(0, True), (_MOST_NODES, False)])
+def test_as_many_terms_as_samples_are_refused_only_if_cut_out_of_the_batch(depth: int, are_apart: bool) -> None:
+    """An ensemble's terms share nothing; those of heads may share a trunk that nobody has looked down to."""
+    models = [trunk(depth) for _ in range(4)]
+    labels = torch.zeros(40, dtype=torch.int64)
+    loss = torch.zeros(())
+    for model in models:  # 4 samples of 10 tokens
+        loss = loss + nn.functional.cross_entropy(model(torch.ones(40, 3)), labels)
+    terms = Terms()
+    terms.add_pass([loss.grad_fn])
+    assert not terms.are_one_a_sample(4)
+    assert terms.are_apart(4) == are_apart

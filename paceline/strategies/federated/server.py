@@ -25,7 +25,7 @@ from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.secured import Masks
 from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.own_state import OwnState
-from paceline.strategies.replica import Replica
+from paceline.strategies.replica import Replica, copy_tensors_from_first
 
 _OUTER, _CONTROL, _PAST = "outer.", "shared_control.", "past."
 _Version = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -169,13 +169,17 @@ class ServerModel:
             self._rejecting.require_judge()
 
     def take_up(self) -> None:
-        """Before the first round: since it was prepared the script may have loaded weights. Collective call.
+        """Before the first round: since it was prepared the script may have loaded weights. Of buffers the server has
+        rank 0's. Collective call.
 
         Raises:
             TensorMismatch: workers have other parameters.
         """
         require_same(self._names, self.trained, self._collective, when="before the first round")
         _copy([*self.parameters, *self._shared_buffers], [*self.trained, *self._buffers])
+        if self._shared_buffers:  # statistics of a batch of one rank's own, as of a first forward pass
+            copy_tensors_from_first(self._shared_buffers, self._collective)
+            self.load()
 
     @property
     def _present(self) -> _Version:

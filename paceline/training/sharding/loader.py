@@ -42,7 +42,7 @@ class ShardedLoader(StandIn):
 
     A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`. A pass that
     begins where gradients are switched off is none of training, and has all batches of map-style data, as
-    `torch.optim.swa_utils.update_bn` needs them.
+    `torch.optim.swa_utils.update_bn` needs them; but for scripts all of whose passes begin so.
 
     Raises:
         UsageError: the loader is of a class with an iteration of its own, or its data cannot be divided.
@@ -100,6 +100,7 @@ class ShardedLoader(StandIn):
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
         self._num_idle_epochs = self._num_passes = 0
+        self._has_gradients = False  # switched on in any pass so far: else a pass without them may be training's
         self.identity = self._source.identity()
         """What tells this data from other data, by name."""
         self.is_even = self._source.is_even
@@ -150,8 +151,10 @@ class ShardedLoader(StandIn):
 
     def __iter__(self) -> Iterator[Any]:
         self._on_return()
+        self._has_gradients |= torch.is_grad_enabled()
         if self._should_stop():
-            if not torch.is_grad_enabled() and self._orders is not None and self._source is self._orders:
+            is_apart = self._has_gradients and not torch.is_grad_enabled()
+            if is_apart and self._orders is not None and self._source is self._orders:
                 yield from (part.data for part in _parts(self._orders, Place(self.place.epoch, 0)))
                 return
             self._num_idle_epochs += 1

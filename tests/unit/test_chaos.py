@@ -80,6 +80,17 @@ def test_losses_are_found(tmp_path: Path) -> None:
     assert judging.bound(build("ps-bsp", {"servers": 2, "replicas": 1}).traits) == 0.0
 
 
+def test_a_model_that_is_not_finite_is_wrong(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", steps={1: [0]})
+    destroyed = run(tmp_path / "destroyed", steps={1: [0]}, weight=float("nan"))
+    far = judging.distance(destroyed, whole)
+    for each in (("all-reduce", {}), ("local-sgd", {}), ("ps-bsp", {"servers": 2, "replicas": 1})):
+        traits = build(*each).traits
+        assert judging.apart(0.0, traits) == []
+        assert "the model is nan from the undisturbed run's" in judging.apart(far, traits)[0]
+    assert judging.apart(0.002, build("all-reduce", {}).traits)
+
+
 def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(judging, "_GRACE_S", 0.0)
     before = judging.num_descriptors()

@@ -115,9 +115,7 @@ class Campaign:
         distance = float("nan")
         if not failure:
             distance = judging.distance(folder, whole)
-            bound = judging.bound(self.strategy.traits)
-            if distance > bound:
-                wrong.append(f"the model is {distance:.2g} from the undisturbed run's, and may be {bound:g}")
+            wrong += judging.apart(distance, self.strategy.traits)
             if not self._strikes_servers:
                 wrong += judging.samples(folder, whole)
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))

@@ -1,4 +1,4 @@
-"""A handful of deaths at drawn places, over all-reduce and servers with replicas, and a schedule once more."""
+"""A handful of deaths at drawn places, over all-reduce, local updates and servers with replicas, and a schedule once more."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def test_nothing_is_lost_whoever_dies(start: Callable[..., Command], tmp_path: P
         "chaos", DEMO, "--workers", 3, "--kills", 3, "--seed", 3, "--max-steps", 30, "--out", out,
     )  # fmt: skip
     output = command.wait()
+    assert command.status == 0, output
+    assert ", 0 wrong; again: --schedule" in output
+    command.assert_nothing_left()
+
+
+@pytest.mark.timeout(400)
+def test_rounds_lose_no_sample(start: Callable[..., Command], tmp_path: Path) -> None:
+    command = start(
+        "chaos", DEMO, "--strategy", "diloco", "--option", "every=4", "--kills", 1, "--seed", 1,
+        "--out", tmp_path / "out", "--", "--epochs", 3,
+    )  # fmt: skip
+    output = command.wait(timeout_s=380)
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
     command.assert_nothing_left()

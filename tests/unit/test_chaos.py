@@ -105,6 +105,7 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
         ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce and local updates"),
         ("ps-bsp", {"servers": 2}, {}, "servers under ps-bsp with replicas=R"),
         ("all-reduce", {}, {"at_least": 3}, "--at-least 3 of --workers 3 leaves nobody to be struck"),
+        ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: fewer workers have fewer samples"),
     ],
 )
 def test_what_cannot_be_struck(tmp_path: Path, strategy: str, options, given, words: str) -> None:

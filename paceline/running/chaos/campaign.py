@@ -45,7 +45,7 @@ class Campaign:
         out: a folder for all runs; new or empty.
 
     Raises:
-        UsageError: nobody may die under the strategy.
+        UsageError: nobody may die under the strategy, or a setting has no effect or no meaning under it.
     """
 
     script: Script
@@ -65,6 +65,11 @@ class Campaign:
             )
         if not self._strikes_servers and not 1 <= self.at_least < self.workers:
             raise UsageError(f"--at-least {self.at_least} of --workers {self.workers} leaves nobody to be struck")
+        if self.max_steps is not None and not traits.lock_step:
+            raise UsageError(
+                f"--max-steps under {name_of(self.strategy)}: fewer workers have fewer samples in as many rounds, so that "
+                "runs cannot be compared; have the script train for fewer epochs"
+            )
         if self.out.exists() and any(self.out.iterdir()):
             raise UsageError(f"--out {self.out} is not empty; give a new folder")
 

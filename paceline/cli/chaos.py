@@ -24,7 +24,9 @@ def chaos(
     kills: Annotated[int, typer.Option(help="Workers, or servers, that are to die, in as many runs as it takes.")] = 10,
     at_least: Annotated[int, typer.Option(help="Workers that are left alive in each run.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the script, and of who is struck where, how and when.")] = 0,
-    max_steps: Annotated[int | None, typer.Option(help="End each run after so many iterations; not under local updates.")] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(help="End each run after so many iterations; not under local updates.")
+    ] = None,
     schedule: Annotated[
         Path | None, typer.Option(help="Strike as this file has it, which an earlier call wrote.", show_default=False)
     ] = None,

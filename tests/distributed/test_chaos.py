@@ -1,4 +1,4 @@
-"""A handful of deaths at drawn places, over all-reduce, local updates and servers with replicas, and a schedule once more."""
+"""A handful of deaths at drawn places, over all-reduce, local updates and servers, and a schedule once more."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from random import Random
@@ -11,13 +12,14 @@ import torch
 
 from paceline.engines.scripting import Script
 from paceline.engines.striking import SERVER_PLACES, Strike
-from paceline.errors import UsageError
+from paceline.errors import RunFailed, UsageError
 from paceline.running.chaos import Campaign, Schedule, judging, schedule
 from paceline.running.chaos.program import OFTEN, PLACES
 from paceline.strategies import build
 from paceline.training.snapshot import as_model_file
 
 CALLS = {f"worker-{rank}": dict.fromkeys(OFTEN, 20) for rank in range(3)}
+SCRIPT = Script("train.py", "", (), "/tmp", ())
 SERVERS = {f"server-{index}": dict.fromkeys(SERVER_PLACES, 20) for index in range(3)}
 
 
@@ -43,6 +45,44 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None
     path.write_text("{}")
     with pytest.raises(UsageError, match="no schedule that `paceline chaos` wrote"):
         Schedule.read(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"place": "has a result"}, "places are is between steps"),
+        ({"place": "is asked"}, "places are is between steps"),
+        ({"who": "server-0"}, "places are is asked"),
+        ({"who": "clerk-0"}, "is no worker-N or server-N"),
+        ({"kind": "sleep"}, "kinds kill, segfault"),
+        ({"number": 0}, "is not to come"),
+    ],
+)
+def test_a_schedule_that_could_strike_nobody_is_refused(tmp_path: Path, changed: dict, words: str) -> None:
+    strike = {"who": "worker-0", "place": "has the result", "number": 1, "kind": "kill"}
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps({"runs": [{"strikes": [strike], "replacements": 0}]}))
+    given = Schedule.read(path)
+    servers = build("ps-bsp", {"servers": 2, "replicas": 1})
+    campaign = Campaign(script=SCRIPT, strategy=servers, workers=2, out=tmp_path / "out")
+    with pytest.raises(UsageError, match="the schedule strikes worker-0, and chaos strikes each server"):
+        next(campaign.runs(kills=1, given=given))
+    path.write_text(json.dumps({"runs": [{"strikes": [{**strike, **changed}], "replacements": 0}]}))
+    with pytest.raises(UsageError, match=words):
+        Schedule.read(path)
+
+
+def test_a_schedule_that_struck_nobody_is_no_success(tmp_path: Path, monkeypatch) -> None:
+    """Runs are files here: one undisturbed, and one that ended before its strike."""
+    scene = schedule.Scene((Strike("worker-0", "has the result", 99, "kill"),))
+    monkeypatch.setattr(Campaign, "_run", lambda self, name, scene: run(self.out / name, steps={1: [0]}))
+    monkeypatch.setattr("paceline.running.chaos.campaign.connected", lambda *_, **__: contextlib.nullcontext())
+    campaign = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=2, out=tmp_path / "out")
+    campaign.out.mkdir()
+    runs = campaign.runs(kills=1, given=Schedule((scene,)))
+    assert next(runs).met == ()
+    with pytest.raises(RunFailed, match="no run came to where the schedule strikes"):
+        next(runs)
 
 
 def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost: tuple[str, ...] = ()) -> Path:
@@ -109,6 +149,5 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
     ],
 )
 def test_what_cannot_be_struck(tmp_path: Path, strategy: str, options, given, words: str) -> None:
-    script = Script("train.py", "", (), str(tmp_path), ())
     with pytest.raises(UsageError, match=words):
-        Campaign(script=script, strategy=build(strategy, options), workers=3, out=tmp_path / "out", **given)
+        Campaign(script=SCRIPT, strategy=build(strategy, options), workers=3, out=tmp_path / "out", **given)

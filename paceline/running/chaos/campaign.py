@@ -67,8 +67,8 @@ class Campaign:
             raise UsageError(f"--at-least {self.at_least} of --workers {self.workers} leaves nobody to be struck")
         if self.max_steps is not None and not traits.lock_step:
             raise UsageError(
-                f"--max-steps under {name_of(self.strategy)}: fewer workers have fewer samples in as many rounds, so that "
-                "runs cannot be compared; have the script train for fewer epochs"
+                f"--max-steps under {name_of(self.strategy)}: fewer workers have fewer samples in as many rounds, so "
+                "that runs cannot be compared; have the script train for fewer epochs"
             )
         if self.out.exists() and any(self.out.iterdir()):
             raise UsageError(f"--out {self.out} is not empty; give a new folder")
@@ -78,8 +78,11 @@ class Campaign:
         on one Ray, since each that is started here leaves descriptors in this process.
 
         Raises:
+            UsageError: the schedule strikes workers where servers are to be struck, or the other way round.
             RunFailed: the undisturbed run fails, or runs end before their strikes come.
         """
+        if given is not None:
+            given.require(self._struck_ones)
         with connected(None, num_workers=self.workers):
             yield from self._runs(kills, given)
 
@@ -87,10 +90,14 @@ class Campaign:
     def _strikes_servers(self) -> bool:
         return self.strategy.traits.num_replicas > 0 and self.strategy.traits.lock_step
 
+    @property
+    def _struck_ones(self) -> str:
+        return "server" if self._strikes_servers else "worker"
+
     def _runs(self, kills: int, given: Schedule | None) -> Iterator[Struck]:
         whole = self._run("undisturbed", Scene(()))
-        calls = judging.calls(whole, "server-" if self._strikes_servers else "worker-")
-        chance, scenes, died, idle = Random(self.seed), list[Scene](), 0, 0
+        calls = judging.calls(whole, f"{self._struck_ones}-")
+        chance, scenes, died, idle, num_met = Random(self.seed), list[Scene](), 0, 0, 0
         while len(scenes) < len(given.scenes) if given is not None else died < kills:
             scene = given.scenes[len(scenes)] if given is not None else self._drawn(chance, calls, kills - died)
             scenes.append(scene)
@@ -99,8 +106,11 @@ class Campaign:
             idle = 0 if struck.met else idle + 1
             if idle > 5:
                 raise RunFailed(f"{idle} runs ended before they were struck; have the script train for longer")
+            num_met += len(struck.met)
             died += sum(strike.is_deadly for strike in struck.met)
             yield struck
+        if not num_met:
+            raise RunFailed("no run came to where the schedule strikes; give one of this script and these settings")
 
     def _drawn(self, chance: Random, calls: schedule.Calls, left: int) -> Scene:
         if self._strikes_servers:

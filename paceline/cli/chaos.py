@@ -21,8 +21,13 @@ def chaos(
     option: Annotated[
         list[str] | None, typer.Option(help="A further option of the strategy; may be repeated.", metavar="KEY=VALUE")
     ] = None,
-    kills: Annotated[int, typer.Option(help="Workers, or servers, that are to die, in as many runs as it takes.")] = 10,
-    at_least: Annotated[int, typer.Option(help="Workers that are left alive in each run.")] = 1,
+    kills: Annotated[
+        int | None,
+        typer.Option(help="Workers, or servers, that are to die, in as many runs as it takes.", show_default="10"),
+    ] = None,
+    at_least: Annotated[
+        int | None, typer.Option(help="Workers that are left alive in each run.", show_default="1")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the script, and of who is struck where, how and when.")] = 0,
     max_steps: Annotated[
         int | None, typer.Option(help="End each run after so many iterations; not under local updates.")
@@ -45,7 +50,9 @@ def chaos(
 
     Example: paceline chaos train.py --strategy all-reduce --kills 20 --seed 7
     """
-    if kills < 1:
+    if kills is not None and schedule is not None:
+        raise UsageError("--kills has no effect with --schedule, which says who dies; leave one of them out")
+    if kills is not None and kills < 1:
         raise UsageError(f"--kills must be at least 1, not {kills}")
     program = read_script(script, arguments or ())
     from paceline.pieces import parse_options
@@ -66,7 +73,7 @@ def chaos(
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     num_runs = num_killed = num_wrong = 0
-    for struck in campaign.runs(kills=kills, given=given):
+    for struck in campaign.runs(kills=kills or 10, given=given):
         num_runs, num_wrong = num_runs + 1, num_wrong + bool(struck.wrong)
         num_killed += sum(strike.is_deadly for strike in struck.met)
         told = "; ".join(map(str, struck.met)) or "ended before it was struck"

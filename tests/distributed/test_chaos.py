@@ -40,10 +40,10 @@ def test_rounds_lose_no_sample(start: Callable[..., Command], tmp_path: Path) ->
 @pytest.mark.timeout(400)
 def test_servers_die_and_a_schedule_has_it_again(start: Callable[..., Command], tmp_path: Path) -> None:
     given = ["--strategy", "ps-bsp", "--option", "servers=2", "--option", "replicas=1", "--workers", 2]
-    given += ["--max-steps", 30, "--kills", 1]
+    given += ["--max-steps", 30]
     schedules = []
     for name in ("first", "again"):
-        more = ["--schedule", tmp_path / "first" / "schedule.json"] if name == "again" else []
+        more = ["--schedule", tmp_path / "first" / "schedule.json"] if name == "again" else ["--kills", 1]
         command = start("chaos", DEMO, *given, *more, "--out", tmp_path / name)
         output = command.wait()
         assert command.status == 0, output

@@ -145,6 +145,7 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
         ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce and local updates"),
         ("ps-bsp", {"servers": 2}, {}, "servers under ps-bsp with replicas=R"),
         ("all-reduce", {}, {"at_least": 3}, "--at-least 3 of --workers 3 leaves nobody to be struck"),
+        ("ps-bsp", {"servers": 2, "replicas": 1}, {"at_least": 1}, "--at-least has no effect under ps-bsp"),
         ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: fewer workers have fewer samples"),
     ],
 )

@@ -41,7 +41,7 @@ class Struck(NamedTuple):
 class Campaign:
     """
     Args:
-        at_least: workers that are left alive.
+        at_least: workers that are left alive; one, unless given.
         out: a folder for all runs; new or empty.
 
     Raises:
@@ -52,7 +52,7 @@ class Campaign:
     strategy: Strategy
     workers: int
     out: Path
-    at_least: int = 1
+    at_least: int | None = None
     seed: int = 0
     max_steps: int | None = None
 
@@ -63,8 +63,10 @@ class Campaign:
                 f"strategy {name_of(self.strategy)}: chaos strikes workers under all-reduce and local updates, as "
                 "--elastic has them, and servers under ps-bsp with replicas=R and more than R servers"
             )
-        if not self._strikes_servers and not 1 <= self.at_least < self.workers:
-            raise UsageError(f"--at-least {self.at_least} of --workers {self.workers} leaves nobody to be struck")
+        if self._strikes_servers and self.at_least is not None:
+            raise UsageError(f"--at-least has no effect under {name_of(self.strategy)}, where servers are struck")
+        if not self._strikes_servers and not 1 <= self._least < self.workers:
+            raise UsageError(f"--at-least {self._least} of --workers {self.workers} leaves nobody to be struck")
         if self.max_steps is not None and not traits.lock_step:
             raise UsageError(
                 f"--max-steps under {name_of(self.strategy)}: fewer workers have fewer samples in as many rounds, so "
@@ -72,6 +74,10 @@ class Campaign:
             )
         if self.out.exists() and any(self.out.iterdir()):
             raise UsageError(f"--out {self.out} is not empty; give a new folder")
+
+    @property
+    def _least(self) -> int:
+        return 1 if self.at_least is None else self.at_least
 
     def runs(self, *, kills: int, given: Schedule | None = None) -> Iterator[Struck]:
         """Runs until so many processes have died, or those of a schedule, which is in `out` before each begins. All are
@@ -115,7 +121,7 @@ class Campaign:
     def _drawn(self, chance: Random, calls: schedule.Calls, left: int) -> Scene:
         if self._strikes_servers:
             return schedule.of_servers(chance, calls, most=min(left, self.strategy.traits.num_replicas))
-        return schedule.of_workers(chance, calls, most=min(left, self.workers - self.at_least))
+        return schedule.of_workers(chance, calls, most=min(left, self.workers - self._least))
 
     def _struck(self, name: str, scene: Scene, whole: Path) -> Struck:
         before = judging.num_descriptors()
@@ -142,7 +148,7 @@ class Campaign:
         (folder / "strikes.json").write_text(json.dumps([asdict(strike) for strike in scene.strikes]))
         at_most = self.workers + scene.replacements
         elastic = Elastic(
-            at_least=self.at_least,
+            at_least=self._least,
             at_most=at_most,
             global_batch="keep" if self.strategy.traits.lock_step else "grow",
             replacements=scene.replacements,

@@ -39,6 +39,8 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None
     servers = [schedule.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
     assert all(len(scene.strikes) == 1 for scene in servers)
     assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault"}
+    often = [each for each in strikes if each.place in OFTEN] + [each for scene in servers for each in scene.strikes]
+    assert {each.number for each in often} == set(range(3, 17))  # of 20 calls
     path = tmp_path / "schedule.json"
     Schedule(tuple(drawn)).write(path)
     assert Schedule.read(path) == Schedule(tuple(drawn))

@@ -84,10 +84,12 @@ def of_servers(chance: Random, calls: Calls, *, most: int) -> Scene:
 
 
 def _often(chance: Random, calls: Calls, who: str, places: Mapping[str, Any], kind: Kind) -> Strike:
-    """Not in the first tenth of its calls, where the run may not have begun."""
+    """Not in the first tenth of its calls, where the run may not have begun, nor in the last fifth, since another
+    run may have fewer."""
     place = chance.choice([place for place in places if calls[who].get(place)])
     num_calls = calls[who][place]
-    return Strike(who, place, chance.randint(num_calls // 10 + 1, num_calls), kind)
+    first = num_calls // 10 + 1
+    return Strike(who, place, chance.randint(first, max(first, num_calls * 4 // 5)), kind)
 
 
 def _scene(plain: Mapping[str, Any]) -> Scene:

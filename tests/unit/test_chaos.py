@@ -10,10 +10,11 @@ from random import Random
 import pytest
 import torch
 
+from paceline.engines import striking
 from paceline.engines.scripting import Script
 from paceline.engines.striking import SERVER_PLACES, Strike
 from paceline.errors import RunFailed, UsageError
-from paceline.running.chaos import Campaign, Schedule, judging, schedule
+from paceline.running.chaos import Campaign, Schedule, campaign, judging, schedule
 from paceline.running.chaos.program import OFTEN, PLACES
 from paceline.strategies import build
 from paceline.training.snapshot import as_model_file
@@ -26,6 +27,10 @@ SERVERS = {f"server-{index}": dict.fromkeys(SERVER_PLACES, 20) for index in rang
 def test_places_are_there() -> None:
     for owner, name in [*PLACES.values(), *SERVER_PLACES.values()]:
         assert callable(getattr(owner, name))
+
+
+def test_silence_tells_pauses_from_what_is_deadly() -> None:
+    assert 5 * striking.PAUSED_S <= campaign.SILENT_S < striking.HELD_S / 2
 
 
 def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None:
@@ -66,9 +71,9 @@ def test_a_schedule_that_could_strike_nobody_is_refused(tmp_path: Path, changed:
     path.write_text(json.dumps({"runs": [{"strikes": [strike], "replacements": 0}]}))
     given = Schedule.read(path)
     servers = build("ps-bsp", {"servers": 2, "replicas": 1})
-    campaign = Campaign(script=SCRIPT, strategy=servers, workers=2, out=tmp_path / "out")
+    made = Campaign(script=SCRIPT, strategy=servers, workers=2, out=tmp_path / "out")
     with pytest.raises(UsageError, match="the schedule strikes worker-0, and chaos strikes each server"):
-        next(campaign.runs(kills=1, given=given))
+        next(made.runs(kills=1, given=given))
     path.write_text(json.dumps({"runs": [{"strikes": [{**strike, **changed}], "replacements": 0}]}))
     with pytest.raises(UsageError, match=words):
         Schedule.read(path)
@@ -79,9 +84,9 @@ def test_a_schedule_that_struck_nobody_is_no_success(tmp_path: Path, monkeypatch
     scene = schedule.Scene((Strike("worker-0", "has the result", 99, "kill"),))
     monkeypatch.setattr(Campaign, "_run", lambda self, name, scene: run(self.out / name, steps={1: [0]}))
     monkeypatch.setattr("paceline.running.chaos.campaign.connected", lambda *_, **__: contextlib.nullcontext())
-    campaign = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=2, out=tmp_path / "out")
-    campaign.out.mkdir()
-    runs = campaign.runs(kills=1, given=Schedule((scene,)))
+    made = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=2, out=tmp_path / "out")
+    made.out.mkdir()
+    runs = made.runs(kills=1, given=Schedule((scene,)))
     assert next(runs).met == ()
     with pytest.raises(RunFailed, match="no run came to where the schedule strikes"):
         next(runs)

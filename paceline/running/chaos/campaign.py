@@ -23,6 +23,8 @@ from paceline.strategies.base import Strategy
 
 SCHEDULE_FILE = "schedule.json"
 _DEADLINE_S = 60.0
+SILENT_S = 10.0
+"""Who is silent for so long is ended: far longer than a pause on a busy machine, and shorter than what is deadly."""
 
 
 class Struck(NamedTuple):
@@ -151,6 +153,7 @@ class Campaign:
             at_least=self._least,
             at_most=at_most,
             global_batch="keep" if self.strategy.traits.lock_step else "grow",
+            deadline_s=SILENT_S,
             replacements=scene.replacements,
         )
         os.environ[striking.VARIABLE] = str(folder.resolve())

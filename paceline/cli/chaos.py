@@ -80,8 +80,11 @@ def chaos(
         console.print(f"{struck.directory}: {told}: model {struck.distance:.1e} apart")
         for each in struck.wrong:
             console.print(f"  wrong: {each}")
-    console.print(
-        f"{num_killed} deaths in {num_runs} runs, {num_wrong} wrong; again: --schedule {folder / SCHEDULE_FILE}"
-    )
+    deaths, runs = _counted(num_killed, "death"), _counted(num_runs, "run")
+    console.print(f"{deaths} in {runs}, {num_wrong} wrong; again: --schedule {folder / SCHEDULE_FILE}")
     if num_wrong:
-        raise RunFailed(f"{num_wrong} of {num_runs} runs lost something; their records are in {folder}")
+        raise RunFailed(f"{num_wrong} of {runs} lost something; their records are in {folder}")
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -21,10 +21,17 @@ def chaos(
     option: Annotated[
         list[str] | None, typer.Option(help="A further option of the strategy; may be repeated.", metavar="KEY=VALUE")
     ] = None,
-    kills: Annotated[int, typer.Option(help="Workers, or servers, that are to die, in as many runs as it takes.")] = 10,
-    at_least: Annotated[int, typer.Option(help="Workers that are left alive in each run.")] = 1,
+    kills: Annotated[
+        int | None,
+        typer.Option(help="Workers, or servers, that are to die, in as many runs as it takes.", show_default="10"),
+    ] = None,
+    at_least: Annotated[
+        int | None, typer.Option(help="Workers that are left alive in each run.", show_default="1")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the script, and of who is struck where, how and when.")] = 0,
-    max_steps: Annotated[int | None, typer.Option(help="End each run after so many iterations.")] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(help="End each run after so many iterations; not under local updates.")
+    ] = None,
     schedule: Annotated[
         Path | None, typer.Option(help="Strike as this file has it, which an earlier call wrote.", show_default=False)
     ] = None,
@@ -43,7 +50,9 @@ def chaos(
 
     Example: paceline chaos train.py --strategy all-reduce --kills 20 --seed 7
     """
-    if kills < 1:
+    if kills is not None and schedule is not None:
+        raise UsageError("--kills has no effect with --schedule, which says who dies; leave one of them out")
+    if kills is not None and kills < 1:
         raise UsageError(f"--kills must be at least 1, not {kills}")
     program = read_script(script, arguments or ())
     from paceline.pieces import parse_options
@@ -64,15 +73,18 @@ def chaos(
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     num_runs = num_killed = num_wrong = 0
-    for struck in campaign.runs(kills=kills, given=given):
+    for struck in campaign.runs(kills=kills or 10, given=given):
         num_runs, num_wrong = num_runs + 1, num_wrong + bool(struck.wrong)
         num_killed += sum(strike.is_deadly for strike in struck.met)
         told = "; ".join(map(str, struck.met)) or "ended before it was struck"
         console.print(f"{struck.directory}: {told}: model {struck.distance:.1e} apart")
         for each in struck.wrong:
             console.print(f"  wrong: {each}")
-    console.print(
-        f"{num_killed} deaths in {num_runs} runs, {num_wrong} wrong; again: --schedule {folder / SCHEDULE_FILE}"
-    )
+    deaths, runs = _counted(num_killed, "death"), _counted(num_runs, "run")
+    console.print(f"{deaths} in {runs}, {num_wrong} wrong; again: --schedule {folder / SCHEDULE_FILE}")
     if num_wrong:
-        raise RunFailed(f"{num_wrong} of {num_runs} runs lost something; their records are in {folder}")
+        raise RunFailed(f"{num_wrong} of {runs} lost something; their records are in {folder}")
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

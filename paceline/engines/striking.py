@@ -31,7 +31,8 @@ SERVER_PLACES: Mapping[str, Place] = {
     "tells the copy before that it has it": (Replication, "_acknowledge"),
 }
 _SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP, "pause": signal.SIGSTOP}
-_HELD_S = 30
+HELD_S = 30
+PAUSED_S = 1
 
 
 @final
@@ -91,8 +92,8 @@ def _watched(
 
 def _strike(kind: Kind) -> None:
     if kind == "hold":
-        ctypes.PyDLL(None).sleep(_HELD_S)
+        ctypes.PyDLL(None).sleep(HELD_S)
         return
     if kind == "pause":
-        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"], start_new_session=True)
+        subprocess.Popen(["sh", "-c", f"sleep {PAUSED_S}; kill -CONT {os.getpid()}"], start_new_session=True)
     os.kill(os.getpid(), _SIGNALS[kind])

@@ -56,6 +56,8 @@ class OuterModel:
             [replace(spec, group=own) for spec, own in zip(replica.specs, fragments, strict=True)]
         )
         self._aggregator = aggregator
+        self.timing = Timing()
+        """What coding takes."""
         self.exchange_among(context, coding=coding)
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
@@ -72,7 +74,14 @@ class OuterModel:
         none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
         buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
         self._context = context
-        self._prepare = partial(Exchange, context.collective, buckets, layout=self._layout, aggregator=self._aggregator)
+        self._prepare = partial(
+            Exchange,
+            context.collective,
+            buckets,
+            layout=self._layout,
+            timing=self.timing,
+            aggregator=self._aggregator,
+        )
         self.use(coding)
         self._works: dict[int, list[Work]] = {}
 
@@ -93,11 +102,6 @@ class OuterModel:
         self._is_coded = coding is not None
         by_itself = coding is not None and not (coding.among_hosts and self._context.local_size > 1)
         self._largest = coding.codec.largest if coding is not None and by_itself else math.inf
-
-    @property
-    def timing(self) -> Timing:
-        """What coding takes."""
-        return self._exchange.timing
 
     def take(self, fragment: int, *, weight: float) -> str | None:
         """Take the fragment's pseudo-gradients; the name of a tensor in which they are not finite, if there is one.

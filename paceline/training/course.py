@@ -130,8 +130,9 @@ class Course:
         training clock. Until all are there, those who wait take part in the pauses of the others. Collective call.
 
         Raises:
-            UsageError: a worker does not come to the place any more, this one evaluates by itself, or servers go on
-                with those who come first, whom workers at the place would keep from them.
+            UsageError: a worker does not come to the place any more, this one evaluates by itself, an elastic run is in
+                the middle of a round, or servers go on with those who come first, whom workers at the place would keep
+                from them.
         """
         if self.is_meeting or not self.has_started or self.has_finished:
             yield  # they are together
@@ -145,6 +146,8 @@ class Course:
             raise UsageError(f"{place}: an evaluation runs on one worker alone, which cannot meet the others in it")
         self.require_allowed()
         self.settle()
+        if self._survivor is not None:
+            self._survivor.require_between_rounds(place)
         with self._pausing(), self._run.prepared.account.pause():
             while not self._run.traits.lock_step and not self._meet(is_done=False, waits_at=place):
                 pass

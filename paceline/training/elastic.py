@@ -79,6 +79,14 @@ class Survivor:
         )
         return self._data
 
+    def require_between_rounds(self, place: str) -> None:
+        """Raises UsageError in a round of several steps: if somebody dies, its exchange alone is repeated."""
+        if not self._is_stepwise and self._dealt.under_way:
+            raise UsageError(
+                f"{place}: with --elastic workers cannot meet in the middle of a round; have them meet after the last "
+                "batch of a pass, or leave --elastic out"
+            )
+
     def require_prepared_schedulers(self, given: dict[str, Any], optimizer: Any) -> None:
         """Raises UsageError for a scheduler that would step where the optimizer does not."""
         if self._elastic.global_batch != "keep" or not hasattr(optimizer.step, "_wrapped_by_lr_sched"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from random import Random
@@ -9,21 +10,27 @@ from random import Random
 import pytest
 import torch
 
+from paceline.engines import striking
 from paceline.engines.scripting import Script
 from paceline.engines.striking import SERVER_PLACES, Strike
-from paceline.errors import UsageError
-from paceline.running.chaos import Campaign, Schedule, judging, schedule
+from paceline.errors import RunFailed, UsageError
+from paceline.running.chaos import Campaign, Schedule, campaign, judging, schedule
 from paceline.running.chaos.program import OFTEN, PLACES
 from paceline.strategies import build
 from paceline.training.snapshot import as_model_file
 
 CALLS = {f"worker-{rank}": dict.fromkeys(OFTEN, 20) for rank in range(3)}
+SCRIPT = Script("train.py", "", (), "/tmp", ())
 SERVERS = {f"server-{index}": dict.fromkeys(SERVER_PLACES, 20) for index in range(3)}
 
 
 def test_places_are_there() -> None:
     for owner, name in [*PLACES.values(), *SERVER_PLACES.values()]:
         assert callable(getattr(owner, name))
+
+
+def test_silence_tells_pauses_from_what_is_deadly() -> None:
+    assert 5 * striking.PAUSED_S <= campaign.SILENT_S < striking.HELD_S / 2
 
 
 def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None:
@@ -37,12 +44,52 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None
     servers = [schedule.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
     assert all(len(scene.strikes) == 1 for scene in servers)
     assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault"}
+    often = [each for each in strikes if each.place in OFTEN] + [each for scene in servers for each in scene.strikes]
+    assert {each.number for each in often} == set(range(3, 17))  # of 20 calls
     path = tmp_path / "schedule.json"
     Schedule(tuple(drawn)).write(path)
     assert Schedule.read(path) == Schedule(tuple(drawn))
     path.write_text("{}")
     with pytest.raises(UsageError, match="no schedule that `paceline chaos` wrote"):
         Schedule.read(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"place": "has a result"}, "places are is between steps"),
+        ({"place": "is asked"}, "places are is between steps"),
+        ({"who": "server-0"}, "places are is asked"),
+        ({"who": "clerk-0"}, "is no worker-N or server-N"),
+        ({"kind": "sleep"}, "kinds kill, segfault"),
+        ({"number": 0}, "is not to come"),
+    ],
+)
+def test_a_schedule_that_could_strike_nobody_is_refused(tmp_path: Path, changed: dict, words: str) -> None:
+    strike = {"who": "worker-0", "place": "has the result", "number": 1, "kind": "kill"}
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps({"runs": [{"strikes": [strike], "replacements": 0}]}))
+    given = Schedule.read(path)
+    servers = build("ps-bsp", {"servers": 2, "replicas": 1})
+    made = Campaign(script=SCRIPT, strategy=servers, workers=2, out=tmp_path / "out")
+    with pytest.raises(UsageError, match="the schedule strikes worker-0, and chaos strikes each server"):
+        next(made.runs(kills=1, given=given))
+    path.write_text(json.dumps({"runs": [{"strikes": [{**strike, **changed}], "replacements": 0}]}))
+    with pytest.raises(UsageError, match=words):
+        Schedule.read(path)
+
+
+def test_a_schedule_that_struck_nobody_is_no_success(tmp_path: Path, monkeypatch) -> None:
+    """Runs are files here: one undisturbed, and one that ended before its strike."""
+    scene = schedule.Scene((Strike("worker-0", "has the result", 99, "kill"),))
+    monkeypatch.setattr(Campaign, "_run", lambda self, name, scene: run(self.out / name, steps={1: [0]}))
+    monkeypatch.setattr("paceline.running.chaos.campaign.connected", lambda *_, **__: contextlib.nullcontext())
+    made = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=2, out=tmp_path / "out")
+    made.out.mkdir()
+    runs = made.runs(kills=1, given=Schedule((scene,)))
+    assert next(runs).met == ()
+    with pytest.raises(RunFailed, match="no run came to where the schedule strikes"):
+        next(runs)
 
 
 def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost: tuple[str, ...] = ()) -> Path:
@@ -80,6 +127,17 @@ def test_losses_are_found(tmp_path: Path) -> None:
     assert judging.bound(build("ps-bsp", {"servers": 2, "replicas": 1}).traits) == 0.0
 
 
+def test_a_model_that_is_not_finite_is_wrong(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", steps={1: [0]})
+    destroyed = run(tmp_path / "destroyed", steps={1: [0]}, weight=float("nan"))
+    far = judging.distance(destroyed, whole)
+    for each in (("all-reduce", {}), ("local-sgd", {}), ("ps-bsp", {"servers": 2, "replicas": 1})):
+        traits = build(*each).traits
+        assert judging.apart(0.0, traits) == []
+        assert "the model is nan from the undisturbed run's" in judging.apart(far, traits)[0]
+    assert judging.apart(0.002, build("all-reduce", {}).traits)
+
+
 def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(judging, "_GRACE_S", 0.0)
     before = judging.num_descriptors()
@@ -94,9 +152,10 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
         ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce and local updates"),
         ("ps-bsp", {"servers": 2}, {}, "servers under ps-bsp with replicas=R"),
         ("all-reduce", {}, {"at_least": 3}, "--at-least 3 of --workers 3 leaves nobody to be struck"),
+        ("ps-bsp", {"servers": 2, "replicas": 1}, {"at_least": 1}, "--at-least has no effect under ps-bsp"),
+        ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: fewer workers have fewer samples"),
     ],
 )
 def test_what_cannot_be_struck(tmp_path: Path, strategy: str, options, given, words: str) -> None:
-    script = Script("train.py", "", (), str(tmp_path), ())
     with pytest.raises(UsageError, match=words):
-        Campaign(script=script, strategy=build(strategy, options), workers=3, out=tmp_path / "out", **given)
+        Campaign(script=SCRIPT, strategy=build(strategy, options), workers=3, out=tmp_path / "out", **given)

@@ -395,3 +395,7 @@ def test_a_target_that_was_not_reached_is_said(monkeypatch, capsys) -> None:
     said = capsys.readouterr()
     assert "never: wanted accuracy>=0.999" in said.out
     assert "Nothing was trained" not in said.err
+
+
+def test_chaos_refuses_deaths_to_count_beside_a_schedule(refusal) -> None:
+    assert "--kills has no effect with --schedule" in refusal("chaos", "train.py", "--kills", 3, "--schedule", "s.json")

@@ -124,6 +124,38 @@ def test_rounds_end_with_each_pass() -> None:
     assert (session.run.iteration, session._survivor.samples, session._survivor.batches) == (4, 24, 8)
 
 
+def test_rounds_end_with_a_pass_that_the_script_leaves() -> None:
+    model = nn.Linear(4, 2)
+    session = session_of("grow", strategy="local-sgd", every=3)
+    optimizer, loader = prepared(session, model)
+    iterations = []
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            step(model, optimizer, batch)
+            iterations.append(session.run.iteration)
+            if number == 1:
+                break
+    assert iterations == [0, 0, 1, 1, 2, 2]
+    session.finish()
+    assert (session.run.iteration, session._survivor.samples, session._survivor.batches) == (3, 18, 6)
+
+
+def test_workers_meet_between_rounds_alone() -> None:
+    model = nn.Linear(4, 2)
+    session = session_of("grow", strategy="local-sgd", every=3)
+    optimizer, loader = prepared(session, model)
+    for batch, is_within in zip(loader, (True, True, False, True), strict=True):
+        step(model, optimizer, batch)
+        if is_within:
+            with pytest.raises(UsageError, match="in the middle of a round"), session.course.meeting("validation"):
+                pass
+        else:
+            with session.course.meeting("validation"):
+                assert session.run.iteration == 1
+    with session.course.meeting("validation"):
+        assert session.run.iteration == 2
+
+
 def test_batches_read_ahead_of_an_exchange() -> None:
     model, session = nn.Linear(4, 2), session_of("grow", strategy="local-sgd", every=1)
     optimizer, loader = prepared(session, model)

@@ -438,3 +438,14 @@ def test_more_fragments_than_tensors_are_refused() -> None:
     with pytest.raises(Exception, match="fragments must be at most 6, one a trained tensor of the model, not 7"):
         run_alone(LocalUpdates(fragments=7), 1, train, build=with_sgd)
     assert LocalUpdates().outer == Average()
+
+
+def test_what_an_exchange_takes_is_counted_in_one_place_whoever_it_is_among() -> None:
+    """Accounts hold these objects from when the script is prepared."""
+
+    def script(rank: int, synchronizer: Synchronizer, model: nn.Module, optimizer: Optimizer) -> None:
+        before = synchronizer.timings
+        synchronizer.rejoin(synchronizer.context)
+        assert all(one is other for one, other in zip(before, synchronizer.timings, strict=True))
+
+    run_alone(LocalUpdates(every=2), 2, script, build=with_adam)

@@ -23,6 +23,8 @@ from paceline.strategies.base import Strategy
 
 SCHEDULE_FILE = "schedule.json"
 _DEADLINE_S = 60.0
+SILENT_S = 10.0
+"""Who is silent for so long is ended: far longer than a pause on a busy machine, and shorter than what is deadly."""
 
 
 class Struck(NamedTuple):
@@ -41,18 +43,18 @@ class Struck(NamedTuple):
 class Campaign:
     """
     Args:
-        at_least: workers that are left alive.
+        at_least: workers that are left alive; one, unless given.
         out: a folder for all runs; new or empty.
 
     Raises:
-        UsageError: nobody may die under the strategy.
+        UsageError: nobody may die under the strategy, or a setting has no effect or no meaning under it.
     """
 
     script: Script
     strategy: Strategy
     workers: int
     out: Path
-    at_least: int = 1
+    at_least: int | None = None
     seed: int = 0
     max_steps: int | None = None
 
@@ -63,18 +65,32 @@ class Campaign:
                 f"strategy {name_of(self.strategy)}: chaos strikes workers under all-reduce and local updates, as "
                 "--elastic has them, and servers under ps-bsp with replicas=R and more than R servers"
             )
-        if not self._strikes_servers and not 1 <= self.at_least < self.workers:
-            raise UsageError(f"--at-least {self.at_least} of --workers {self.workers} leaves nobody to be struck")
+        if self._strikes_servers and self.at_least is not None:
+            raise UsageError(f"--at-least has no effect under {name_of(self.strategy)}, where servers are struck")
+        if not self._strikes_servers and not 1 <= self._least < self.workers:
+            raise UsageError(f"--at-least {self._least} of --workers {self.workers} leaves nobody to be struck")
+        if self.max_steps is not None and not traits.lock_step:
+            raise UsageError(
+                f"--max-steps under {name_of(self.strategy)}: fewer workers have fewer samples in as many rounds, so "
+                "that runs cannot be compared; have the script train for fewer epochs"
+            )
         if self.out.exists() and any(self.out.iterdir()):
             raise UsageError(f"--out {self.out} is not empty; give a new folder")
+
+    @property
+    def _least(self) -> int:
+        return 1 if self.at_least is None else self.at_least
 
     def runs(self, *, kills: int, given: Schedule | None = None) -> Iterator[Struck]:
         """Runs until so many processes have died, or those of a schedule, which is in `out` before each begins. All are
         on one Ray, since each that is started here leaves descriptors in this process.
 
         Raises:
+            UsageError: the schedule strikes workers where servers are to be struck, or the other way round.
             RunFailed: the undisturbed run fails, or runs end before their strikes come.
         """
+        if given is not None:
+            given.require(self._struck_ones)
         with connected(None, num_workers=self.workers):
             yield from self._runs(kills, given)
 
@@ -82,10 +98,14 @@ class Campaign:
     def _strikes_servers(self) -> bool:
         return self.strategy.traits.num_replicas > 0 and self.strategy.traits.lock_step
 
+    @property
+    def _struck_ones(self) -> str:
+        return "server" if self._strikes_servers else "worker"
+
     def _runs(self, kills: int, given: Schedule | None) -> Iterator[Struck]:
         whole = self._run("undisturbed", Scene(()))
-        calls = judging.calls(whole, "server-" if self._strikes_servers else "worker-")
-        chance, scenes, died, idle = Random(self.seed), list[Scene](), 0, 0
+        calls = judging.calls(whole, f"{self._struck_ones}-")
+        chance, scenes, died, idle, num_met = Random(self.seed), list[Scene](), 0, 0, 0
         while len(scenes) < len(given.scenes) if given is not None else died < kills:
             scene = given.scenes[len(scenes)] if given is not None else self._drawn(chance, calls, kills - died)
             scenes.append(scene)
@@ -94,13 +114,16 @@ class Campaign:
             idle = 0 if struck.met else idle + 1
             if idle > 5:
                 raise RunFailed(f"{idle} runs ended before they were struck; have the script train for longer")
+            num_met += len(struck.met)
             died += sum(strike.is_deadly for strike in struck.met)
             yield struck
+        if not num_met:
+            raise RunFailed("no run came to where the schedule strikes; give one of this script and these settings")
 
     def _drawn(self, chance: Random, calls: schedule.Calls, left: int) -> Scene:
         if self._strikes_servers:
             return schedule.of_servers(chance, calls, most=min(left, self.strategy.traits.num_replicas))
-        return schedule.of_workers(chance, calls, most=min(left, self.workers - self.at_least))
+        return schedule.of_workers(chance, calls, most=min(left, self.workers - self._least))
 
     def _struck(self, name: str, scene: Scene, whole: Path) -> Struck:
         before = judging.num_descriptors()
@@ -115,9 +138,7 @@ class Campaign:
         distance = float("nan")
         if not failure:
             distance = judging.distance(folder, whole)
-            bound = judging.bound(self.strategy.traits)
-            if distance > bound:
-                wrong.append(f"the model is {distance:.2g} from the undisturbed run's, and may be {bound:g}")
+            wrong += judging.apart(distance, self.strategy.traits)
             if not self._strikes_servers:
                 wrong += judging.samples(folder, whole)
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
@@ -129,9 +150,10 @@ class Campaign:
         (folder / "strikes.json").write_text(json.dumps([asdict(strike) for strike in scene.strikes]))
         at_most = self.workers + scene.replacements
         elastic = Elastic(
-            at_least=self.at_least,
+            at_least=self._least,
             at_most=at_most,
             global_batch="keep" if self.strategy.traits.lock_step else "grow",
+            deadline_s=SILENT_S,
             replacements=scene.replacements,
         )
         os.environ[striking.VARIABLE] = str(folder.resolve())

@@ -61,6 +61,14 @@ def distance(folder: Path, whole: Path) -> float:
     return float((torch.tensor(apart) / torch.tensor(norm)).sqrt()) if norm else apart
 
 
+def apart(distance: float, traits: Traits) -> list[str]:
+    """That the final model is too far from the undisturbed run's; one that is not finite is, whatever the bound."""
+    most = bound(traits)
+    if distance <= most:
+        return []
+    return [f"the model is {distance:.2g} from the undisturbed run's, and may be {most:g}"]
+
+
 def samples(folder: Path, whole: Path) -> list[str]:
     """Every sample is to count as often as in the undisturbed run, and every step alike on all workers."""
     steps, wrong = _committed(folder)

@@ -1,15 +1,16 @@
 """What strikes whom in each run, drawn from a seed, as a file that has it again."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Self, final
+from typing import Any, Self, final, get_args
 
 from paceline.engines.striking import SERVER_PLACES, Kind, Strike
 from paceline.errors import UsageError
-from paceline.running.chaos.program import AFTER_A_DEATH, AS_JOINER, AT_A_JOIN, OFTEN
+from paceline.running.chaos.program import AFTER_A_DEATH, AS_JOINER, AT_A_JOIN, OFTEN, PLACES
 
 _KINDS: tuple[Kind, ...] = ("kill", "segfault", "stop", "hold")
 _SERVER_KINDS: tuple[Kind, ...] = ("kill", "segfault")
@@ -39,11 +40,17 @@ class Schedule:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises UsageError if there is no schedule in the file."""
+        """Raises UsageError if there is no schedule in the file, or nobody could be struck so."""
         try:
             return cls(tuple(_scene(each) for each in json.loads(path.read_text())["runs"]))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(f"{path} is no schedule that `paceline chaos` wrote: {error!r}") from None
+
+    def require(self, names: str) -> None:
+        """Raises UsageError for whoever is not of these: "worker" or "server"."""
+        for who in (strike.who for scene in self.scenes for strike in scene.strikes):
+            if not who.startswith(names):
+                raise UsageError(f"the schedule strikes {who}, and chaos strikes each {names} under this strategy")
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps({"runs": [asdict(scene) for scene in self.scenes]}, indent=1) + "\n")
@@ -77,12 +84,24 @@ def of_servers(chance: Random, calls: Calls, *, most: int) -> Scene:
 
 
 def _often(chance: Random, calls: Calls, who: str, places: Mapping[str, Any], kind: Kind) -> Strike:
-    """Not in the first tenth of its calls, where the run may not have begun."""
+    """Not in the first tenth of its calls, where the run may not have begun, nor in the last fifth, since another
+    run may have fewer."""
     place = chance.choice([place for place in places if calls[who].get(place)])
     num_calls = calls[who][place]
-    return Strike(who, place, chance.randint(num_calls // 10 + 1, num_calls), kind)
+    first = num_calls // 10 + 1
+    return Strike(who, place, chance.randint(first, max(first, num_calls * 4 // 5)), kind)
 
 
 def _scene(plain: Mapping[str, Any]) -> Scene:
     strikes: Sequence[Mapping[str, Any]] = plain["strikes"]
-    return Scene(tuple(Strike(**strike) for strike in strikes), int(plain["replacements"]))
+    return Scene(tuple(_checked(Strike(**strike)) for strike in strikes), int(plain["replacements"]))
+
+
+def _checked(strike: Strike) -> Strike:
+    named = re.fullmatch(r"(worker|server)-\d+", strike.who)
+    if named is None:
+        raise ValueError(f"{strike.who!r} is no worker-N or server-N")
+    places, kinds = (PLACES, get_args(Kind)) if named[1] == "worker" else (SERVER_PLACES, _SERVER_KINDS)
+    if strike.place not in places or strike.kind not in kinds or strike.number < 1:
+        raise ValueError(f"{strike} is not to come: places are {', '.join(places)}; kinds {', '.join(kinds)}")
+    return strike

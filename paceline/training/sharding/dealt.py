@@ -92,6 +92,8 @@ class Dealt:
         groups = list(self._orders.groups(place.epoch))
         if place.state is not None:
             self.take_up(place.state, self._membership)
+        if self._end_pass is not None and self.under_way and not self._is_taken_up and not self._end_pass():
+            return  # the script has left the pass before, and the run ends with its round
         if not self._is_taken_up:  # of a run that was not elastic, what is done tells where it was
             self._cursor = self._complete = Cursor(place.num_batches_done)
             if self._end_pass is None:

@@ -34,6 +34,10 @@ class First(Sampler, name="first"):
         if not 1 <= self.over < math.inf or not self.deadline > 0:
             raise ValueError("over must be at least 1 and finite, and deadline above 0")
 
+    @property
+    def ends_early(self) -> bool:
+        return math.isfinite(self.deadline)
+
     def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
         return self._split(number, sizes=sizes, fraction=fraction, seed=seed)[0]
 

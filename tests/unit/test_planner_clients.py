@@ -159,7 +159,7 @@ def test_a_plan_has_clients_where_it_knows_how_much_data_they_share() -> None:
     assert found.unpriced == ("async-diloco", "fed-bn", "fed-buff")
     lines = [line for line in wording.answer(found) if line.startswith("Left out")]
     assert len(lines) == 3
-    assert "Left out: fed-bn. Each has clients keep layers" in " ".join(lines)
+    assert "Left out: fed-bn, which has clients keep layers" in " ".join(lines)
     unknown = plan(cluster_of(), replace(WORK, data_samples=0), max_workers=4, num_checks=0)
     assert "fed-avg" in unknown.unpriced
     assert any("nothing says how many samples they share" in line for line in wording.answer(unknown))

@@ -6,8 +6,9 @@ engine with the same seed. A case's error is that of its median over seeds; besi
 
     sudo python benchmarks/time_to_target.py --json time_to_target.json
 
-Fails if a case's error is above 15 %, or it has no number, as where a run of any seed misses the target. What the JSON file holds is not measured again, so that a
-measurement can be made in parts: each begins with a probe, since a machine's speed changes, and is predicted from that.
+Fails if a case's error is above 15 %, or it has no number, as where a run of any seed misses the target. What the JSON
+file holds is not measured again, so that a measurement can be made in parts: each begins with a probe, since a
+machine's speed changes, and is predicted from that.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def probed(net: Network, ray: str) -> str:
 
 
 def reached(result: Result) -> tuple[float, int]:
-    """Seconds, and steps of all workers, to the target; infinite seconds, and all steps, if the run never came there."""
+    """Seconds, and steps of all workers, to the target; infinite, and all steps, if the run never came there."""
     time_s = math.inf if result.time_to_target_s is None else result.time_to_target_s
     return time_s, sum(step.time_s <= time_s for step in result.steps)
 

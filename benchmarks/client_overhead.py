@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 
 NUM_CLIENTS, SAMPLES_EACH, BATCH_SIZE, FRACTION = 100, 60, 10, 0.1
+A_ROUND = round(NUM_CLIENTS * FRACTION)
 
 
 def data_of(num_samples: int) -> TensorDataset:
@@ -55,18 +56,18 @@ def bare_s(num_turns: int) -> float:
 
 
 def federated_s(num_turns: int) -> float:
-    """A turn's seconds, from the first batch on to the end of the last round."""
-    marks: list[float] = []
+    """A turn's seconds, from the first one's first batch to that of the turn behind the last one that counts."""
+    begun_s: list[float] = []
 
     def script() -> None:
         worker, model = paceline.init(), network()
         loader = DataLoader(data_of(NUM_CLIENTS * SAMPLES_EACH), BATCH_SIZE, shuffle=True)
         model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader)
-        for _ in range(num_turns):
-            for x, y in loader:
-                marks.append(time.perf_counter())
+        for _ in range(num_turns + A_ROUND):
+            for number, (x, y) in enumerate(loader):
+                if not number:
+                    begun_s.append(time.perf_counter())
                 step(model, optimizer, x, y)
-        marks.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as out:
         paceline.run(
@@ -76,10 +77,11 @@ def federated_s(num_turns: int) -> float:
             workers=1,
             engine="virtual",
             cluster="lab-1gbe",
-            max_steps=round(num_turns / (NUM_CLIENTS * FRACTION)),
+            max_steps=num_turns // A_ROUND + 1,  # the run's end is in none of those that count
             out=Path(out) / "run",
         )
-    return (marks[-1] - marks[0]) / num_turns
+    assert len(begun_s) == num_turns + A_ROUND, f"{len(begun_s)} turns were played"
+    return (begun_s[num_turns] - begun_s[0]) / num_turns
 
 
 def main() -> None:
@@ -87,7 +89,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=200, help="of clients in each measurement, a multiple of ten")
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
+    if args.turns < A_ROUND or args.turns % A_ROUND:
+        parser.error(f"--turns must be a multiple of {A_ROUND}, the clients of a round, not {args.turns}")
     torch.set_num_threads(1)
+    bare_s(args.turns), federated_s(args.turns)  # the first ones of a process are slower
     pairs = [(bare_s(args.turns), federated_s(args.turns)) for _ in range(args.repeats)]
     more_ms = sorted((federated - bare) * 1e3 for bare, federated in pairs)
     table = Table("a client's turn", "ms, median", "least", "most")

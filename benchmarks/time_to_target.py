@@ -6,8 +6,9 @@ engine with the same seed. A case's error is that of its median over seeds; besi
 
     sudo python benchmarks/time_to_target.py --json time_to_target.json
 
-Fails if a case's error is above 15 %, or it has no number. What the JSON file holds is not measured again, so that a
-measurement can be made in parts: each begins with a probe, since a machine's speed changes, and is predicted from that.
+Fails if a case's error is above 15 %, or it has no number, as where a run of any seed misses the target. What the JSON
+file holds is not measured again, so that a measurement can be made in parts: each begins with a probe, since a
+machine's speed changes, and is predicted from that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from report import tell
 from rich.table import Table
 
 import paceline
+from paceline.errors import PacelineError
 from paceline.running.launch import Quiet
 from paceline.running.manifest import describe_machine
 from paceline.running.result import Result
@@ -68,7 +70,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds to the target with a seed."""
+    """Seconds to the target with a seed; infinite where a run never came there."""
 
     case: Case
     seed: int
@@ -82,7 +84,9 @@ class Row:
 
     @property
     def error(self) -> float:
-        return self.predicted_s / self.measured_s - 1
+        """Not a number where either never came to the target."""
+        came_there = math.isfinite(self.predicted_s) and math.isfinite(self.measured_s)
+        return self.predicted_s / self.measured_s - 1 if came_there else math.nan
 
 
 class Report:
@@ -107,10 +111,10 @@ class Report:
     def of(self, case: Case) -> list[Row]:
         return [row for (other, _), row in self.rows.items() if other == case]
 
-    def error(self, case: Case) -> float:
-        """Of the medians; not a number where one is missing."""
+    def error(self, case: Case, *, num_seeds: int) -> float:
+        """Of the medians; not a number where a seed is missing, or never came to the target."""
         rows = self.of(case)
-        if not rows:
+        if len(rows) < num_seeds or not all(math.isfinite(row.error) for row in rows):
             return math.nan
         return statistics.median(r.predicted_s for r in rows) / statistics.median(r.measured_s for r in rows) - 1
 
@@ -124,10 +128,8 @@ def probed(net: Network, ray: str) -> str:
 
 
 def reached(result: Result) -> tuple[float, int]:
-    """Seconds, and steps of all workers, to the target. Raises RuntimeError if the run never came there."""
-    time_s = result.time_to_target_s
-    if time_s is None:
-        raise RuntimeError(f"{result.directory}: the target was not reached")
+    """Seconds, and steps of all workers, to the target; infinite, and all steps, if the run never came there."""
+    time_s = math.inf if result.time_to_target_s is None else result.time_to_target_s
     return time_s, sum(step.time_s <= time_s for step in result.steps)
 
 
@@ -186,7 +188,7 @@ def measure_all(report: Report, *, seeds: Sequence[int], until_s: float) -> Iter
             yield
 
 
-def table_of(report: Report) -> Table:
+def table_of(report: Report, *, num_seeds: int) -> Table:
     table = Table(title=f"Seconds to {TARGET.replace('=', ' ')}, medians and runs", title_justify="left")
     table.add_column("strategy")
     for heading in (
@@ -213,7 +215,7 @@ def table_of(report: Report) -> Table:
             str(len(rows)),
             f"{statistics.median(row.predicted_steps for row in rows):.0f}",
             f"{statistics.median(row.measured_steps for row in rows):.0f}",
-            f"{report.error(case):+.1%}",
+            f"{report.error(case, num_seeds=num_seeds):+.1%}",
             f"{statistics.median(row.error for row in rows):+.1%}",
         )
     return table
@@ -240,10 +242,14 @@ def main() -> None:
     if args.no_prediction:
         return
     for name, row in report.rows.items():
-        report.rows[name] = predicted(row, report.clusters[row.probe])
+        try:
+            report.rows[name] = predicted(row, report.clusters[row.probe])
+        except PacelineError as error:
+            say(f"{row.case.label}, seed {row.seed}: {error}")
+            report.rows[name] = replace(row, predicted_s=math.nan, predicted_steps=0)  # the others are worth having
         report.keep()
-    errors = {case.label: report.error(case) for case in CASES}
-    tell([table_of(report)], {"errors": errors})
+    errors = {case.label: report.error(case, num_seeds=args.seeds) for case in CASES}
+    tell([table_of(report, num_seeds=args.seeds)], {"errors": errors})
     missed = [f"{label}: {error:+.1%}" for label, error in errors.items() if not abs(error) <= BOUND]
     sys.exit("; ".join(missed) or None)
 

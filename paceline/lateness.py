@@ -34,19 +34,28 @@ class First(Sampler, name="first"):
         if not 1 <= self.over < math.inf or not self.deadline > 0:
             raise ValueError("over must be at least 1 and finite, and deadline above 0")
 
+    @property
+    def ends_early(self) -> bool:
+        return math.isfinite(self.deadline)
+
     def draw(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
-        return self._split(number, sizes=sizes, fraction=fraction, seed=seed)[0]
+        return [*_split(self, number, tuple(sizes), fraction, seed)[0]]
 
     def late(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> list[int]:
-        return self._split(number, sizes=sizes, fraction=fraction, seed=seed)[1]
+        return [*_split(self, number, tuple(sizes), fraction, seed)[1]]
 
-    def _split(self, number: int, *, sizes: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:
-        draws, wanted = random.Random(derive(seed, "clients", number)), num_drawn(fraction, len(sizes))
-        begun = draws.sample(range(len(sizes)), min(len(sizes), math.ceil(self.over * wanted)))
-        times = {client: _duration(draws, sizes, client) for client in begun}
-        in_time = sorted((client for client in begun if times[client] <= self.deadline), key=times.__getitem__)
-        counted = in_time[:wanted]
-        return counted, [client for client in begun if client not in counted]
+
+@lru_cache(maxsize=8)
+def _split(
+    sampler: First, number: int, sizes: tuple[int, ...], fraction: float, seed: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Who counts in the round, and who is late. It is asked for several times a round."""
+    draws, wanted = random.Random(derive(seed, "clients", number)), num_drawn(fraction, len(sizes))
+    begun = draws.sample(range(len(sizes)), min(len(sizes), math.ceil(sampler.over * wanted)))
+    times = {client: _duration(draws, sizes, client) for client in begun}
+    in_time = sorted((client for client in begun if times[client] <= sampler.deadline), key=times.__getitem__)
+    counted = tuple(in_time[:wanted])
+    return counted, tuple(sorted({*begun} - {*counted}))
 
 
 @final

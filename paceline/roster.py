@@ -52,6 +52,11 @@ class Sampler(Piece, ABC):
         """What the change of a turn is multiplied by that began so many rounds ago."""
         return 1.0
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether a round may be over before as many clients as it asks for are through."""
+        return False
+
     def require(self, *, num_clients: int, fraction: float) -> None:
         """Raises ValueError, which says why, where there are too few clients."""
 

@@ -15,7 +15,7 @@ from paceline.pieces import Piece
 
 _L2, _ITERATIONS = 1e-2, 100
 NUM_SUMS = 2**16
-"""That a gradient is kept as, if it is longer."""
+"""A longer gradient is kept as so many sums."""
 
 
 class Property(Piece, ABC):

@@ -102,7 +102,8 @@ def _require_effect(context: typer.Context, kind: str, *, steps: int) -> None:
     given = {name for name in context.params if source(name) is source("kind")}
     for name, kinds in _OF_SOME.items():
         if name in given and kind not in kinds:
-            known = [each for each in context.params if kind in _OF_SOME.get(each, _METHODS) and each not in _PLACES]
+            others = {each for each, those in _OF_SOME.items() if kind not in those}
+            known = [each for each in context.params if each not in (*others, *_PLACES)]
             raise UsageError(f"--{name} has no effect on {kind}, which takes --{', --'.join(known)}; leave it out")
     if "lr" in given and steps == 1:
         raise UsageError("--lr has no effect with one step, whose change over its rate is sent; give --steps as well")

@@ -208,20 +208,23 @@ def _of_turns(traffic: ClientTurns, setting: Setting) -> Cycle:
         def computing_s(rank: int, steps: float, computed_s: Floats = computed_s) -> float:
             times = setting.groups[setting.group_of[rank]].times
             own_s = steps * times.expected_s
-            if not setting.is_constant:
+            if steps and not setting.is_constant:
                 chances = random.random(math.ceil(steps))
                 own_s = float(times.at(chances).sum()) * steps / len(chances)
+            own_s += steps * setting.work.overhead_s  # who plays more turns has more of it
             computed_s[rank] += own_s
             return own_s
 
         ends_s.append(float(turns.ends_s(each, computing_s).max()))
         slowest_s.append(float(computed_s.max()))
     joint_s, joint_loads = joint_of_turns(traffic, setting)
+    num_steps = statistics.fmean(sum(map(sum, each)) for each in rounds) / setting.num_workers or 1.0
+    besides_s = num_steps * setting.work.overhead_s  # of the mean worker, which a cycle is without
     return Cycle(
-        slowest_s=statistics.fmean(slowest_s),
-        end_s=statistics.fmean(ends_s) + joint_s,
+        slowest_s=statistics.fmean(slowest_s) - besides_s,
+        end_s=statistics.fmean(ends_s) + joint_s - besides_s,
         loads=sum((turns.loads(each) for each in rounds), setting.fabric.nothing) * (1 / NUM_ROUNDS) + joint_loads,
-        num_steps=statistics.fmean(sum(map(sum, each)) for each in rounds) / setting.num_workers or 1.0,
+        num_steps=num_steps,
     )
 
 

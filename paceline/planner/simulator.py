@@ -91,13 +91,14 @@ def _in_turns(traffic: ClientTurns, setting: Setting, draws: Draws, num_rounds: 
 
     def computing_s(rank: int, steps: float) -> float:
         whole = math.floor(steps)
-        return draws.next_s(rank, num_steps=whole) + (steps - whole) * draws.next_s(rank)
+        drawn_s = draws.next_s(rank, num_steps=whole) + (steps - whole) * draws.next_s(rank)
+        return drawn_s + steps * setting.work.overhead_s
 
     for number in range(num_rounds):
         each = turns.round(number)
         took_s += float(turns.ends_s(each, computing_s).max()) + joint_of_turns(traffic, setting)[0]
         num_steps += sum(map(sum, each)) / setting.num_workers
-    return took_s / num_steps + setting.work.overhead_s
+    return took_s / num_steps
 
 
 # --- lock-step -------------------------------------------------------------------------------------------------------

@@ -46,7 +46,10 @@ def _left_out(plan: Plan) -> list[str]:
     names: dict[str | None, list[str]] = {}
     for name in plan.unpriced:
         names.setdefault(why_unpriced(build(name).traits, plan.work), []).append(name)
-    return [f"Left out: {words.listed(own)}. Each {reason}." for reason, own in names.items()]
+    return [
+        f"Left out: {words.listed(own)}, {'which' if len(own) == 1 else 'each of which'} {reason}."
+        for reason, own in names.items()
+    ]
 
 
 def _best(plan: Plan) -> list[str]:

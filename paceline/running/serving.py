@@ -180,10 +180,10 @@ def join(
 
 def _require_servable(strategy: Strategy) -> None:
     """Raises UsageError for a strategy whose clients cannot be elsewhere."""
-    if strategy.participation() is None:
-        raise UsageError(f"{name_of(strategy)} has no clients to serve; use fed-avg, or another fed-* strategy")
     participation = strategy.participation()
-    if participation is not None and participation.sampler.draws_times:
+    if participation is None:
+        raise UsageError(f"{name_of(strategy)} has no clients to serve; use fed-avg, or another fed-* strategy")
+    if participation.sampler.draws_times:
         raise UsageError(
             f"sampler={participation.sampler} draws how long simulated clients take, and clients elsewhere take their "
             "time themselves; leave it out, and see --over and --round-deadline"

@@ -62,16 +62,18 @@ class Account:
         """The clock stands; the step that was under way goes on afterwards."""
         self._clock.pause()
         before = self._totals()
-        yield
-        after = self._totals()
-        communication_s, waiting_s, moved_bytes, hidden_s = self._booked
-        self._booked = (
-            communication_s + after[0] - before[0],
-            waiting_s + after[1] - before[1],
-            moved_bytes + after[2] - before[2],
-            hidden_s + after[3] - before[3],
-        )
-        self._clock.resume()
+        try:
+            yield
+        finally:
+            after = self._totals()
+            communication_s, waiting_s, moved_bytes, hidden_s = self._booked
+            self._booked = (
+                communication_s + after[0] - before[0],
+                waiting_s + after[1] - before[1],
+                moved_bytes + after[2] - before[2],
+                hidden_s + after[3] - before[3],
+            )
+            self._clock.resume()
 
     def _totals(self) -> _Totals:
         communication_s = waiting_s = hidden_s = 0.0

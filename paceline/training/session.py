@@ -192,9 +192,11 @@ class Session:
         """For strategies in whose steps workers wait for what is not training."""
         run, collective = self.run, self.run.context.collective
         collective.set_deadline(None)
-        with run.prepared.account.pause() if run.clock.is_running else nullcontext():
-            yield
-        collective.set_deadline(run.config.deadline_s)
+        try:
+            with run.prepared.account.pause() if run.clock.is_running else nullcontext():
+                yield
+        finally:
+            collective.set_deadline(run.config.deadline_s)
 
     def log(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep what the script says of this step."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from paceline.comm.base import Timing
+from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
 
 
@@ -35,6 +39,26 @@ def test_the_clock_goes_on_from_a_checkpoint() -> None:
     clock.resume()
     now_s += 1
     assert clock.now_s == 8.0
+
+
+def test_the_clock_goes_on_after_a_pause_that_failed() -> None:
+    now_s, timing = 0.0, Timing()
+    clock = TrainingClock(time_s=lambda: now_s)
+    account = Account(clock, [timing])
+    account.start()
+    now_s += 2
+
+    def fail() -> None:
+        nonlocal now_s
+        now_s += 100
+        timing.waiting_s += 100
+        raise RuntimeError("in it")
+
+    with pytest.raises(RuntimeError, match="in it"), account.pause():
+        fail()
+    now_s += 1
+    share = account.close_step()
+    assert (share.time_s, share.compute_s, share.waiting_s) == (3.0, 3.0, 0.0)
 
 
 def test_the_clock_runs_by_default() -> None:

@@ -32,7 +32,7 @@ from paceline.secure import Quantiser
 from paceline.seeding import derive
 from paceline.strategies import build, name_of, settings_of
 from paceline.strategies.base import Context, Strategy, Synchronizer
-from paceline.strategies.federated import Federated
+from paceline.strategies.federated import Federated, remembering
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joining
 from paceline.strategies.federated.kept import Kept
@@ -435,6 +435,16 @@ def test_a_round_that_cannot_be_joined_says_so(options: dict[str, Any], message:
     strategy = build("fed-avg", {"clients": 9, "fraction": 0.5, **options})
     with pytest.raises(Exception, match=message):
         after(strategy, SPREAD, rounds=20)
+
+
+def test_a_memory_too_large_for_checkpoints_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine clients' sums of one parameter, 8 bytes each."""
+    strategy = build("fed-avg", {"clients": 9, "fraction": 0.5, "aggregate": "fools-gold"})
+    monkeypatch.setattr(remembering, "_MOST_BYTES", 72)
+    after(strategy, SPREAD, rounds=1)
+    monkeypatch.setattr(remembering, "_MOST_BYTES", 71)
+    with pytest.raises(Exception, match=r"a sum for each of 9 clients.*lower clients, or use another aggregate"):
+        after(strategy, SPREAD, rounds=1)
 
 
 # --- privacy ----------------------------------------------------------------------------------------------------------

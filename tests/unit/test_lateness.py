@@ -118,6 +118,10 @@ def test_late_clients_are_recorded_and_not_played() -> None:
         ),
         ({"sampler": "buffered:at_once=0"}, "at_once must be above 0 and at most 1"),
         ({"sampler": "first:over=0.5"}, "over must be at least 1 and finite"),
+        (
+            {"sampler": "first:deadline=1", "aggregate": "krum:byzantine=1"},
+            "krum.*needs 4 contributions, and there are 1; sampler=first:.*deadline=1.* leave its deadline out",
+        ),
         ({"correction": "control-variates"}, "turns begin in other rounds than they end in"),
         ({"privacy": "central"}, "the clients of a round depend on who was quick before"),
     ],
@@ -125,6 +129,11 @@ def test_late_clients_are_recorded_and_not_played() -> None:
 def test_what_has_no_meaning_is_refused(options: dict[str, str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         build("fed-buff", options)
+
+
+def test_a_deadline_goes_with_what_joins_a_single_change() -> None:
+    build("fed-avg", {"sampler": "first:deadline=1", "aggregate": "median"})
+    build("fed-avg", {"sampler": "first", "aggregate": "krum:byzantine=1"})
 
 
 def test_real_clients_take_their_time_themselves(tmp_path: Any) -> None:

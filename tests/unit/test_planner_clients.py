@@ -16,7 +16,8 @@ from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.errors import UsageError
 from paceline.planner import StepWork, plan, predict, wording
 from paceline.planner.simulator import simulate
-from paceline.planner.turns import NUM_ROUNDS
+from paceline.planner.turns import NUM_ROUNDS, sizes_of
+from paceline.strategies import build
 from paceline.training.worker import Worker
 from tests.conformance.rows import loader_of, problem
 from tests.conformance.virtual_cluster import GIGABIT, run
@@ -99,8 +100,30 @@ def test_plans_come_true(name: str, workers: int, options: dict[str, Any], tmp_p
     result = run(train, tmp_path, name, workers, cluster=cluster, options=options, max_steps=NUM_ROUNDS)
     ended_s = max(step.time_s for step in result.steps)
     assert ended_s / NUM_ROUNDS == pytest.approx(found.iteration_s, rel=0.03)
-    simulated = simulate(cluster, strategy=name, workers=workers, work=WORK, options=options, steps=NUM_ROUNDS)
+    asked = {"strategy": name, "workers": workers, "work": replace(WORK, overhead_s=0.02), "options": options}
+    simulated, found = simulate(cluster, **asked, steps=NUM_ROUNDS), predict(cluster, **asked)
     assert simulated.step_s == pytest.approx(found.step_s, rel=1e-6), "nothing is left to chance"
+
+
+def test_the_slowest_pays_the_overhead_of_all_its_turns() -> None:
+    """Five clients of 12 samples, three steps each, on four workers: one of them plays two turns."""
+    options = {"clients": 5, "fraction": 1}
+    work = replace(WORK, data_samples=60)
+    with_overhead, bare = (
+        predict(cluster_of(), strategy="fed-avg", workers=4, work=each, options=options)
+        for each in (replace(work, overhead_s=0.05), work)
+    )
+    assert with_overhead.iteration_s - bare.iteration_s == pytest.approx(2 * 3 * 0.05)
+    parts = (with_overhead.compute_s, with_overhead.waiting_s, with_overhead.exchange_s, with_overhead.overhead_s)
+    assert sum(parts) == pytest.approx(with_overhead.step_s)
+
+
+def test_a_client_without_samples_takes_no_time() -> None:
+    options = {"clients": 12, "fraction": 1, "partition": "quantity:least=0:alpha=0.1"}
+    cluster = cluster_of(distribution="log-normal", variation=0.3)
+    asked = {"strategy": "fed-avg", "workers": 3, "work": WORK, "options": options}
+    assert 0 in sizes_of(build("fed-avg", options).participation(), WORK.data_samples)
+    assert predict(cluster, **asked).step_s == pytest.approx(simulate(cluster, **asked, steps=200).step_s, rel=0.05)
 
 
 def test_chance_makes_the_slowest_late_as_in_the_simulator() -> None:
@@ -136,7 +159,7 @@ def test_a_plan_has_clients_where_it_knows_how_much_data_they_share() -> None:
     assert found.unpriced == ("async-diloco", "fed-bn", "fed-buff")
     lines = [line for line in wording.answer(found) if line.startswith("Left out")]
     assert len(lines) == 3
-    assert "Left out: fed-bn. Each has clients keep layers" in " ".join(lines)
+    assert "Left out: fed-bn, which has clients keep layers" in " ".join(lines)
     unknown = plan(cluster_of(), replace(WORK, data_samples=0), max_workers=4, num_checks=0)
     assert "fed-avg" in unknown.unpriced
     assert any("nothing says how many samples they share" in line for line in wording.answer(unknown))

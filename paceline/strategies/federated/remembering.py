@@ -8,10 +8,23 @@ from torch import Tensor
 
 from paceline.aggregate import Contribution
 from paceline.comm.base import Collective
+from paceline.errors import UsageError
 from paceline.strategies.federated.kept import Kept
 from paceline.strategies.own_state import OwnState
 
 _SUM, _SENT = "sum", "sent."
+_MOST_BYTES = 16e9
+"""Of all clients' sums, which the first worker has in memory whenever a checkpoint is taken."""
+
+
+def require_room(num_clients: int, parameters: Sequence[Tensor]) -> None:
+    """Raises UsageError where the sums of so many clients are too large for checkpoints."""
+    num_bytes = num_clients * sum(map(Tensor.numel, parameters)) * torch.float64.itemsize
+    if num_bytes > _MOST_BYTES:
+        raise UsageError(
+            f"an aggregate that remembers keeps a sum for each of {num_clients} clients, {num_bytes / 1e9:.1f} GB in "
+            f"every checkpoint, and {_MOST_BYTES / 1e9:.0f} GB is the most; lower clients, or use another aggregate"
+        )
 
 
 @final

@@ -191,10 +191,13 @@ class Federated(Strategy):
                 f"aggregate={aggregate} compares clients' changes, and with normalise=true their numbers of steps "
                 "would scale the joint; leave one of the two out"
             )
+        fewest, why = num_drawn(self.fraction, self.clients), "a client gives one to each round"
+        if self.sampler.ends_early:
+            fewest, why = 1, f"sampler={self.sampler} may leave a round with one; leave its deadline out"
         try:
-            aggregate.require(num_drawn(self.fraction, self.clients))
+            aggregate.require(fewest)
         except ValueError as error:
-            raise UsageError(f"aggregate={aggregate}: {error}; a client gives one to each round") from None
+            raise UsageError(f"aggregate={aggregate}: {error}; {why}") from None
 
     @property
     def has_controls(self) -> bool:

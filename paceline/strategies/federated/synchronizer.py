@@ -17,6 +17,7 @@ from paceline.strategies.base import Context, StepOutcome, Synchronizer, non_fin
 from paceline.strategies.federated.clients import Clients
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.private import private_names
+from paceline.strategies.federated.remembering import require_room
 from paceline.strategies.federated.server import ServerModel
 from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.finite import checked, may_step
@@ -83,6 +84,8 @@ class FederatedSynchronizer(Synchronizer):
             normalises=strategy.normalise,
             allows_nonfinite=strategy.nonfinite == "allow",
         )
+        if strategy.aggregate.remembers:
+            require_room(strategy.clients, self._server.parameters)
         self._clients = Clients(
             replica,
             private=private,

@@ -1,11 +1,16 @@
 """Notices a script that reads gradients, at no cost outside the steps in which somebody looks."""
 
+import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _GRADIENT: Any = Tensor.grad
+_CLEARING = {inspect.unwrap(kind.zero_grad).__code__ for kind in (Optimizer, nn.Module)}
+"""Looks at gradients to throw them away, which a script may do to those of an optimizer that it does not step."""
 _MARK = "_paceline_gradient_read"
 
 
@@ -37,7 +42,8 @@ class GradientReads:
 class _Watched(nn.Parameter):
     @property
     def grad(self) -> Any:
-        self.__dict__[_MARK] = True
+        if sys._getframe(1).f_code not in _CLEARING:
+            self.__dict__[_MARK] = True
         return _GRADIENT.__get__(self)
 
     @grad.setter

@@ -109,7 +109,7 @@ def test_pauses_leave_staleness_distributed_as_it_was(tmp_path: Path) -> None:
     assert sum(abs(one - other) for one, other in zip(*shares, strict=True)) / 2 < 0.05
 
 
-LONG_S = 0.15
+LONG_S = 0.3
 
 
 def uneven(worker: Worker, out: Path) -> None:
@@ -121,7 +121,7 @@ def uneven(worker: Worker, out: Path) -> None:
             time.sleep(LONG_S * worker.rank)
             step(worker, model, optimizer, x, y)
             watch.append(time.perf_counter())
-            if worker.iteration >= 30:
+            if worker.iteration >= 25:
                 keep(out, f"watch-{worker.rank}", watch)
                 return
             time.sleep(0.02)
@@ -130,7 +130,7 @@ def uneven(worker: Worker, out: Path) -> None:
 def require_equal_clocks(result: Result, out: Path) -> None:
     """Between two pauses, which stand on nobody's clock. If all had begun their next step together, the second
     worker's clock would be ahead by what it had come later, after each pause."""
-    assert num_checkpoints(result) >= 2
+    assert num_checkpoints(result) >= 4
     ahead_s: list[float] = []
     for rank in range(2):
         ended_s = [record.time_s for record in steps_of(result, rank)]
@@ -139,8 +139,9 @@ def require_equal_clocks(result: Result, out: Path) -> None:
     assert ahead_s[0] == pytest.approx(ahead_s[1], abs=LONG_S / 2)
 
 
+@pytest.mark.slow
 def test_training_clocks_of_real_workers_agree_after_pauses(tmp_path: Path) -> None:
-    result = Row("ps-asp", "ps-asp", 2).run(uneven, tmp_path, checkpoint_every=10)
+    result = Row("ps-asp", "ps-asp", 2).run(uneven, tmp_path, checkpoint_every=5)
     require_equal_clocks(result, tmp_path)
 
 
@@ -149,5 +150,5 @@ def test_training_clocks_of_real_workers_agree_after_pauses(tmp_path: Path) -> N
 @pytest.mark.usefixtures("ray_here")
 def test_training_clocks_of_workers_on_ray_agree_after_pauses(tmp_path: Path) -> None:
     script = partial(launched, uneven, tmp_path)
-    result = paceline.run(script, strategy="ps-asp", workers=2, out=tmp_path / "run", checkpoint_every=10)
+    result = paceline.run(script, strategy="ps-asp", workers=2, out=tmp_path / "run", checkpoint_every=5)
     require_equal_clocks(result, tmp_path)

@@ -52,8 +52,8 @@ def test_plans_come_true(strategy: str, workers: int, codec: str, tmp_path: Path
     found = predict(cluster, strategy=strategy, workers=workers, work=LARGE, options={"codec": codec})
     simulated = simulate(cluster, strategy=strategy, workers=workers, work=LARGE, options={"codec": codec}, steps=20)
     # Asynchronous workers drain the links when they meet for a moment, as they do in their first steps.
-    num_own = 20 if strategy == "ps-asp" else 6
-    result = run(large, tmp_path, strategy, workers, cluster=cluster, options=options, max_steps=num_own * workers)
+    max_steps = 20 * workers if strategy == "ps-asp" else 6
+    result = run(large, tmp_path, strategy, workers, cluster=cluster, options=options, max_steps=max_steps)
     for taken_s in (median_step_s(result), simulated.step_s):
         assert 0.95 * found.step_s_low <= taken_s <= 1.05 * found.step_s_high
 

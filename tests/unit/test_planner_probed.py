@@ -100,7 +100,7 @@ def test_each_key_counts_as_on_the_virtual_engine(
     if (
         "shared_cores" in KEYS[key]
     ):  # workers compute while others on their core wait, and servers' work takes it from them
-        tolerance = 0.15 if is_asynchronous else max(tolerance, 0.04)
+        tolerance = 0.16 if is_asynchronous else max(tolerance, 0.04)
     closed = 0.13 if is_asynchronous and key == "packing_gbyte_per_s" else tolerance
     assert predict(cluster, **given).step_s == pytest.approx(measured_s, rel=closed)  # type: ignore[arg-type]
     assert simulate(cluster, **given, steps=60).step_s == pytest.approx(measured_s, rel=tolerance)  # type: ignore[arg-type]

@@ -145,7 +145,7 @@ class Sketch:
             self._places = torch.randint(2 * num_sums, (num_elements,), generator=generator, dtype=torch.int32)
 
     def of(self, vector: Tensor) -> Tensor:
-        """Of shape (num_sums,); the vector itself, if it is no longer than that."""
+        """Returns sums of shape (num_sums,), or the vector itself if it has no more elements than that."""
         if self._places is None:
             return vector
         added, subtracted = vector.new_zeros(2, self._num_sums).view(-1).index_add_(0, self._places, vector).chunk(2)

@@ -1,4 +1,4 @@
-"""What strikes a process of a chaos run: a signal, or a held interpreter, at a drawn place of the protocol.
+"""Strikes a process of a chaos run, by a signal or by holding its interpreter, at a drawn place of the protocol.
 
 Outside such runs nothing is done here. A place is a method: the process is struck when it has been called so often.
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal, final
 from paceline.server.replication import Replication
 
 VARIABLE = "PACELINE_STRIKES"
-"""Of the environment: the folder of a run that is struck, with its `strikes.json`."""
+"""This environment variable names the folder of the run that is struck. `strikes.json` lies there."""
 Kind = Literal["kill", "segfault", "stop", "hold", "pause"]
 """stop: for good, and hold: the interpreter; both until the process is ended as silent. pause: stopped for a second,
 which it outlives."""

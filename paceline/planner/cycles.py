@@ -229,7 +229,7 @@ def _of_turns(traffic: ClientTurns, setting: Setting) -> Cycle:
 
 
 def joint_of_turns(traffic: ClientTurns, setting: Setting) -> tuple[float, Loads]:
-    """What the all-reduce at a round's end takes, of changes and of how much they count, and what it puts on links."""
+    """Prices the all-reduce at a round's end, which joins changes and their weights: its time, and its bytes a link."""
     if setting.num_workers == 1:
         return 0.0, setting.fabric.nothing
     num_bytes = (1 + traffic.num_besides) * setting.work.parameter_bytes

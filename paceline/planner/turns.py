@@ -20,7 +20,7 @@ from paceline.seeding import derive
 from paceline.strategies.traits import ClientTurns
 
 _SEED = 0
-"""Of the run whose draws are priced, as by default."""
+"""Plans price the clients that a run with this seed, the default, draws."""
 NUM_ROUNDS = 16
 """Over which a prediction takes the mean."""
 
@@ -39,7 +39,7 @@ def sizes_of(participation: Participation, num_samples: int) -> tuple[int, ...]:
 
 
 def why_unpriced(traffic: ClientTurns, work: StepWork) -> str | None:
-    """As `question.why_unpriced`."""
+    """Says why these turns have no price; none if they have one. See `question.why_unpriced`."""
     if not work.data_samples:
         return "has clients, and nothing says how many samples they share (data_samples of the work)"
     try:

@@ -4,6 +4,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from types import FrameType
 from typing import Any, final
 
@@ -72,7 +73,7 @@ class SummedLoss:
             return
         tensors, gradients = _listed(frame.f_locals["tensors"]), frame.f_locals["grad_tensors"]
         begun = [tensor.grad_fn for tensor in tensors]
-        if len(begun) == len(self._begun) and all(map(_is, begun, self._begun)):
+        if len(begun) == len(self._begun) and all(map(is_, begun, self._begun)):
             return
         self._begun = begun
         if gradients is None:
@@ -88,10 +89,6 @@ class SummedLoss:
                 f"it were a mean, so that a step would be {self._size} times smaller than one process would take with "
                 "the same batches; take the mean (reduction='mean'), or multiply the loss by worker.size"
             )
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _sums(begun: Sequence[Any], gradients: Any, num_samples: int) -> Iterator[str | None]:

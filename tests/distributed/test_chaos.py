@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,23 +17,18 @@ DEMO = SCRIPTS.parents[2] / "paceline" / "demo_script.py"
 
 
 @pytest.mark.timeout(400)
-def test_nothing_is_lost_whoever_dies(start: Callable[..., Command], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = start(
-        "chaos", DEMO, "--workers", 3, "--kills", 3, "--seed", 3, "--max-steps", 30, "--out", out,
-    )  # fmt: skip
-    output = command.wait(timeout_s=380)
-    assert command.status == 0, output
-    assert ", 0 wrong; again: --schedule" in output
-    command.assert_nothing_left()
-
-
-@pytest.mark.timeout(400)
-def test_rounds_lose_no_sample(start: Callable[..., Command], tmp_path: Path) -> None:
-    command = start(
-        "chaos", DEMO, "--strategy", "diloco", "--option", "every=4", "--kills", 1, "--seed", 1,
-        "--out", tmp_path / "out", "--", "--epochs", 3,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "script"),
+    [
+        (["--workers", 3, "--kills", 3, "--seed", 3, "--max-steps", 30], []),
+        (["--strategy", "diloco", "--option", "every=4", "--kills", 1, "--seed", 1], ["--epochs", 3]),
+    ],
+    ids=["all-reduce", "diloco"],
+)
+def test_nothing_is_lost_whoever_dies(
+    settings: list[Any], script: list[Any], start: Callable[..., Command], tmp_path: Path
+) -> None:
+    command = start("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", *script)
     output = command.wait(timeout_s=380)
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output

@@ -5,6 +5,7 @@ It is the same file for the server of a served run, for its clients, and for one
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ parser.add_argument("--passes", type=int, default=10_000)
 parser.add_argument("--lr", type=float, default=0.05)
 parser.add_argument("--width", type=int, default=5)
 parser.add_argument("--step-s", type=float, default=0.0)
+parser.add_argument("--over-at", type=Path, default=Path("/no such file"), help="evaluations say whether it is there")
 arguments = parser.parse_args()
 worker = paceline.init()
 parts = [data_of(int(part)) for part in arguments.parts.split(",")]
@@ -35,7 +37,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(arguments.width, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 loader = DataLoader(TensorDataset(x, y), batch_size=10)
 model, optimizer, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=arguments.lr), loader)
-worker.evaluation(lambda model: {"loss": float(F.mse_loss(model(x), y))})
+worker.evaluation(lambda model: {"loss": float(F.mse_loss(model(x), y)), "over": float(arguments.over_at.exists())})
 for _ in range(arguments.passes):
     for inputs, wanted in loader:
         optimizer.zero_grad()

@@ -1,6 +1,5 @@
 """What the server of a federated run holds, on every worker alike."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,19 +18,18 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.digests import require_same
 from paceline.strategies.elsewhere import ClientUpdate, ServerElsewhere
+from paceline.strategies.federated.buffers import change_of, moved, real_dtype
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joined, Joining
+from paceline.strategies.federated.past import Past, Version, clones, copy
 from paceline.strategies.federated.rejecting import Rejecting
+from paceline.strategies.federated.scales import Scales
 from paceline.strategies.federated.secured import Masks
 from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import Replica, copy_tensors_from_first
 
-_OUTER, _CONTROL, _PAST = "outer.", "shared_control.", "past."
-_Version = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""The server's parameters and buffers of one round."""
-_LEAST_SCALE = 0.5
-"""Of a client elsewhere: a turn is worth one step at least, but for rounding."""
+_OUTER, _CONTROL = "outer.", "shared_control."
 
 
 @final
@@ -88,13 +86,13 @@ class ServerModel:
         self._buffer_names = [name for name, _ in buffers if name not in private]
         self.parameters = [nn.Parameter(parameter.detach().clone()) for parameter in self.trained]
         """The server's."""
-        self._shared_buffers = _clones(self._buffers)
+        self._shared_buffers = clones(self._buffers)
         self._start = self._present
-        self._past: list[_Version] = []  # of rounds before this one, the last one at the end
+        self._past = Past()
         self.controls = [torch.zeros_like(parameter) for parameter in self.trained] if has_controls else []
         self._optimizer = outer.optimizer(self.parameters)
         of_buffers = [
-            TensorSpec(f"buffer.{index}", tuple(buffer.shape), _real_dtype(buffer))
+            TensorSpec(f"buffer.{index}", tuple(buffer.shape), real_dtype(buffer))
             for index, buffer in enumerate(self._shared_buffers)
         ]
         of_controls = [replace(spec, name=f"{_CONTROL}{spec.name}") for spec in specs] if has_controls else []
@@ -117,8 +115,7 @@ class ServerModel:
         self._joining = Joining(
             context, of_client, aggregator, num_changes=len(specs), masks=masks, rejecting=self._rejecting
         )
-        self._is_scaled = normalises
-        self._scales: list[tuple[float, float]] = []  # of a round's clients elsewhere, with their weights
+        self._scales = Scales(count=normalises)
 
     @property
     def upload_bytes(self) -> int:
@@ -146,7 +143,7 @@ class ServerModel:
         return [*(parameter.detach() for parameter in self.parameters), *self._real_buffers(), *self.controls]
 
     def _real_buffers(self) -> list[Tensor]:
-        return [buffer.to(_real_dtype(buffer)) for buffer in self._shared_buffers]
+        return [buffer.to(real_dtype(buffer)) for buffer in self._shared_buffers]
 
     def begin(self, *, num_samples: int) -> bool:
         """Before the first round: a client whose server is elsewhere waits for its turn there, and says how many
@@ -160,7 +157,7 @@ class ServerModel:
     def _fetch(self, server: ServerElsewhere) -> bool:
         state = [torch.empty_like(tensor) for tensor in self._state]
         is_over = server.next_turn(state)
-        _copy([*self.parameters, *self._shared_buffers, *self.controls], state)
+        copy([*self.parameters, *self._shared_buffers, *self.controls], state)
         return is_over
 
     def require_judge(self) -> None:
@@ -176,13 +173,13 @@ class ServerModel:
             TensorMismatch: workers have other parameters.
         """
         require_same(self._names, self.trained, self._collective, when="before the first round")
-        _copy([*self.parameters, *self._shared_buffers], [*self.trained, *self._buffers])
+        copy([*self.parameters, *self._shared_buffers], [*self.trained, *self._buffers])
         if self._shared_buffers:  # statistics of a batch of one rank's own, as of a first forward pass
             copy_tensors_from_first(self._shared_buffers, self._collective)
             self.load()
 
     @property
-    def _present(self) -> _Version:
+    def _present(self) -> Version:
         return self.parameters, self._shared_buffers
 
     @property
@@ -191,15 +188,13 @@ class ServerModel:
         return self._start[0]
 
     def load(self, *, behind: int = 0) -> None:
-        """A turn begins: this worker's model gets the server's values, as they were so many rounds ago. After a resume
-        with other workers nobody knows them any more, and the oldest there are take their place."""
-        known = [*self._past, self._present]
-        self._start = known[max(0, len(known) - 1 - behind)]
+        """A turn begins: this worker's model gets the server's values, as they were so many rounds ago."""
+        self._start = self._past.before(self._present, rounds=behind)
         self._put(self._start)
 
-    def _put(self, version: _Version) -> None:
+    def _put(self, version: Version) -> None:
         parameters, buffers = version
-        _copy([*self.trained, *self._buffers], [*parameters, *buffers])
+        copy([*self.trained, *self._buffers], [*parameters, *buffers])
 
     @torch.no_grad()
     def changes(self) -> list[Tensor]:
@@ -233,7 +228,7 @@ class ServerModel:
             UsageError: a buffer has another shape than when it was prepared.
         """
         of_buffers = [
-            _change_of_buffer(name, server, local)
+            change_of(name, server, local)
             for name, server, local in zip(self._buffer_names, self._start[1], self._buffers, strict=True)
         ]
         if self._hides:
@@ -272,7 +267,7 @@ class ServerModel:
         if self._upload is not None:
             client = update.client
             changes = self._upload.decoded(changes, self.parameters, client=client, round_number=round_number)
-        self._require_scale(update.scale)
+        self._scales.require(update.scale)
         changes = _divided(changes, update.scale)
         if not self._allows_nonfinite:
             if (name := self.first_nonfinite(changes)) is not None:
@@ -283,20 +278,7 @@ class ServerModel:
             self._require_unchanged(rest)
         weight = update.weight if weighs else 1.0
         self._add(update.client, changes, rest, weight=weight, scale=update.scale, round_number=round_number)
-        self._scales.append((weight, update.scale))
-
-    def _require_scale(self, scale: float) -> None:
-        """Raises ValueError where a client says that its change is worth other steps than it can be."""
-        if not self._is_scaled and scale != 1.0:
-            raise ValueError(f"it says that its change is worth {scale:g} steps, and steps do not count")
-        if scale < _LEAST_SCALE:
-            raise ValueError(f"it says that its change is worth {scale:g} steps, less than one")
-
-    def _joint_scale(self, outweigh: float) -> float:
-        """How many steps the joint of clients elsewhere is worth, where nobody's count as more than so many times the
-        median client's."""
-        largest = outweigh * statistics.median(scale for _, scale in self._scales)
-        return sum(weight * min(scale, largest) for weight, scale in self._scales) / sum(w for w, _ in self._scales)
+        self._scales.add(update.scale, weight=weight)
 
     @torch.no_grad()
     def join(
@@ -331,9 +313,7 @@ class ServerModel:
         if guard is not None and steps:
             num_changes = len(self.trained)
             gradients = guard.inward(gradients, num_changes=num_changes, num_summed=count, round_number=round_number)
-        if num_kept:
-            self._past.append((_clones(self.parameters), _clones(self._shared_buffers)))
-        del self._past[: max(0, len(self._past) - num_kept)]
+        self._past.add(self._present, most=num_kept)
         if steps:
             self._step(gradients, share=count / num_clients)
         self._joining.clear()
@@ -345,8 +325,8 @@ class ServerModel:
             if self._clients is not None and joined.num_contributions:
                 if not self._allows_nonfinite and not all(map(is_finite, joined.gradients)):
                     raise UsageError("the sum of what clients changed is too large for numbers of its precision")
-                if self._is_scaled:
-                    joined.gradients[-1].fill_(self._joint_scale(self._clients.outweigh))
+                if self._scales.count:
+                    joined.gradients[-1].fill_(self._scales.joint(self._clients.outweigh))
         except UsageError as error:
             if self._clients is None:
                 raise
@@ -360,12 +340,12 @@ class ServerModel:
     def in_place(self) -> Iterator[None]:
         """This worker's model has the server's values meanwhile, and afterwards its own again."""
         local = [*self.trained, *self._buffers]
-        own = _clones(local)
+        own = clones(local)
         self._put(self._present)
         try:
             yield
         finally:
-            _copy(local, own)
+            copy(local, own)
 
     @contextmanager
     @torch.no_grad()
@@ -376,7 +356,7 @@ class ServerModel:
             for parameter, change in zip(self.trained, remaining, strict=False):
                 parameter.sub_(change)
             for buffer, change in zip(self._buffers, remaining, strict=False):
-                buffer.copy_(_moved(buffer, change))
+                buffer.copy_(moved(buffer, change))
             yield self._replica.model
 
     def own_state(self) -> dict[str, OwnState]:
@@ -384,10 +364,9 @@ class ServerModel:
         state = {f"{_OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
         controls = {f"{_CONTROL}{index}": control for index, control in enumerate(self.controls)}
         guards = self._guard.own_state() if self._guard is not None else {}
-        for number, (parameters, buffers) in enumerate(self._past):
-            controls |= {f"{_PAST}{number}.{index}": each for index, each in enumerate([*parameters, *buffers])}
         sent = self._joining.memory.own_state() if self._joining.memory is not None else {}
-        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards | sent
+        past = self._past.own_state()
+        return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards | sent | past
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there."""
@@ -397,17 +376,10 @@ class ServerModel:
             self._joining.memory.restore(own)
         state = {name.removeprefix(_OUTER): tensor for name, tensor in own.items() if name.startswith(_OUTER)}
         import_state(self._optimizer, self.parameters, state)
-        self._past = self._past_of(own)
+        self._past.restore(own, num_parameters=len(self.parameters), num_buffers=len(self._shared_buffers))
         for index, control in enumerate(self.controls):
             if (saved := own.get(f"{_CONTROL}{index}")) is not None:
                 control.copy_(saved)
-
-    def _past_of(self, own: Mapping[str, Tensor]) -> list[_Version]:
-        found, size = list[_Version](), len(self.parameters) + len(self._shared_buffers)
-        while f"{_PAST}{len(found)}.0" in own:
-            tensors = [own[f"{_PAST}{len(found)}.{index}"].clone() for index in range(size)]
-            found.append((tensors[: len(self.parameters)], tensors[len(self.parameters) :]))
-        return found
 
     def close(self) -> None:
         if self._joining.memory is not None:
@@ -424,49 +396,16 @@ class ServerModel:
 
     def _step(self, gradients: Sequence[Tensor], *, share: float) -> None:
         remaining = iter(gradients[:-1])
-        scale = float(gradients[-1]) if self._is_scaled and gradients[-1] else 1.0
+        scale = float(gradients[-1]) if self._scales.count and gradients[-1] else 1.0
         for parameter, gradient in zip(self.parameters, remaining, strict=False):
             parameter.grad = gradient if scale == 1.0 else gradient.mul_(scale)
         self._optimizer.step()
         self._optimizer.zero_grad()
         for buffer, gradient in zip(self._shared_buffers, remaining, strict=False):
-            buffer.copy_(_moved(buffer, gradient))
+            buffer.copy_(moved(buffer, gradient))
         for control, growth in zip(self.controls, remaining, strict=True):
             control.add_(growth, alpha=share)
 
 
-def _change_of_buffer(name: str, server: Tensor, local: Tensor) -> Tensor:
-    """What a client took off the server's: 0 where both are the same, also where these are infinite or no numbers."""
-    if server.shape != local.shape:
-        raise UsageError(
-            f"buffer {name!r} is of shape {list(local.shape)} now and was prepared with {list(server.shape)}, so that "
-            "clients have no mean of it; keep its shape, or keep it in a plain attribute"
-        )
-    before, after = server.to(_real_dtype(server)), local.detach().to(_real_dtype(server))
-    is_same = (server == local) | (before.isnan() & after.isnan())
-    return torch.where(is_same, 0, before - after)
-
-
-def _moved(buffer: Tensor, change: Tensor) -> Tensor:
-    """The buffer less what was changed. What nobody changed stays as it is, to the last bit."""
-    moved = buffer.to(change.dtype) - change
-    is_whole = not (buffer.is_floating_point() or buffer.is_complex())
-    return torch.where(change == 0, buffer, (moved.round() if is_whole else moved).to(buffer.dtype))
-
-
-def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
-
-
 def _divided(changes: Sequence[Tensor], scale: float) -> list[Tensor]:
     return list(changes) if scale == 1.0 else [change / scale for change in changes]
-
-
-def _real_dtype(buffer: Tensor) -> torch.dtype:
-    """Whole numbers are averaged in double precision."""
-    return buffer.dtype if buffer.is_floating_point() or buffer.is_complex() else torch.float64
-
-
-@torch.no_grad()
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    torch._foreach_copy_([target.detach() for target in targets], [source.detach() for source in sources])

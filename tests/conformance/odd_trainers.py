@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint_sequential
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from tests.conformance.odd_habits import each, own_loop
 from tests.conformance.odd_hunted import AT, Run, train
@@ -188,39 +188,39 @@ def tie_late(run: Run) -> None:
     run.model[3].weight = run.model[5].weight  # type: ignore[index,union-attr]
 
 
-def deep() -> nn.Module:
-    return nn.Sequential(*perceptron(), nn.Tanh(), nn.Linear(NUM_CLASSES, NUM_CLASSES).double())
-
-
 def square() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4)
     ).double()
 
 
-def drop_layers(worker: Any) -> nn.Module:
+class Shallow(nn.Module):
     """Stochastic depth that is drawn alike: some steps do without a layer."""
-    model = square()
-    model, optimizer, loader = worker.prepare(
-        model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE)
-    )
-    for number, (x, y, _) in enumerate(loader):
-        hidden = model[2](model[1](model[0](x)))
-        hidden = model[6](hidden if number % 3 == 1 else model[5](model[4](model[3](hidden))))
-        optimizer.zero_grad()
-        F.cross_entropy(hidden, y).backward()
-        optimizer.step()
-    return model
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.count = square(), 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += 1
+        layers = list(self.layers)  # type: ignore[call-overload]
+        for layer in [*layers[:3], *([] if self.count % 3 == 1 else layers[3:6]), layers[6]]:
+            x = layer(x)
+        return x
+
+
+class Segmented(nn.Module):
+    """Computed anew in the backward pass, a segment at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
 
 
 # --- steps ----------------------------------------------------------------------------------------------------------
-
-
-def in_segments(model: Any, optimizer: Optimizer, batch: Any) -> None:
-    x = batch[0].clone().requires_grad_()
-    optimizer.zero_grad()
-    F.cross_entropy(checkpoint_sequential(model, 2, x, use_reentrant=False), batch[1]).backward()
-    optimizer.step()
 
 
 def scaled_by_hand(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
@@ -403,24 +403,6 @@ def two_views(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
     optimizer.step()
 
 
-def compiled_step(worker: Any) -> nn.Module:
-    """Forward, backward and step in one function that torch compiles."""
-    model = perceptron()
-    model, optimizer, loader = worker.prepare(
-        model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE)
-    )
-
-    @torch.compile(backend="eager")  # type: ignore[untyped-decorator,unused-ignore]
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    for x, y, _ in loader:
-        step(x, y)
-    return model
-
-
 def off_by_default(worker: Any) -> nn.Module:
     """Gradients are switched on for the loss alone."""
     model = perceptron()
@@ -567,25 +549,6 @@ def kept_workers(worker: Any) -> DataLoader[Any]:
     return DataLoader(samples(), batch_size=BATCH_SIZE, num_workers=1, persistent_workers=True, shuffle=True)
 
 
-class Counting(Dataset[Any]):
-    """Samples that grow with how often they were read."""
-
-    def __init__(self) -> None:
-        self.all, self.count = samples(), torch.zeros(NUM_SAMPLES, dtype=torch.float64)
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        x, y, number = self.all[index]
-        self.count[index] += 1
-        return x * (1 + 0.1 * self.count[index]), y, number
-
-
-def counting(worker: Any) -> DataLoader[Any]:
-    return DataLoader(Counting(), batch_size=BATCH_SIZE)
-
-
 def by_batch_sampler(worker: Any) -> nn.Module:
     """Takes indices from the prepared loader's sampler, and the samples itself."""
     model = perceptron()
@@ -643,8 +606,8 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "a layer more": partial(train, stepped=grow),
     "a bias less": partial(train, stepped=without_bias),
     "tied after": partial(train, model=square, prepared=tie_late),
-    "layers left out": drop_layers,
-    "in segments": partial(own_loop, step=in_segments),
+    "layers left out": partial(train, model=Shallow),
+    "in segments": partial(train, model=Segmented),
     "scaled by hand": partial(own_loop, step=scaled_by_hand),
     "main gradients": partial(own_loop, step=main_gradients),
     "main gradients, clipped": partial(own_loop, step=main_and_clipped),
@@ -661,7 +624,6 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "a layer's hook that clips": partial(layer_hook, clips=True),
     "those with labels": partial(own_loop, step=without_class),
     "two views": partial(own_loop, step=two_views),
-    "a compiled step": compiled_step,
     "off by default": off_by_default,
     "gradients in turns": partial(train, backward=every_nth_parameter),
     "groups by name": by_name,
@@ -669,10 +631,8 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "another optimizer at once": rebuilt_optimizer,
     "parameters turned round": partial(train, stepped=cleared_groups),
     "a sampler with epochs": partial(train, loader=epochal, passed=next_epoch),
-    "a sampler that goes on": partial(train, loader=advancing),
     "batches of a length": partial(train, loader=buckets),
     "workers kept": partial(train, loader=kept_workers),
-    "samples that count": partial(train, loader=counting),
     "indices of the sampler": by_batch_sampler,
     "peeked": peeked,
     "memory by index": memory_of_rows,

@@ -31,7 +31,7 @@ from tests.conformance import (
     virtual_engine,
 )
 from tests.conformance.odd_models import set_gradients
-from tests.conformance.reference import train_alone
+from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 
 SERVERS, JOINT = ("ps-bsp", "ps-ssp", "ps-asp"), ("all-reduce", "ps-bsp")
@@ -202,23 +202,28 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:after its last step the script changed parameter")
 @pytest.mark.filterwarnings("ignore:rank .* all_gather of a tensor that requires a gradient")
 def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -> None:
-    script, says = SCRIPTS[name], refusal(name, strategy)
-    settings: dict[str, Any] = {"strategy": strategy, "options": STRATEGIES[strategy]}
-    run = partial(ENGINES[engine].run, partial(launched, script), **settings)
+    is_compared = name not in OWN and (strategy in JOINT or name not in RANDOM)
+    judge(SCRIPTS[name], engine, strategy, refusal(name, strategy), tmp_path, is_compared=is_compared)
+
+
+def judge(script: Script, engine: str, strategy: str, says: str | None, out: Path, *, is_compared: bool) -> None:
+    """Two workers do what one process does with the combined batches, or are told what it `says`, at once. Where
+    workers' models differ by design, one worker does what one process does."""
+    run = partial(
+        ENGINES[engine].run, partial(launched, script), strategy=strategy, options=STRATEGIES[strategy]
+    )
     if says is not None:
         began_s = time.monotonic()
         with pytest.raises(RunFailed, match=f"(?s){says}"):
-            run(workers=2, out=tmp_path)
+            run(workers=2, out=out)
         assert time.monotonic() - began_s < SOON_S
         return
-    result = run(workers=2, out=tmp_path / "two")
+    result = run(workers=2, out=out / "two")
     assert all(tensor.isfinite().all() for tensor in result.model_state().values())
-    if name in OWN:
-        return
-    if strategy in JOINT:
+    if is_compared and strategy in JOINT:
         assert_close(result.model_state(), train_alone(script, 2), EXACT)
-    elif name not in RANDOM:
-        alone = run(workers=1, out=tmp_path / "one")
+    elif is_compared:
+        alone = run(workers=1, out=out / "one")
         assert_close(alone.model_state(), train_alone(script, 1), EXACT)
 
 

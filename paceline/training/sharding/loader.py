@@ -162,6 +162,8 @@ class ShardedLoader(StandIn):
         epoch = self.place.epoch
         if self._resume_at is not None and epoch < self._resume_at.epoch:
             self.place = Place(epoch + 1, 0)
+            if self._orders is not None:
+                self._orders.pass_over(epoch)
             return
         is_resumed = self._resume_at is not None
         self.place, self._resume_at = self._resume_at or Place(epoch, 0), None

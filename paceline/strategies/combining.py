@@ -126,8 +126,8 @@ class Combining:
             self._has_told = True
             warnings.warn(
                 f"step {step}: the script reads gradients between backward() and step() on rank "
-                f"{self._collective.rank} ({self._read_at}), which it did not do in its first step: they are this worker's own; use "
-                "--option combine=always so that it sees the mean of all workers' gradients",
+                f"{self._collective.rank} ({self._read_at}), which it did not do in its first step: they are this "
+                "worker's own; use --option combine=always so that it sees the mean of all workers' gradients",
                 stacklevel=4,
             )
         if self._averages and self._seen is None:

@@ -119,9 +119,7 @@ class Judge:
         )
         return None
 
-    def _evaluated(
-        self, model: nn.Module, at: Count, time_s: float, *, is_put_back: bool = False
-    ) -> dict[str, float]:
+    def _evaluated(self, model: nn.Module, at: Count, time_s: float, *, is_put_back: bool = False) -> dict[str, float]:
         run = self._run
         assert self.evaluation is not None
         if self._judged is not None and self._judged[0] == at.iterations:

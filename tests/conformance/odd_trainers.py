@@ -272,9 +272,7 @@ def main_and_clipped(model: nn.Module, optimizer: Optimizer, batch: Any) -> None
 def stepped_in_backward(worker: Any) -> nn.Module:
     """An optimizer a parameter, which steps as soon as its gradient is there."""
     model = perceptron()
-    model, optimizer, loader = worker.prepare(
-        model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE)
-    )
+    model, _, loader = worker.prepare(model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE))
     own = {parameter: SGD([parameter], lr=0.05) for parameter in model.parameters()}
 
     def step(parameter: Tensor) -> None:
@@ -291,9 +289,7 @@ def stepped_in_backward(worker: Any) -> nn.Module:
 def master_weights(worker: Any) -> nn.Module:
     """The optimizer that trains has copies of the weights, which come back after its step (apex)."""
     model = perceptron()
-    model, optimizer, loader = worker.prepare(
-        model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE)
-    )
+    model, _, loader = worker.prepare(model, momentum(model.parameters()), DataLoader(samples(), batch_size=BATCH_SIZE))
     masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     own = momentum(masters)
     for batch in loader:
@@ -545,10 +541,6 @@ def buckets(worker: Any) -> DataLoader[Any]:
     return DataLoader(samples(), batch_sampler=Buckets())
 
 
-def kept_workers(worker: Any) -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=BATCH_SIZE, num_workers=1, persistent_workers=True, shuffle=True)
-
-
 def by_batch_sampler(worker: Any) -> nn.Module:
     """Takes indices from the prepared loader's sampler, and the samples itself."""
     model = perceptron()
@@ -632,7 +624,6 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "parameters turned round": partial(train, stepped=cleared_groups),
     "a sampler with epochs": partial(train, loader=epochal, passed=next_epoch),
     "batches of a length": partial(train, loader=buckets),
-    "workers kept": partial(train, loader=kept_workers),
     "indices of the sampler": by_batch_sampler,
     "peeked": peeked,
     "memory by index": memory_of_rows,

@@ -209,9 +209,7 @@ def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -
 def judge(script: Script, engine: str, strategy: str, says: str | None, out: Path, *, is_compared: bool) -> None:
     """Two workers do what one process does with the combined batches, or are told what it `says`, at once. Where
     workers' models differ by design, one worker does what one process does."""
-    run = partial(
-        ENGINES[engine].run, partial(launched, script), strategy=strategy, options=STRATEGIES[strategy]
-    )
+    run = partial(ENGINES[engine].run, partial(launched, script), strategy=strategy, options=STRATEGIES[strategy])
     if says is not None:
         began_s = time.monotonic()
         with pytest.raises(RunFailed, match=f"(?s){says}"):

@@ -16,8 +16,8 @@ class AfterEnd:
     for those of a script all of whose passes are without, which may be training's.
 
     The script comes to the evaluations of its remaining epochs at one place, time and again: there the first pass has
-    batches, and later ones are empty, which is told. Those of torch's `update_bn` always have them, since it forgets the
-    statistics first.
+    batches, and later ones are empty, which is told. Those of torch's `update_bn` always have them, since it forgets
+    the statistics first.
     """
 
     def __init__(self) -> None:

@@ -100,7 +100,9 @@ class Orders:
         samplers = {id(sampler): sampler for sampler in self._samplers() if hasattr(sampler, "__dict__")}
         own = [(vars(sampler), dict(vars(sampler))) for sampler in samplers.values()]
         for attributes, _ in own:
-            attributes.update({n: copy.copy(v) for n, v in attributes.items() if isinstance(v, (list, dict, set, Tensor))})
+            attributes.update(
+                {n: copy.copy(v) for n, v in attributes.items() if isinstance(v, (list, dict, set, Tensor))}
+            )
         try:
             yield
         finally:

@@ -296,7 +296,8 @@ class Session:
             whole.parameters,
             size=context.size,
             is_first=context.is_first,
-            is_off=lambda: self.course.is_pausing,
+            # Servers refuse whatever change of weights there is.
+            is_off=lambda: self.run.traits.num_servers > 0 or self.course.is_pausing,
         )
 
     def _summed_loss(self, whole: Replica, batches: Batches) -> SummedLoss | None:

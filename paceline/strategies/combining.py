@@ -1,8 +1,8 @@
 """Has a script that reads or changes gradients before its step see the mean of all workers' gradients."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Literal, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, final
 
 from torch import Tensor, nn
 
@@ -31,6 +31,7 @@ class Combining:
             of scripts that change gradients; none: they are.
         find_nonfinite: the name of a parameter whose gradient is not finite.
         before_leaving: called before gradients are averaged.
+        tell: records an event of the run.
     """
 
     def __init__(
@@ -43,16 +44,18 @@ class Combining:
         obstacle: str | None = None,
         find_nonfinite: Callable[[], str | None],
         before_leaving: Callable[[], None] = lambda: None,
+        tell: Callable[[str, Mapping[str, Any]], None] = lambda event, details: None,
     ) -> None:
         self._collective, self._flats, self._find_nonfinite = collective, flats, find_nonfinite
-        self._obstacle, self._before_leaving = obstacle, before_leaving
+        self._obstacle, self._before_leaving, self._tell = obstacle, before_leaving, tell
         self._is_undecided = mode == "auto" and collective.size > 1
         self._averages = mode == "always" or (self._is_undecided and obstacle is None)
         self._refuses_change = mode == "auto" and collective.size > 1
         watched = [flat for flat in flats if flat.is_cpu] if self._refuses_change else []
         self._windows = [Window(flat, _WINDOW_BYTES) for flat in watched]
         self._reads = GradientReads(parameters)
-        self._has_read = self._has_told = False
+        self._has_told = False
+        self._read_at = ""  # where the script has read gradients of this step
         self.looks = True
         """Whether what the windows show is compared in this step."""
         self._seen: list[object] | None = None  # what `_versions` gave after backward
@@ -81,7 +84,7 @@ class Combining:
 
     def script_is_done(self) -> None:
         """The script steps: what reads gradients from here on is no script."""
-        self._has_read = self._reads.end()
+        self._read_at = self._reads.end()
 
     def look_closely(self) -> None:
         """At the next step, see also those changes through `.data` that a few bytes do not show."""
@@ -119,12 +122,12 @@ class Combining:
                 f"{self._collective.rank}, which it did not do in its first step; use --option combine=always so that "
                 "it sees the mean of all workers' gradients"
             )
-        elif self._has_read and not self._averages and self._obstacle is None and not self._has_told:
+        elif self._read_at and not self._averages and self._obstacle is None and not self._has_told:
             self._has_told = True
             warnings.warn(
                 f"step {step}: the script reads gradients between backward() and step() on rank "
-                f"{self._collective.rank}, which it did not do in its first step: they are this worker's own; use "
-                "--option combine=always so that it sees the mean of all workers' gradients",
+                f"{self._collective.rank} ({self._read_at}), which it did not do in its first step: they are this "
+                "worker's own; use --option combine=always so that it sees the mean of all workers' gradients",
                 stacklevel=4,
             )
         if self._averages and self._seen is None:
@@ -145,7 +148,13 @@ class Combining:
         changed = self._seen is not None and (is_scaled or self._is_changed(closely=True))
         self._is_undecided = False
         if self._obstacle is None:
-            self._averages = any(self._collective.all_gather_object(changed or self._has_read))
+            own = "changes gradients" if changed else f"reads gradients ({self._read_at})" if self._read_at else ""
+            everyone = self._collective.all_gather_object(own)
+            self._averages = any(everyone)
+            if self._averages:
+                rank = next(rank for rank, why in enumerate(everyone) if why)
+                why = f"in its first step the script {everyone[rank]} between backward() and step() on rank {rank}"
+                self._tell("combining", {"why": why, "leave_out_by": "--option combine=never"})
         elif changed:  # alone, since workers need not be at the same step
             raise UsageError(f"the script changes gradients between backward() and step(), and {self._obstacle}")
 

@@ -1,6 +1,7 @@
 """Notices a script that reads gradients, at no cost outside the steps in which somebody looks."""
 
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, final
@@ -30,20 +31,21 @@ class GradientReads:
         for parameter in self._watched:
             parameter.__class__ = _Watched
 
-    def end(self) -> bool:
-        """Whether a gradient was read since `begin`."""
+    def end(self) -> str:
+        """Where a gradient was read since `begin`, as `train.py:31`; empty if none was."""
         watched, self._watched = self._watched, []
         for parameter in watched:
             parameter.__class__ = nn.Parameter
-        marks = [parameter.__dict__.pop(_MARK, False) for parameter in watched]
-        return any(marks)
+        marks = [parameter.__dict__.pop(_MARK, "") for parameter in watched]
+        return next(filter(None, marks), "")
 
 
 class _Watched(nn.Parameter):
     @property
     def grad(self) -> Any:
-        if sys._getframe(1).f_code not in _CLEARING:
-            self.__dict__[_MARK] = True
+        reader = sys._getframe(1)
+        if reader.f_code not in _CLEARING:
+            self.__dict__[_MARK] = f"{os.path.basename(reader.f_code.co_filename)}:{reader.f_lineno}"
         return _GRADIENT.__get__(self)
 
     @grad.setter

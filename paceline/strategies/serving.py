@@ -108,6 +108,7 @@ class ServerSynchronizer(Synchronizer):
             else NO_TRIAL,
             find_nonfinite=self._buckets.find_any_nonfinite,
             before_leaving=self._corrupt,
+            tell=context.tell or (lambda event, details: None),
         )
         self._held = HeldState(store, replica, context.collective)
         self._steps = 0

@@ -40,6 +40,7 @@ class Agreement:
         self._rhythm = Rhythm()
         self._took_s = self._comparing_s = 0.0
         self._has_told = False
+        self._were_alike = False  # parameters, in the pause before
         self._hooks: GradientHooks | None = None
 
     def state(self) -> list[int]:
@@ -74,10 +75,12 @@ class Agreement:
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
         alike = run.prepared.same_gradients
         gradients = alike.said() if alike is not None else []
+        weights = alike.weights.said() if alike is not None and self._were_alike else []
         if alike is not None and not is_last:
             alike.begin()
         return {
             "gradients": gradients,
+            "weights": weights,
             "progress": list(run.prepared.handouts.progress()),
             "settings": hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest(),
             "parameters": parameters,
@@ -100,8 +103,12 @@ class Agreement:
         alike = self._run.prepared.same_gradients
         if alike is not None:
             alike.compare([report["gradients"] for report in reports])
+            names = [spec.name for spec in self._run.prepared.replica.specs]
+            alike.weights.compare([report["weights"] for report in reports], names, self._run.context.collective)
         before_s = self._run.context.pacing.now_s()
-        if len({report["parameters"] for report in reports}) > 1:
+        parameters = {report["parameters"] for report in reports}
+        self._were_alike = len(parameters) == 1 and None not in parameters
+        if len(parameters) > 1:
             self._compare_parameters()
             self._comparing_s = self._run.context.pacing.now_s() - before_s
 

@@ -75,7 +75,8 @@ class Checkpoints:
         return snapshot.with_own_state(self._last or self._taken(), own, is_first=self._run.context.is_first)
 
     def save(self, model: nn.Module, own: Snapshot, time_s: float, *, metrics: dict[str, float], is_last: bool) -> None:
-        """Take one, and have it written: beside training where the reporter can. Collective call.
+        """Take one, and have it written: beside training where the reporter can. Nothing where the run keeps no files.
+        Collective call.
 
         Args:
             model: the global model.
@@ -86,6 +87,8 @@ class Checkpoints:
             UsageError: the script has brought something that a checkpoint cannot hold.
         """
         run = self._run
+        if not run.reporter.keeps_files:
+            return
         self._writing.wait()  # before the next copy is made: a slow disk is not to cost the memory of two
         workers = snapshot.gather_workers(run.context.collective, own)
         if run.context.is_first:

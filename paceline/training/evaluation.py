@@ -3,6 +3,7 @@
 import ast
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,16 +28,27 @@ class Findings:
 
 
 def evaluate(
-    function: Evaluation, model: nn.Module, *, target: Target | None, now_s: Callable[[], float] = time.perf_counter
+    function: Evaluation,
+    model: nn.Module,
+    *,
+    target: Target | None,
+    now_s: Callable[[], float] = time.perf_counter,
+    is_put_back: bool = False,
 ) -> Findings:
     """Call `function` with the model, or with each of several, in evaluation mode and without gradients; the model, its
-    modes and the random state are as before afterwards. Raises UsageError if it returns something else than numbers by
-    name, or not the target's metric."""
+    modes and the random state are as before afterwards.
+
+    Args:
+        is_put_back: the caller puts the model's tensors back, and so no copy of them is needed here.
+
+    Raises:
+        UsageError: it returns something else than numbers by name, or not the target's metric.
+    """
     began_s = now_s()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with unchanged(model), preserved_random_state(), torch.no_grad():
+        with nullcontext() if is_put_back else unchanged(model), preserved_random_state(), torch.no_grad():
             returned = function(*models_of(model))
     finally:
         for module, mode in modes.items():

@@ -109,7 +109,7 @@ class Judge:
         with unchanged(model):
             strange = snapshot.put_in_place(model, earlier.weights)
             if strange is None:
-                return self._evaluated(model, earlier.at, earlier.at.s)
+                return self._evaluated(model, earlier.at, earlier.at.s, is_put_back=True)
         kept.leave_out()
         warnings.warn(
             f"the model of iteration {earlier.at.iterations} is not evaluated: it was kept to be judged later, and "
@@ -119,12 +119,18 @@ class Judge:
         )
         return None
 
-    def _evaluated(self, model: nn.Module, at: Count, time_s: float) -> dict[str, float]:
+    def _evaluated(self, model: nn.Module, at: Count, time_s: float, *, is_put_back: bool = False) -> dict[str, float]:
         run = self._run
         assert self.evaluation is not None
         if self._judged is not None and self._judged[0] == at.iterations:
             return self._judged[1]  # a pause that is repeated, since a worker has died in it
-        found = evaluate(self.evaluation, model, target=run.config.target, now_s=run.context.pacing.now_s)
+        found = evaluate(
+            self.evaluation,
+            model,
+            target=run.config.target,
+            now_s=run.context.pacing.now_s,
+            is_put_back=is_put_back,
+        )
         kept_by = run.config.keep_best
         if kept_by is not None and kept_by.metric not in found.metrics:
             raise unknown("metric of --keep-best", kept_by.metric, found.metrics)

@@ -2,7 +2,8 @@
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.hooks import OwnHook
 from paceline.strategies.digests import digest
+from paceline.training.same_weights import SameWeights
 from paceline.training.sharding import DIFFERS
 from paceline.training.sharding.contents import tensors_in
 
@@ -26,7 +28,11 @@ class SameGradients:
     """Looks at each rank's own gradients, before they are averaged, in the steps after a pause, and tells them in the
     next one. Such a script trains on tensors that it slices or draws itself, alike on every rank."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, size: int, is_first: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, size: int, is_first: bool, is_off: Callable[[], bool]
+    ) -> None:
+        self.weights = SameWeights(parameters, is_off=is_off, some_of=_some_of)
+        """In the same backward passes."""
         self._parameters, self._size, self._is_first = parameters, size, is_first
         self._hooks: list[RemovableHandle] = []
         self._gradients: dict[str, None] = {}
@@ -42,9 +48,13 @@ class SameGradients:
     def begin(self) -> None:
         """Look at the next steps."""
         self._gradients, self._num_steps = {}, 0
+        self.weights.begin()
         if not self._hooks:
-            look = OwnHook(self._take)
-            self._hooks = [parameter.register_hook(look) for parameter in self._parameters if parameter.requires_grad]
+            self._hooks = [
+                parameter.register_hook(OwnHook(partial(self._take, number)))
+                for number, parameter in enumerate(self._parameters)
+                if parameter.requires_grad
+            ]
 
     def hand_out(self, data: Any) -> None:
         """The script gets this batch while somebody looks."""
@@ -88,8 +98,9 @@ class SameGradients:
             hook.remove()
         self._hooks = []
 
-    def _take(self, gradient: Tensor) -> None:
+    def _take(self, number: int, gradient: Tensor) -> None:
         """Nothing is told by gradients that are zero or not finite; sparse ones are refused where they arrive."""
+        self.weights.take(number)
         if gradient.layout is not torch.strided:
             return
         some = _some_of(gradient)

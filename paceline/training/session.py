@@ -144,7 +144,8 @@ class Session:
             self._survivor.attach(given, handouts)
         account = Account(self.run.clock, synchronizer.timings)
         optimizers, names = given.optimizers, given.optimizer_names
-        extra = {**given.extra, **({NAME: states} if (states := ExtraStates(model)) else {})}
+        states = ExtraStates(model) if self.run.reporter.keeps_files else None
+        extra = {**given.extra, **({NAME: states} if states else {})}
         alike = self._same_gradients(whole, loaders)
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra))
         if alike is not None:
@@ -291,7 +292,13 @@ class Session:
         is_meant = any(getattr(loader.dataset, DIFFERS, False) for loader in loaders.values())
         if not context.has_peers or not self.run.traits.lock_step or is_meant:
             return None
-        return SameGradients(whole.parameters, size=context.size, is_first=context.is_first)
+        return SameGradients(
+            whole.parameters,
+            size=context.size,
+            is_first=context.is_first,
+            # Servers refuse whatever change of weights there is.
+            is_off=lambda: self.run.traits.num_servers > 0 or self.course.is_pausing,
+        )
 
     def _summed_loss(self, whole: Replica, batches: Batches) -> SummedLoss | None:
         context = self.run.context

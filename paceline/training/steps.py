@@ -105,7 +105,7 @@ class Steps:
             self.close()
         if is_computed:
             prepared.handouts.take_what_was_set()
-        self._is_stepping = True
+        self._change_weights()
         try:
             outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
         finally:
@@ -138,11 +138,18 @@ class Steps:
         """One step of another optimizer. It belongs to the first one's step before it in its round of the script's
         loop, or to the next one; so also to the last, after which the run has ended already."""
         self._begin_beside()
-        self._is_stepping = True
+        self._change_weights()
         try:
             synchronizer.step(update, pause_at=NEVER)
         finally:
             self._is_stepping = False
+
+    def _change_weights(self) -> None:
+        """An optimizer of the script steps."""
+        self._is_stepping = True
+        alike = self._run.prepared.same_gradients
+        if alike is not None and alike.is_looking:
+            alike.weights.close()
 
     def _begin_beside(self) -> None:
         self._course.require_allowed()

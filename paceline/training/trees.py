@@ -6,7 +6,7 @@ operation exchanges.
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -92,7 +92,7 @@ def _agreed(collective: Collective, operation: str, tree: Any, op: TreeOp | None
     for path, node in _nodes(tree, "tree"):
         try:
             forms[path] = _form(node)
-            if _children(node) is None and node is not None:
+            if _is_leaf(node):
                 leaf = leaf_of(node)
                 if op is not None:
                     _require_numbers(leaf, op)
@@ -148,6 +148,20 @@ def _keys(node: dict[Any, Any]) -> list[Any]:
 
 def _form(node: Any) -> str:
     return "None" if node is None else f"a {type(node).__name__}"
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """What is no node, in the order of `with_leaves`."""
+    return (node for _, node in _nodes(tree, "") if _is_leaf(node))
+
+
+def with_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree like this one, of what `change` makes of each leaf."""
+    return _rebuilt(tree, map(change, leaves_of(tree)))
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is not None and _children(node) is None
 
 
 def _nodes(node: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from paceline.comm.base import ReduceOp
 from paceline.engines import torchrun
 from paceline.engines.world import World, alone, current, enter
-from paceline.errors import UsageError
 from paceline.records import summarise
 from paceline.strategies.base import Strategy
+from paceline.training.detaching import Detaching
 from paceline.training.evaluation import Evaluation
 from paceline.training.given import told_apart
 from paceline.training.session import Session
@@ -60,6 +60,7 @@ class Worker:
         self.strategy: Strategy = world.strategy
         """What the run trains under; `single` where nobody launched it."""
         self._collective = context.collective
+        self._detaching = Detaching(rank=context.rank)
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
         world.at_end.append(self._session.finish)
         world.at_release.append(self._session.release)
@@ -188,16 +189,16 @@ class Worker:
         self._collective.barrier()
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Tensor:
-        """Reduce over all workers, in place; returns the tensor."""
+        """Reduce over all workers, in place; returns the tensor, without the history that it may have."""
         self._session.require_same_step("all_reduce")
         self._collective.all_reduce(tensor, op=op).wait()
-        return tensor
+        return self._detaching.written("all_reduce", tensor)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> Tensor:
         """Overwrite with the root's, in place; returns the tensor."""
         self._session.require_same_step("broadcast")
         self._collective.broadcast(tensor, root=root)
-        return tensor
+        return self._detaching.written("broadcast", tensor)
 
     def all_reduce_tree(self, tree: Any, op: TreeOp = "mean") -> Any:
         """The mean or sum over all workers of a tree of arrays, such as gradients: a new tree of the same kinds.
@@ -212,73 +213,59 @@ class Worker:
                 exchanged; or workers are not at the same step.
         """
         self._session.require_same_step("all_reduce_tree")
-        return all_reduce_tree(self._collective, tree, op=op)
+        return all_reduce_tree(self._collective, self._detaching.given("all_reduce_tree", tree), op=op)
 
     def broadcast_tree(self, tree: Any, root: int = 0) -> Any:
         """The root's values of a tree of arrays, as a new tree: see `all_reduce_tree`. Leaves may be bools too."""
         self._session.require_same_step("broadcast_tree")
-        return broadcast_tree(self._collective, tree, root=root)
+        return broadcast_tree(self._collective, self._detaching.given("broadcast_tree", tree), root=root)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every worker's tensor, in rank order; shapes may differ. Raises UsageError for one that requires a gradient,
-        as no gradient comes back from other workers."""
+        """Every worker's tensor, in rank order; shapes may differ. None of them requires a gradient, as for all
+        exchanges: none would come back from other workers."""
         self._session.require_same_step("all_gather")
-        self._require_no_history("all_gather", tensor)
-        return self._collective.all_gather(tensor)
+        return self._collective.all_gather(self._detaching.given("all_gather", tensor))
 
     def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
-        """Every worker's tensor, in rank order, on the root, None elsewhere; shapes may differ. Raises as
-        `all_gather`."""
+        """Every worker's tensor, in rank order, on the root, None elsewhere; shapes may differ."""
         self._session.require_same_step("gather")
-        self._require_no_history("gather", tensor)
-        return self._collective.gather(tensor, root=root)
+        return self._collective.gather(self._detaching.given("gather", tensor), root=root)
 
     def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
         """What the root gives for this worker; the root gives one tensor for each, the others None."""
         self._session.require_same_step("scatter")
-        return self._collective.scatter(tensors, root=root)
+        return self._collective.scatter(self._detaching.given("scatter", tensors), root=root)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
-        """Reduce the i-th tensors of all workers for worker i; returns this worker's. Raises as `all_gather`."""
+        """Reduce the i-th tensors of all workers for worker i; returns this worker's."""
         self._session.require_same_step("reduce_scatter")
-        self._require_no_history("reduce_scatter", *tensors)
-        return self._collective.reduce_scatter(tensors, op=op)
+        return self._collective.reduce_scatter(self._detaching.given("reduce_scatter", tensors), op=op)
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send the i-th tensor to worker i; returns what every worker sent here. Raises as `all_gather`."""
+        """Send the i-th tensor to worker i; returns what every worker sent here."""
         self._session.require_same_step("all_to_all")
-        self._require_no_history("all_to_all", *tensors)
-        return self._collective.all_to_all(tensors)
+        return self._collective.all_to_all(self._detaching.given("all_to_all", tensors))
 
     def send(self, tensor: Tensor, *, destination: int) -> None:
         """Send to one worker, which must `recv` a tensor of the same shape and dtype."""
         self._session.require_same_step("send")
-        self._collective.send(tensor, destination=destination).wait()
+        self._collective.send(self._detaching.given("send", tensor), destination=destination).wait()
 
     def recv(self, tensor: Tensor, *, source: int) -> Tensor:
         """Overwrite with what the source sent; returns the tensor."""
         self._session.require_same_step("recv")
         self._collective.recv(tensor, source=source).wait()
-        return tensor
+        return self._detaching.written("recv", tensor)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every worker's value, in rank order: plain data and tensors."""
         self._session.require_same_step("all_gather_object")
-        return self._collective.all_gather_object(value)
+        return self._collective.all_gather_object(self._detaching.given("all_gather_object", value))
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
         """The root's value: plain data and tensors."""
         self._session.require_same_step("broadcast_object")
-        return self._collective.broadcast_object(value, root=root)
-
-    def _require_no_history(self, what: str, *tensors: Tensor) -> None:
-        if self.size > 1 and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise UsageError(
-                f"rank {self.rank}: {what} of a tensor that requires a gradient: none comes back from other workers, "
-                "so that a loss of what it returns would lack a part. Give it tensor.detach(); where this worker's own "
-                "part is to have a gradient, put it back: parts = worker.all_gather(tensor.detach()), then "
-                "parts[worker.rank] = tensor"
-            )
+        return self._collective.broadcast_object(self._detaching.given("broadcast_object", value), root=root)
 
 
 def _finish_own_run(world: World) -> None:

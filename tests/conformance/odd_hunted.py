@@ -49,6 +49,7 @@ def train(
     backward: Change = nothing,
     stepped: Change = nothing,
     passed: Change = nothing,
+    num_epochs: int = NUM_EPOCHS,
 ) -> nn.Module:
     """The usual loop, with a change before `prepare`, after it, between backward and step, after each step, or after
     each epoch."""
@@ -58,7 +59,7 @@ def train(
     network, updater, run.loader = worker.prepare(network, run.optimizer, loader(worker))
     run.optimizer = updater
     prepared(run)
-    for run.epoch in range(NUM_EPOCHS):
+    for run.epoch in range(num_epochs):
         for x, y, *_ in way(run.loader):
             run.number += 1
             run.optimizer.zero_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.optim import SGD
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
 import paceline
+from paceline.engines.world import alone
 from paceline.errors import RunFailed, UsageError
 from paceline.training.extra_states import NAME, ExtraStates
 from paceline.training.snapshot import move_on
+from paceline.training.unchanged import unchanged
+from paceline.training.worker import Worker
 from tests.conformance import odd_losses, odd_weights, virtual_engine
+from tests.conformance.odd_habits import own_loop
 from tests.conformance.odd_hunted import Run, train
+from tests.conformance.reference import train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, momentum, perceptron, samples
 
 FED = {"clients": 4, "fraction": 1.0, "optimizer": "kept"}
@@ -317,3 +325,97 @@ def test_a_loss_with_parameters_may_be_prepared(tmp_path: Path) -> None:
 
     result = virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path)
     assert float(result.model_state()["loss.scale"]) != 0.0
+
+
+def test_that_workers_combine_is_told_with_the_line_that_reads(tmp_path: Path) -> None:
+    run = partial(virtual_engine.run, strategy="ps-bsp", workers=2)
+    reads = run(partial(launched, partial(odd_losses.weigh_by_norm, first=1)), out=tmp_path / "reads")
+    (told,) = [event for event in reads.events if event.name == "combining"]
+    assert told.details["why"].startswith("in its first step the script reads gradients (odd_habits.py:")
+    assert told.details["why"].endswith("between backward() and step() on rank 0")
+    plain = run(partial(launched, train), out=tmp_path / "plain")
+    assert not [event for event in plain.events if event.name == "combining"]
+
+
+def test_a_run_without_files_takes_any_extra_state() -> None:
+    """A script that nobody launched: it has no checkpoint that could not hold it."""
+    world = alone(seed=0)
+    worker = Worker(world)
+    model = train(worker, model=partial(Counting, is_plain=False))
+    for finish in world.at_end:
+        finish()
+    world.release()
+    assert isinstance(model, Counting)
+    assert model.count == 48
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+def test_an_evaluation_keeps_one_copy_of_the_model(strategy: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Also where the model that is judged was kept earlier."""
+    num_kept, most = 0, 0
+
+    @contextmanager
+    def counted(model: nn.Module) -> Iterator[None]:
+        nonlocal num_kept, most
+        num_kept += 1
+        most = max(most, num_kept)
+        with unchanged(model):
+            yield
+        num_kept -= 1
+
+    monkeypatch.setattr("paceline.training.evaluation.unchanged", counted)
+    monkeypatch.setattr("paceline.training.judging.unchanged", counted)
+    script = partial(launched, partial(odd_weights.evaluated, evaluate=odd_weights.round_weights))
+    result = virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path, eval_every="4")
+    assert len(result.evaluations) > 3
+    assert most == 1
+
+
+def test_passes_without_gradients_end_at_once_when_the_run_has_ended(tmp_path: Path) -> None:
+    """But for the first one from a place of the script, and for what forgets statistics first."""
+    counts: list[list[int]] = []
+
+    def script() -> None:
+        own: list[int] = []
+
+        def judged(run: Run) -> None:
+            with torch.no_grad():
+                own.append(sum(1 for _ in run.loader))
+
+        def passed(run: Run) -> None:
+            judged(run)
+            update_bn(run.loader, run.model)
+            own.append(int(run.model[1].num_batches_tracked))  # type: ignore[index,arg-type]
+
+        train(paceline.init(), model=with_statistics, passed=passed, num_epochs=4)
+        counts.append(own)
+
+    with pytest.warns(UserWarning, match=r"the run has ended, .*such passes are empty from here on.*worker\.is_over"):
+        virtual_engine.run(script, strategy="single", workers=1, out=tmp_path, max_steps=5)
+    assert counts == [[24, 24, 0, 24, 0, 24, 0, 24]]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_weights_may_be_changed_for_a_pass_alike(own: bool, tmp_path: Path) -> None:
+    def script(worker: Any) -> nn.Module:
+        def noisy(model: nn.Module, optimizer: Any, batch: Any) -> None:
+            kept = [parameter.detach().clone() for parameter in model.parameters()]
+            generator = torch.Generator().manual_seed(worker.rank if own else 7)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch[0]), batch[1]).backward()
+            with torch.no_grad():
+                for parameter, before in zip(model.parameters(), kept, strict=True):
+                    parameter.copy_(before)
+            optimizer.step()
+
+        return own_loop(worker, step=noisy)
+
+    run = partial(virtual_engine.run, partial(launched, script), strategy="all-reduce", workers=2, out=tmp_path)
+    if own:
+        with pytest.raises(RunFailed, match=r"in a backward pass parameter '1\.weight' was not the same on ranks 0"):
+            run()
+        return
+    assert_close(run().model_state(), train_alone(script, 2), EXACT)

@@ -1,5 +1,6 @@
 """Workers as coroutines: one runs at a time, until it waits, and each has a clock of its own."""
 
+import threading
 from collections.abc import Callable
 from typing import final
 
@@ -9,7 +10,7 @@ from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.isolation.interpreter import Modes, modes, set_modes
 from paceline.engines.virtual.isolation.random_state import RandomState
 from paceline.engines.virtual.lead import Lead
-from paceline.errors import Aborted
+from paceline.errors import Aborted, UsageError
 
 
 @final
@@ -147,6 +148,7 @@ class Scheduler:
         self.processes: list[Process] = []
         self._require_waitable = require_waitable
         self._own, self._own_modes = getcurrent(), modes()
+        self._thread = threading.get_ident()
         self._last: Process | None = None
         self._num_alive = 0
 
@@ -161,6 +163,7 @@ class Scheduler:
     def run(self) -> None:
         """Return when every process is over, or when nothing can happen any more for those that still wait."""
         self._own, self._own_modes = getcurrent(), modes()
+        self._thread = threading.get_ident()
         self.timeline.run()
 
     def abort(self, reason: str) -> None:
@@ -194,7 +197,12 @@ class Scheduler:
                 self.timeline.stop()
 
     def give_back(self) -> None:
-        """Leave the process that calls this until it is resumed."""
+        """Leave the process that calls this until it is resumed. Raises UsageError where it cannot be left."""
+        if threading.get_ident() != self._thread:
+            raise UsageError(
+                "on the virtual engine nothing can be waited for in a thread that the script has started; call "
+                "backward(), and whatever else waits for other workers, in the script's own thread"
+            )
         self._require_waitable()
         self._own.switch()
 

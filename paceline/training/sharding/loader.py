@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, final
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.errors import BudgetReached, UsageError
 from paceline.roster import Participation, Roster
+from paceline.training.sharding.after_end import AfterEnd
 from paceline.training.sharding.clients import ClientBatches, NoBatches
 from paceline.training.sharding.division import RankBatch
 from paceline.training.sharding.orders import Orders
@@ -40,9 +40,8 @@ class ShardedLoader(StandIn):
         dealing: what deals the samples of map-style data out, where workers may die.
         participation: of clients, each pass being over the data of one; none: over this rank's part of all data.
 
-    A script's remaining epochs are empty after that; one that loops for ever is ended by `BudgetReached`. A pass that
-    begins where gradients are switched off is none of training, and has all batches of map-style data, as
-    `torch.optim.swa_utils.update_bn` needs them; but for scripts all of whose passes begin so.
+    A script's remaining epochs are empty after that, but for passes of map-style data that are none of training (see
+    `AfterEnd`); one that loops for ever is ended by `BudgetReached`.
 
     Raises:
         UsageError: the loader is of a class with an iteration of its own, or its data cannot be divided.
@@ -100,7 +99,7 @@ class ShardedLoader(StandIn):
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
         self._num_idle_epochs = self._num_passes = 0
-        self._has_gradients = False  # switched on in any pass so far: else a pass without them may be training's
+        self._after_end = AfterEnd()
         self.identity = self._source.identity()
         """What tells this data from other data, by name."""
         self.is_even = self._source.is_even
@@ -151,10 +150,9 @@ class ShardedLoader(StandIn):
 
     def __iter__(self) -> Iterator[Any]:
         self._on_return()
-        self._has_gradients |= torch.is_grad_enabled()
+        self._after_end.begin()
         if self._should_stop():
-            is_apart = self._has_gradients and not torch.is_grad_enabled()
-            if is_apart and self._orders is not None and self._source is self._orders:
+            if self._orders is not None and self._source is self._orders and self._after_end.has_batches():
                 yield from (part.data for part in _parts(self._orders, Place(self.place.epoch, 0)))
                 return
             self._num_idle_epochs += 1
@@ -164,6 +162,8 @@ class ShardedLoader(StandIn):
         epoch = self.place.epoch
         if self._resume_at is not None and epoch < self._resume_at.epoch:
             self.place = Place(epoch + 1, 0)
+            if self._orders is not None:
+                self._orders.pass_over(epoch)
             return
         is_resumed = self._resume_at is not None
         self.place, self._resume_at = self._resume_at or Place(epoch, 0), None

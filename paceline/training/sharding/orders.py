@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from paceline.errors import UsageError
@@ -52,7 +55,8 @@ class Orders:
         self.order = 0, ""
         """The last epoch that the script's own samplers have drawn, and a digest of how it begins."""
         self._limit = _length(loader.sampler if self._batch_sampler is None else self._batch_sampler)
-        first = list(self.batches(0)) if self._limit is not None else []
+        with self._as_it_was():
+            first = list(self.batches(0)) if self._limit is not None else []
         self._length = len(first) if self._limit is not None else None
         self.is_even = all(batch.weight == 1.0 for batch in first)
         if self._length == 0:
@@ -75,14 +79,36 @@ class Orders:
 
     def identity(self) -> dict[str, Any]:
         order = hashlib.blake2b(digest_size=8)
-        for batch in itertools.islice(self._drawn(0), None if self._length is not None else _DRAWN_AT_ONCE):
-            order.update(batch.tobytes() if isinstance(batch, array) else repr(list(batch)).encode())
+        with self._as_it_was():
+            for batch in itertools.islice(self._drawn(0), None if self._length is not None else _DRAWN_AT_ONCE):
+                order.update(batch.tobytes() if isinstance(batch, array) else repr(list(batch)).encode())
         return {
             "samples": _length(self._loader.dataset),
             "batch size": getattr(self._batch_sampler, "batch_size", None),
             "drop_last": getattr(self._batch_sampler, "drop_last", False),
             "order": order.hexdigest(),
         }
+
+    def pass_over(self, epoch: int) -> None:
+        """Nothing of this epoch is trained on: samplers that know what they have drawn come to where they then are."""
+        if self._length is not None and not _is_plain(self._batch_sampler):
+            deque(self._drawn(epoch), maxlen=0)
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Afterwards the samplers know nothing of what was drawn inside, on trial."""
+        samplers = {id(sampler): sampler for sampler in self._samplers() if hasattr(sampler, "__dict__")}
+        own = [(vars(sampler), dict(vars(sampler))) for sampler in samplers.values()]
+        for attributes, _ in own:
+            attributes.update(
+                {n: copy.copy(v) for n, v in attributes.items() if isinstance(v, (list, dict, set, Tensor))}
+            )
+        try:
+            yield
+        finally:
+            for attributes, before in own:
+                attributes.clear()
+                attributes.update(before)
 
     def batches(self, epoch: int) -> Iterator[RankBatch]:
         """This rank's indices of an epoch."""

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.namespaces import Host, Network
 from tests.distributed.harness import TRAIN
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 TIMEOUT_S = 200.0
 BY_CLIENT = "paceline run train.py --workers 2 --max-steps 5 --address ray://$FIRST:10001"
@@ -30,7 +30,9 @@ class Machines:
         self.first, self.second, self.third = net.hosts
         self._directory = directory
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self._net = replace(net, environment={"PATH": path, "RAY_TMPDIR": str(net.directory)})
+        # Ray gives its client's server 30 s to start, and to be used, which a busy machine may need more than.
+        patience = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "180", "TIMEOUT_FOR_SPECIFIC_SERVER_S": "180"}
+        self._net = replace(net, environment={"PATH": path, "RAY_TMPDIR": str(net.directory), **patience})
         for host in net.hosts:
             (directory / host.name).mkdir()
             # Ray takes the address from which packets leave for elsewhere.

@@ -332,7 +332,7 @@ def test_eight_clients_of_which_one_dies_one_is_late_and_one_sends_rubbish(tmp_p
             server.join(timeout=60)
             assert server.exitcode == 0
             for client in (0, 1, 2, 3, 4, LATE):
-                honest[client].join(timeout=30)
+                honest[client].join(timeout=120)
                 assert honest[client].exitcode == 0
         finally:
             for process in (server, *honest.values(), hostile):

@@ -30,9 +30,7 @@ class Machines:
         self.first, self.second, self.third = net.hosts
         self._directory = directory
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        # Ray gives its client's server 30 s to start, and to be used, which a busy machine may need more than.
-        patience = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "180", "TIMEOUT_FOR_SPECIFIC_SERVER_S": "180"}
-        self._net = replace(net, environment={"PATH": path, "RAY_TMPDIR": str(net.directory), **patience})
+        self._net = replace(net, environment={"PATH": path, "RAY_TMPDIR": str(net.directory)})
         for host in net.hosts:
             (directory / host.name).mkdir()
             # Ray takes the address from which packets leave for elsewhere.

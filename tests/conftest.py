@@ -12,10 +12,8 @@ import pytest
 import ray
 import torch
 from hypothesis import settings
-from ray.cluster_utils import Cluster
 
 from paceline.engines import world
-from tests import ray_forks
 
 LEFTOVERS_GRACE_S = 30.0
 
@@ -73,23 +71,17 @@ def no_world_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def clusters() -> Iterator[list[Cluster]]:
-    """What of Ray ends with the session."""
-    started: list[Cluster] = []
-    yield started
+def ray_ends_with_the_session() -> Iterator[None]:
+    yield
     ray.shutdown()
-    for cluster in started:
-        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def ray_here(clusters: list[Cluster]) -> None:
+def ray_here(ray_ends_with_the_session: None) -> None:
     """This process is connected to a local Ray: the first module that asks starts it, and the others use it too."""
-    if not clusters:
-        node = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80_000_000}
-        clusters.append(Cluster(initialize_head=True, head_node_args=node | ray_forks.NODE))
     if not ray.is_initialized():
-        ray.init(address=clusters[0].address, log_to_driver=False, logging_level="ERROR")
+        settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        ray.init(address="local", num_cpus=4, object_store_memory=80_000_000, **settings)
 
 
 def _wait_until_empty(look: Callable[[], list[str]]) -> list[str]:

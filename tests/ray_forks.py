@@ -57,7 +57,6 @@ def _start_server(address: str, manager: int) -> None:
 
 
 def _serve(server: socket.socket, manager: int) -> None:
-    sys.path.pop(0)  # this folder, whose modules bear the names of others
     import torch._dynamo  # noqa: F401
 
     import paceline.engines.ray.server_actor
@@ -107,7 +106,7 @@ def _become_worker(asking: socket.socket) -> None:
     os.environ.update(RuntimeEnvContext.deserialize(given.serialized_runtime_env_context or "{}").env_vars)
     np.random.seed()  # as in a process of its own
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    sys.path[0] = os.path.dirname(sys.argv[0])
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     finally:

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
-from tests.forks import having_loaded
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,12 +34,6 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
 LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
 FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded() -> Iterator[None]:
-    with having_loaded("lightning.pytorch", "pytorch_lightning", "paceline.lightning.pytorch_lightning"):
-        yield
 
 
 def made(package: str, *, manual: bool = False, step_logs: bool = False) -> Any:

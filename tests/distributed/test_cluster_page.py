@@ -15,7 +15,7 @@ import pytest
 from benchmarks.namespaces import Host, Network
 from tests.distributed.harness import TRAIN
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 TIMEOUT_S = 200.0
 BY_CLIENT = "paceline run train.py --workers 2 --max-steps 5 --address ray://$FIRST:10001"

@@ -23,6 +23,7 @@ from paceline.engines.ray.tokens import own_token
 from paceline.partition import Partition
 from paceline.pieces import Piece, named
 from paceline.roster import Sampler
+from tests import ray_forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -90,7 +91,7 @@ def cluster() -> Iterator[str]:
     """A Ray cluster that outlives the commands; most of a short command is else the start of one."""
     node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
     with own_token():
-        cluster = Cluster(initialize_head=True, head_node_args=node)
+        cluster = Cluster(initialize_head=True, head_node_args=node | ray_forks.NODE)
         yield cluster.address
         cluster.shutdown()
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.namespaces import Network
 from tests.distributed.harness import PACELINE, SCRIPTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = str(SCRIPTS / "interfaces.py")
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 ADDRESSES = {"eth0": ("10.77.0.1", "10.77.0.2"), "ib0": ("10.78.0.1", "10.78.0.2")}

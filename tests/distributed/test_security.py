@@ -20,7 +20,7 @@ import pytest
 from benchmarks.namespaces import Network
 from tests.distributed.harness import PACELINE, SCRIPTS, TRAIN, Command, is_training, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 NOBODY = 65534
 TOKEN, CURVE, NOTHING = "Ray's token", "CURVE with the run's keys", "nothing but the network"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.namespaces import Host, Network, network
+from benchmarks.namespaces import Host
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.client_sockets import ServerSocket
 from paceline.comm.tickets import Ticket, Tickets
@@ -33,6 +33,7 @@ from paceline.running import launch, serving
 from paceline.running.result import Result
 from paceline.served.form import EPOCH, VERSION
 from tests.distributed.harness import SCRIPTS, wait_until
+from tests.distributed.own_network import own_network
 from tests.forks import FORKS
 
 SCRIPT = SCRIPTS / "own_data.py"
@@ -281,16 +282,7 @@ def sends_rubbish(directory: Path) -> None:
 SHAPES = {"0.weight": (4, 5), "0.bias": (4,), "2.weight": (1, 4), "2.bias": (1,)}
 
 
-@contextmanager
-def hosts_or_skip() -> Iterator[Network]:
-    with ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(network(NUM_HOSTS))
-        except SystemExit as reason:
-            pytest.skip(str(reason))
-        yield hosts
-
-
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_eight_clients_of_which_one_dies_one_is_late_and_one_sends_rubbish(tmp_path: Path) -> None:
     """Meanwhile the server is killed, too, and begins its round again."""
@@ -300,7 +292,7 @@ def test_eight_clients_of_which_one_dies_one_is_late_and_one_sends_rubbish(tmp_p
         path = run / FILE_NAME
         return Checkpoint.decode(path.read_bytes(), where="").iteration if path.exists() else 0
 
-    with hosts_or_skip() as hosts:
+    with own_network(NUM_HOSTS) as hosts:
         first, *others = hosts.hosts
         address = f"{first.address}:9610"
         Tickets.made(tmp_path / "tickets", num_clients=8, address=address)
@@ -340,7 +332,7 @@ def test_eight_clients_of_which_one_dies_one_is_late_and_one_sends_rubbish(tmp_p
             server.join(timeout=60)
             assert server.exitcode == 0
             for client in (0, 1, 2, 3, 4, LATE):
-                honest[client].join(timeout=30)
+                honest[client].join(timeout=120)
                 assert honest[client].exitcode == 0
         finally:
             for process in (server, *honest.values(), hostile):

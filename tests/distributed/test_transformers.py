@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
+from tests.forks import having_loaded
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,6 +28,12 @@ pytestmark = [
 ]
 SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
 IGNORED = -100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> Iterator[None]:
+    with having_loaded("transformers.trainer", "paceline.transformers"):
+        yield
 
 
 class Samples(Dataset[dict[str, Tensor]]):

@@ -1,0 +1,27 @@
+"""Hosts of a test's own, in network namespaces."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.namespaces import Network, network
+
+
+@contextmanager
+def own_network(num_hosts: int) -> Iterator[Network]:
+    """Hosts on a switch, which only root can make. Their names are always the same, so tests take turns."""
+    with ExitStack() as until_then:
+        path = Path(tempfile.gettempdir(), f"paceline-test-network-{os.getuid()}.lock")
+        fcntl.flock(until_then.enter_context(path.open("w")), fcntl.LOCK_EX)
+        try:
+            net = until_then.enter_context(network(num_hosts))
+        except SystemExit as reason:
+            pytest.skip(str(reason))
+        yield net

@@ -1,15 +1,16 @@
 """`paceline compare`: one script under several strategies and numbers of workers, measured, compared and explained."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from paceline.cli import common_options, crowding, exit_codes, report, tables
 from paceline.errors import UsageError
+from paceline.lab import runner
 from paceline.lab.frames import FAILED
 from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import StudyInterrupted
@@ -19,6 +20,7 @@ from paceline.lab.tracking import Tracking
 
 
 def compare(
+    context: typer.Context,
     script: common_options.Script,
     strategies: Annotated[
         str, typer.Option(help="Names from `paceline strategies`, with options as in ps-bsp:servers=2.", metavar="A,B")
@@ -60,6 +62,14 @@ def compare(
     timelines: Annotated[
         bool, typer.Option("--timeline", help="Write what everybody did when, a file a trial, for ui.perfetto.dev.")
     ] = False,
+    point: Annotated[
+        int | None,
+        typer.Option(
+            help="Run only this one of the runs, from 1, while others are run elsewhere, as in an array job; the last "
+            "to end makes the report.",
+            show_default="all",
+        ),
+    ] = None,
     arguments: common_options.Arguments = None,
 ) -> None:
     """Run SCRIPT under every combination of strategy, workers and seed, and say which gets there first.
@@ -69,36 +79,51 @@ def compare(
 
     Example: paceline compare train.py --strategies all-reduce,ps-bsp:servers=2 --workers 1,2,4 --target accuracy=0.9
     """
-    spec = StudySpec.create(
-        script,
-        strategies=[text for text in strategies.split(",") if text.strip()],
-        workers=_counts(workers),
-        seeds=parse_seeds(seeds),
-        arguments=arguments or (),
-        target=target,
-        hold=hold,
-        after_target=after_target,
-        tune=tuple(tune or ()),
-        attacks=tuple(attack or ()),
-        max_steps=max_steps,
-        max_time_s=max_time,
-        eval_every=eval_every,
-        device=device,
-        deadline_s=deadline,
-        engine=engine,
-        cluster=cluster,
-        address=address,
-        insecure=insecure,
-    )
+    spec = spec_of(context.params)
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
     out = out or Path("studies") / script.stem
-    finish([conduct(spec, out, retry_failed=retry_failed, tracking=tracking, timelines=timelines)])
+    study = conduct(spec, out, retry_failed=retry_failed, tracking=tracking, timelines=timelines, point=point)
+    if point is None or study.has_ended:
+        finish([study])
+    elif runner.outcomes(out, [spec.at(point)])[spec.at(point)].status == FAILED:
+        raise typer.Exit(exit_codes.FAILED)
+
+
+def spec_of(given: Mapping[str, Any]) -> StudySpec:
+    """The study that the command's options ask for, by their names."""
+    return StudySpec.create(
+        given["script"],
+        strategies=[text for text in given["strategies"].split(",") if text.strip()],
+        workers=_counts(given["workers"]),
+        seeds=parse_seeds(given["seeds"]),
+        arguments=given["arguments"] or (),
+        target=given["target"],
+        hold=given["hold"],
+        after_target=given["after_target"],
+        tune=tuple(given["tune"] or ()),
+        attacks=tuple(given["attack"] or ()),
+        max_steps=given["max_steps"],
+        max_time_s=given["max_time"],
+        eval_every=given["eval_every"],
+        device=given["device"],
+        deadline_s=given["deadline"],
+        engine=given["engine"],
+        cluster=given["cluster"],
+        address=given["address"],
+        insecure=given["insecure"],
+    )
 
 
 def conduct(
-    spec: StudySpec, out: Path, *, retry_failed: bool = False, tracking: Tracking | None = None, timelines: bool = False
+    spec: StudySpec,
+    out: Path,
+    *,
+    retry_failed: bool = False,
+    tracking: Tracking | None = None,
+    timelines: bool = False,
+    point: int | None = None,
 ) -> Study:
-    """Run a study while showing how it goes, then its table and its verdict."""
+    """Run a study, or one of its trials, while showing how it goes, then its table and its verdict."""
     console = Console(stderr=True)
     for left_out in spec.left_out:
         console.print(f"left out: {left_out.reason}", markup=False, highlight=False, soft_wrap=True)
@@ -108,7 +133,10 @@ def conduct(
     name = out.resolve().name
     watcher = StudyProgress(console, spec, name, tracking=tracking or Tracking(), timelines=timelines)
     try:
-        study = Study.conduct(spec, out, watcher=watcher, retry_failed=retry_failed)
+        if point is None:
+            study = Study.conduct(spec, out, watcher=watcher, retry_failed=retry_failed)
+        else:
+            study = Study.conduct_point(spec, out, point, watcher=watcher, retry_failed=retry_failed)
     except StudyInterrupted as interrupt:
         console.print(str(interrupt), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(exit_codes.INTERRUPTED) from None

@@ -33,20 +33,39 @@ def require_a_run(
         UsageError: an option is the job's own, or a strategy or a script cannot be had. Options that `paceline run`
             does not know are refused as it does.
     """
-    run = commands.load("run").make_context("run", [str(script), *rest])
-    given = {
-        name: value
-        for name, value in run.params.items()
-        if run.get_parameter_source(name) is run.get_parameter_source("script")
-    }
-    for name in jobs_own:
-        if name in given:
-            raise UsageError(f"--{name} is the job's own; leave it out")
+    params, given = _options("run", script, rest, jobs_own=jobs_own)
     from paceline.engines.scripting import read_script
     from paceline.pieces import parse_options
     from paceline.strategies import build
 
     if is_here:
-        read_script(script, run.params["arguments"] or ())
-    build(run.params["strategy"], parse_options(run.params["option"] or [], where="--option"))
+        read_script(script, params["arguments"] or ())
+    build(params["strategy"], parse_options(params["option"] or [], where="--option"))
     return given
+
+
+def require_a_study(script: Path, rest: Sequence[str], *, jobs_own: Sequence[str]) -> int:
+    """Refuses what `paceline compare` would refuse at its start. Returns how many runs it has, each of which can be run
+    alone."""
+    from paceline.cli.compare import spec_of
+
+    params, _ = _options("compare", script, rest, jobs_own=jobs_own)
+    spec = spec_of(params)
+    spec.at(1)
+    return len(spec.trials)
+
+
+def _options(
+    command: str, script: Path, rest: Sequence[str], *, jobs_own: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All that the command is to know, and what of it is given to it, by name."""
+    context = commands.load(command).make_context(command, [str(script), *rest])
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is context.get_parameter_source("script")
+    }
+    for name in jobs_own:
+        if name in given:
+            raise UsageError(f"--{name} is the job's own; leave it out")
+    return context.params, given

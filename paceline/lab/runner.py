@@ -10,7 +10,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -34,6 +34,7 @@ from paceline.running import launch
 TRIALS = "trials"
 OUTCOME_FILE = "trial.json"
 _LOCK = ".lock"
+_BRIEFLY_S = 60.0
 _GONE_S = 5.0
 _LEFT_BEHIND_GONE_S = 30.0  # workers whose launcher was killed find out by themselves
 _CREATION_S = 1.0  # the operating system tells when a process began to about a hundredth of a second
@@ -109,22 +110,48 @@ def outcomes(study: Path, trials: Sequence[Trial]) -> dict[Trial, TrialOutcome]:
 
 @contextmanager
 def locked(study: Path) -> Iterator[None]:
-    """Keep others from running the same study. Raises UsageError if another process does."""
+    """Keep others from running the same study. Raises UsageError if another process does, or runs one of its trials."""
+    with ExitStack() as stack:
+        for name in (_LOCK, *(path.name for path in sorted(study.glob(f"{_LOCK}-*")))):
+            stack.enter_context(_held(study / name, wait_s=0.0))
+        yield
+
+
+@contextmanager
+def locked_point(study: Path, point: int) -> Iterator[None]:
+    """Keep others from running this trial. Raises UsageError if another process does."""
+    with _held(study / f"{_LOCK}-{point}", wait_s=0.0):
+        yield
+
+
+@contextmanager
+def briefly_locked(study: Path) -> Iterator[None]:
+    """While processes that run trials of one study read or write what is of all. Raises UsageError if another process
+    runs the whole study."""
+    with _held(study / _LOCK, wait_s=_BRIEFLY_S):
+        yield
+
+
+@contextmanager
+def _held(lock: Path, *, wait_s: float) -> Iterator[None]:
     try:
-        with filelock.FileLock(study / _LOCK, timeout=0):
+        with filelock.FileLock(lock, timeout=wait_s):
             yield
     except filelock.Timeout:
         raise UsageError(
-            f"another process is running the study in {study}; wait for it, or give another --out"
+            f"another process is running the study in {lock.parent}; wait for it, or give another --out"
         ) from None
 
 
-def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_failed: bool = False) -> None:
+def run_trials(
+    spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_failed: bool = False, point: int | None = None
+) -> None:
     """Run all trials that have not ended. One Ray serves them all; after a failure the next trial gets a fresh one.
     On the virtual engine they run in this process, and those that it starts for them.
 
     Args:
         retry_failed: run those again that failed before.
+        point: run one alone, by its place from 1, while others are run elsewhere.
 
     Raises:
         UsageError: the script has changed since the study was made, the cluster is not the one asked for, or the first
@@ -133,7 +160,7 @@ def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_fai
         StudyInterrupted: by Ctrl-C.
         OSError: results cannot be written.
     """
-    trials = (*spec.tuning_trials, *spec.trials)
+    trials: tuple[Trial, ...] = (*spec.tuning_trials, *spec.trials) if point is None else (spec.at(point),)
     done = outcomes(study, trials)
     if retry_failed:
         done = {trial: outcome for trial, outcome in done.items() if outcome.status != FAILED}
@@ -143,10 +170,10 @@ def run_trials(spec: StudySpec, study: Path, watcher: StudyWatcher, *, retry_fai
     # Read once: a script that is edited meanwhile does not change what the trials still to come are.
     script = spec.read_script()
     try:
-        _clear_left_behind(study)
+        _clear_left_behind(study, "*" if point is None else left[0].id)
         while left:
             with connected(spec.address, insecure=spec.insecure) if spec.engine == "ray" else nullcontext():
-                _run_until_failure(spec, script, study, watcher, left, done)
+                _run_until_failure(spec, script, study, watcher, left, done, is_alone=point is not None)
     except KeyboardInterrupt:
         raise StudyInterrupted(
             f"interrupted; {len(done)} of {len(trials)} trials have ended and are kept in {study}: "
@@ -161,12 +188,17 @@ def _run_until_failure(
     watcher: StudyWatcher,
     left: list[Trial],
     done: dict[Trial, TrialOutcome],
+    *,
+    is_alone: bool,
 ) -> None:
-    """Run trials off the front of `left` into `done` until one fails, whose Ray is not to be trusted."""
+    """Run trials off the front of `left` into `done` until one fails, whose Ray is not to be trusted.
+
+    `is_alone`: other trials are run elsewhere, so that a failure says nothing of them.
+    """
     while left:
         trial = left[0]
         position = Position(len(done) + 1, len(done) + len(left), estimate_left_s(left, done))
-        is_first = not any(outcome.status == FINISHED for outcome in done.values())
+        is_first = not is_alone and not any(outcome.status == FINISHED for outcome in done.values())
         watched = watcher.trial(trial, position)
         outcome = _run(spec, trial, script, study, watched, is_first=is_first)
         done[left.pop(0)] = outcome
@@ -252,9 +284,9 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
     )
 
 
-def _clear_left_behind(study: Path) -> None:
+def _clear_left_behind(study: Path, trial: str) -> None:
     """Wait for the workers of a trial whose launcher was killed, beside which nothing can be measured."""
-    for scratch in (study / TRIALS).glob(".*.partial"):
+    for scratch in (study / TRIALS).glob(f".{trial}.partial"):
         with contextlib.suppress(UsageError):  # what is half-written names nobody to wait for
             _wait_for_processes(scratch, limit_s=_LEFT_BEHIND_GONE_S)
         shutil.rmtree(scratch, ignore_errors=True)

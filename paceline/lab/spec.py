@@ -222,6 +222,14 @@ class StudySpec:
             if (variant.text, workers) not in left_out
         )
 
+    def at(self, point: int) -> Trial:
+        """The trial at this place, from 1, which is run alone. Raises UsageError if there is none."""
+        if self.tune:
+            raise UsageError("--tune needs its runs before those that are judged, so that none can be run alone")
+        if not 1 <= point <= len(self.trials):
+            raise UsageError(f"the study has runs 1 to {len(self.trials)}, and no {point}")
+        return self.trials[point - 1]
+
     @property
     def settings(self) -> tuple[str, ...]:
         """All that are tried; every combination tries each of them once. Raises UsageError if `tune` is wrong."""

@@ -156,6 +156,33 @@ class Study:
         return study
 
     @classmethod
+    def conduct_point(
+        cls, spec: StudySpec, out: Path, point: int, *, watcher: StudyWatcher | None = None, retry_failed: bool = False
+    ) -> "Study":
+        """As `conduct`, of one trial alone, by its place from 1, while other processes, on this host or others, run
+        others. Raises UsageError if there is no such trial."""
+        spec.at(point)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            with runner.locked_point(out, point):
+                with runner.briefly_locked(out):
+                    study = cls(out, _taken(out, spec))
+                watched = watcher or _watcher(spec, study.name)
+                runner.run_trials(spec, out, watched, retry_failed=retry_failed, point=point)
+                if study.has_ended:
+                    with runner.briefly_locked(out):
+                        study.save_tables()
+        except OSError as error:
+            raise UsageError(f"cannot write results to {out}: {error.strerror or error}; give another --out") from None
+        return study
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no trial is left to run."""
+        trials = (*self.spec.tuning_trials, *self.spec.trials)
+        return len(runner.outcomes(self.directory, trials)) == len(trials)
+
+    @classmethod
     def open(cls, directory: str | Path) -> "Study":
         """The study in a directory, ended or not. Raises UsageError if there is none."""
         path = Path(directory) / SPEC_FILE

@@ -2,9 +2,19 @@
 
 from paceline.scheduler.allocation import Allocation
 from paceline.scheduler.hostlist import expand
-from paceline.scheduler.job_script import Job, job_script
+from paceline.scheduler.job_script import Asked, Job, array_script, job_script
 from paceline.scheduler.ray_job import RayJob
 from paceline.scheduler.ray_job_yaml import ray_job_yaml
 from paceline.scheduler.reading import from_environment
 
-__all__ = ["Allocation", "Job", "RayJob", "expand", "from_environment", "job_script", "ray_job_yaml"]
+__all__ = [
+    "Allocation",
+    "Asked",
+    "Job",
+    "RayJob",
+    "array_script",
+    "expand",
+    "from_environment",
+    "job_script",
+    "ray_job_yaml",
+]

@@ -10,8 +10,8 @@ _NOTICE_S = 90
 
 @final
 @dataclass(frozen=True)
-class Job:
-    """What a job asks SLURM for, and runs.
+class Asked:
+    """What a job asks SLURM for.
 
     Args:
         name: of the job.
@@ -19,8 +19,6 @@ class Job:
         cores: of each host.
         gpus: of each host.
         options: further options of sbatch, without the dashes, such as `{"time": "01:00:00"}`.
-        command: `paceline run` with all that it is to be given, but the directory of its results.
-        directory: where results go; the job's number is put behind.
     """
 
     name: str
@@ -28,6 +26,19 @@ class Job:
     cores: int
     gpus: int
     options: Mapping[str, str]
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """What a job runs, and asks for.
+
+    Args:
+        command: `paceline run` with all that it is to be given, but the directory of its results.
+        directory: where results go; the job's number is put behind.
+    """
+
+    asked: Asked
     command: Sequence[str]
     directory: str
     checkpoint: str
@@ -39,21 +50,9 @@ class Job:
 def job_script(job: Job) -> str:
     """A script for bash. SLURM tells it 90 s before the job's time is over: the run then saves where it is and ends,
     and the job goes back into the queue. Started again, it goes on from there."""
-    asks = {
-        "job-name": job.name,
-        "nodes": str(job.nodes),
-        "ntasks-per-node": "1",
-        "cpus-per-task": str(job.cores),
-        **({"gpus-per-node": str(job.gpus)} if job.gpus else {}),
-        "signal": f"B:USR1@{_NOTICE_S}",
-        "requeue": "",
-        "open-mode": "append",
-        **job.options,
-    }
-    head = "\n".join(f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in asks.items())
+    head = _head(job.asked, {"signal": f"B:USR1@{_NOTICE_S}", "requeue": "", "open-mode": "append"})
     program, first, *rest = job.command
-    return f"""#!/bin/bash
-{head}
+    return f"""{head}
 
 results={shlex.quote(job.directory)}-$SLURM_JOB_ID
 goes_on=(--out "$results")
@@ -80,3 +79,29 @@ if [ "$again" = yes ] && [ "$status" -eq {job.interrupted} ]; then  # else it ha
 fi
 exit "$status"
 """
+
+
+def array_script(asked: Asked, command: Sequence[str], *, num_tasks: int) -> str:
+    """A script for bash: a job of many tasks, each of which runs `paceline compare` for the run of its own number, from
+    1. A task whose host is lost is queued again."""
+    head = _head(asked, {"array": f"1-{num_tasks}", "requeue": "", "open-mode": "append"})
+    program, first, *rest = command
+    return f"""{head}
+
+exec {shlex.quote(program)} {shlex.quote(first)} --point "$SLURM_ARRAY_TASK_ID" {shlex.join(rest)}
+"""
+
+
+def _head(asked: Asked, own: Mapping[str, str]) -> str:
+    """The lines that sbatch reads; `own`: options that the user's may replace."""
+    asks = {
+        "job-name": asked.name,
+        "nodes": str(asked.nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(asked.cores),
+        **({"gpus-per-node": str(asked.gpus)} if asked.gpus else {}),
+        **own,
+        **asked.options,
+    }
+    lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in asks.items()]
+    return "\n".join(["#!/bin/bash", *lines])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.harness import Command
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +74,42 @@ del model, optimizer, loader
 dist.destroy_process_group()
 """
 
+RAY_TRAIN = """
+import json, sys, ray, torch, torch.distributed as dist
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def train(config):
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    loader = prepare_data_loader(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8))
+    model = prepare_model(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    if dist.get_rank() == 0:
+        weight = model.module.weight.tolist()
+        with open(config["to"], "w") as file:
+            json.dump([dist.get_backend(), dist.get_world_size(), type(model).__name__, weight], file)
+
+
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
+for backend in ("gloo", "paceline"):
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"to": f"{sys.argv[1]}/{backend}.json"},
+        torch_config=TorchConfig(backend=backend),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name=backend, storage_path=sys.argv[1]),
+    )
+    trainer.fit()
+"""
+
 
 def trained(command: list[str], directory: Path) -> dict[str, str]:
     """What the script says that it has trained, by backend."""
@@ -102,3 +141,22 @@ def test_accelerate(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = trained([*torchrun, str(script)], tmp_path)
     assert found["paceline"] == found["gloo"]
+
+
+@pytest.mark.skipif(find_spec("pyarrow") is None, reason="Ray Train is not installed (paceline[ray-data])")
+def test_ray_train(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RAY_TRAIN)
+    command = Command([sys.executable, str(script), str(tmp_path)], tmp_path, {"RAY_ADDRESS": "local"})
+    try:
+        output = command.wait()
+        assert command.status == 0, output
+        command.assert_nothing_left()
+    finally:
+        command.close()
+    (gloo, *from_gloo), (own, *from_own) = (
+        json.loads((tmp_path / f"{backend}.json").read_text()) for backend in ("gloo", "paceline")
+    )
+    assert (gloo, own) == ("gloo", "paceline")
+    assert from_gloo[:2] == [2, "DistributedDataParallel"]
+    assert from_own == from_gloo

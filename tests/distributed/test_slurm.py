@@ -17,6 +17,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from paceline.lab.study import Study
 from paceline.scheduler import expand
 from tests.unit.test_scheduler import hostlists
 
@@ -149,7 +150,8 @@ def left_of(job: str, slurm: Slurm) -> list[str]:
     for process in psutil.process_iter():
         try:
             its = process.environ()
-            if its.get("SLURM_JOB_ID") == job and its.get("SLURM_CONF") == slurm.environment["SLURM_CONF"]:
+            is_its_own = job in (its.get("SLURM_JOB_ID"), its.get("SLURM_ARRAY_JOB_ID"))
+            if is_its_own and its.get("SLURM_CONF") == slurm.environment["SLURM_CONF"]:
                 left.append(" ".join(process.cmdline())[:200])
         except psutil.Error:
             continue
@@ -207,6 +209,19 @@ def test_a_job_whose_time_is_over_saves_and_goes_on(slurm: Slurm, tmp_path: Path
     assert "interrupted; saved at iteration" in said
     steps = (tmp_path / "runs" / f"slurm-{job}" / "steps.csv").read_text().splitlines()[1:]
     assert len(steps) == 2 * 40 * 4  # no step twice, none left out
+
+
+def test_an_array_of_jobs_makes_one_report(slurm: Slurm, tmp_path: Path) -> None:
+    script = write_script(tmp_path, epochs=2)
+    study = ["--strategies", "all-reduce,ps-bsp", "--workers", "1", "--seeds", "1"]
+    job = slurm.submit(script, "--compare", *study, "--cores", "1", cwd=tmp_path)
+    for task in (1, 2):
+        state = slurm.wait(f"{job}_{task}", "COMPLETED", "FAILED")
+        assert state == "COMPLETED", (tmp_path / "studies" / f"train-{job}_{task}.log").read_text()
+    results = tmp_path / "studies" / "train"
+    assert Study.open(results).frames.trials["status"].tolist() == ["finished", "finished"]
+    assert (results / "report.html").exists()
+    assert left_of(job, slurm) == []
 
 
 def wait_for_steps(path: Path) -> None:

@@ -288,3 +288,64 @@ def test_a_report_brings_the_tables_up_to_date(machine: Machine, run: Callable[.
     shutil.rmtree(tmp_path / "out" / "tables")
     report_page.write([tmp_path / "out"], tmp_path / "report.html")
     pd.testing.assert_frame_equal(Frames.load(tmp_path / "out" / "tables").summary, whole.frames.summary)
+
+
+def point(spec: StudySpec, out: Path, number: int) -> Study:
+    return Study.conduct_point(spec, out, number, watcher=None)
+
+
+def test_trials_that_are_run_alone_make_the_study_that_is_run_at_once(
+    machine: Machine, run: Callable[..., Study], tmp_path: Path
+) -> None:
+    spec = run().spec
+    shutil.rmtree(tmp_path / "out")
+    machine.started.clear()
+    before_the_last = [point(spec, tmp_path / "out", number).has_ended for number in range(len(ORDER), 1, -1)]
+    assert not any(before_the_last)
+    study = point(spec, tmp_path / "out", 1)
+    assert study.has_ended
+    assert machine.started == ORDER[::-1]
+    assert study.frames.trials["status"].tolist() == ["finished"] * len(ORDER)
+    point(spec, tmp_path / "out", 3)
+    assert machine.started == ORDER[::-1], "what has ended is not run again"
+    for wrong in (0, len(ORDER) + 1):
+        with pytest.raises(UsageError, match=f"the study has runs 1 to {len(ORDER)}, and no {wrong}"):
+            point(spec, tmp_path / "out", wrong)
+
+
+def test_a_trial_that_is_run_alone_leaves_those_beside_it_alone(
+    machine: Machine, run: Callable[..., Study], tmp_path: Path
+) -> None:
+    spec = run().spec
+    out = tmp_path / "out"
+    shutil.rmtree(out)
+    machine.started.clear()
+    scratch = out / "trials" / f".{ORDER[1]}.partial"
+
+    def beside(name: str) -> None:
+        if name == ORDER[0]:
+            scratch.mkdir()  # as of a task that has just begun
+            point(spec, out, 3)
+            with pytest.raises(UsageError, match="another process is running the study"):
+                Study.conduct(spec, out)
+            with pytest.raises(UsageError, match="another process is running the study"):
+                point(spec, out, 1)
+
+    machine.fault = beside
+    point(spec, out, 1)
+    assert scratch.is_dir()
+    assert machine.started == [*ORDER[:1], ORDER[2]]
+
+
+def test_what_cannot_be_had_is_the_failure_of_a_trial_that_is_run_alone(
+    machine: Machine, run: Callable[..., Study], tmp_path: Path
+) -> None:
+    spec = run().spec
+    shutil.rmtree(tmp_path / "out")
+
+    def refuse(name: str) -> None:
+        raise UsageError("not under this strategy")
+
+    machine.fault = refuse
+    study = point(spec, tmp_path / "out", 2)
+    assert study.frames.trials["status"].tolist().count("failed") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.cli import exit_codes
 from paceline.errors import UsageError
-from paceline.scheduler import Allocation, Job, expand, from_environment, job_script
+from paceline.scheduler import Allocation, Asked, Job, array_script, expand, from_environment, job_script
 
 NAMES = st.text("abcxyz-", min_size=1, max_size=4).filter(lambda name: name[0] != "-")
 NUMBERS = st.integers(0, 120)
@@ -95,13 +96,12 @@ def test_variables_that_contradict_each_other_are_refused(changed: dict[str, str
         from_environment({**ENVIRONMENT, **changed})
 
 
+ASKED = Asked("train", nodes=4, cores=8, gpus=0, options={"time": "01:00:00", "exclusive": ""})
+
+
 def job(**changed: object) -> Job:
     settings: dict[str, object] = {
-        "name": "train",
-        "nodes": 4,
-        "cores": 8,
-        "gpus": 0,
-        "options": {"time": "01:00:00", "exclusive": ""},
+        "asked": ASKED,
         "command": ["paceline", "run", "my script.py", "--workers", "4", "--", "--name", "a b"],
         "directory": "runs/slurm",
         "checkpoint": "checkpoint.pt",
@@ -116,8 +116,17 @@ def test_a_job_script_asks_for_what_it_was_given_and_is_bash() -> None:
     assert {"#SBATCH --nodes=4", "#SBATCH --cpus-per-task=8", "#SBATCH --time=01:00:00"} <= set(asked)
     assert "#SBATCH --exclusive" in asked
     assert not any("gpus" in line for line in asked)
-    assert "#SBATCH --gpus-per-node=2" in job_script(job(gpus=2))
+    assert "#SBATCH --gpus-per-node=2" in job_script(job(asked=replace(ASKED, gpus=2)))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_each_task_of_an_array_is_given_its_number_before_the_scripts_arguments(tmp_path: Path) -> None:
+    program = write_program(tmp_path / "paceline", f'printf "%s|" "$@" > {tmp_path}/given')
+    text = array_script(ASKED, [str(program), "compare", "my script.py", "--", "--name", "a b"], num_tasks=12)
+    assert "#SBATCH --array=1-12\n" in text
+    task = {"SLURM_ARRAY_TASK_ID": "7", "PATH": "/usr/bin:/bin"}
+    subprocess.run(["bash"], input=text, text=True, check=True, env=task)
+    assert (tmp_path / "given").read_text() == "compare|--point|7|my script.py|--|--name|a b|"
 
 
 def told(signal: str, *, on_term: str) -> str:

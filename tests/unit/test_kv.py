@@ -236,6 +236,25 @@ def test_a_pull_has_what_it_waited_for_in_any_order_of_messages(
             assert server.rows.read(torch.arange(server.owned.start, server.owned.stop)).unique().tolist() == [total]
 
 
+def test_a_request_waits_for_those_that_it_names_and_overtakes_others() -> None:
+    world = World(spec_of(servers=1), random.Random(0))
+    one = torch.ones(1, dtype=torch.float64)
+    late = world.ask(0, Kind.PULL_VALUES, range(0, NUM_KEYS), clock=1)
+    behind = world.ask(0, Kind.PUSH_VALUES, tensor([3]), one, after=[late])
+    pull = world.ask(0, Kind.PULL_VALUES, tensor([3]), after=[behind])
+    free = world.ask(0, Kind.PULL_VALUES, tensor([3]))
+    world.settle()
+    assert [world.clients[0].is_done(each) for each in (late, behind, pull, free)] == [False, False, False, True]
+    for _ in range(2):
+        world.ask(1, Kind.PUSH_VALUES, tensor([5]), one)
+    world.ask(1, Kind.LEAVE)
+    world.ask(0, Kind.PUSH_VALUES, tensor([4]), one)  # all have come to clock 1 now
+    world.settle()
+    assert world.clients[0].take_pairs(late).keys.tolist() == [4, 5]
+    assert world.clients[0].take_pairs(pull).values.item() == 1
+    assert world.clients[0].take_pairs(free).values.item() == 0
+
+
 def test_the_clock_of_a_range_is_asked_for_by_range() -> None:
     world = World(spec_of(servers=1), random.Random(0))
     ones = torch.ones(3, dtype=torch.float64)

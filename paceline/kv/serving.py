@@ -1,4 +1,4 @@
-"""A store's servers: in processes of this host, or as actors of a Ray cluster."""
+"""A store's servers: in processes of this host."""
 
 import multiprocessing
 import threading

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
-import torch
 
 from paceline import kv
 from paceline.errors import UsageError
-from paceline.kv.on_ray import serve_on_ray
 
 PAGE = Path(__file__).parents[2] / "docs" / "kv.md"
 
@@ -58,19 +55,3 @@ def test_a_function_that_servers_cannot_import_is_refused() -> None:
         kv.serve(kv.Spec(servers=1, workers=1, functions=functions)),
     ):
         pass
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_on_ray(ray_here: None) -> None:
-    def work(group: kv.Group, rank: int) -> list[float]:
-        with group.connect(rank) as store:
-            store.wait(store.push(range(5), torch.full((5,), rank + 1.0)))
-            return [float(value) for value in store.result(store.pull(range(5))).values]
-
-    with serve_on_ray(kv.Spec(servers=2, workers=2, num_keys=5, rule="bsp")) as group:
-        tasks = [ray.remote(work).options(num_cpus=0).remote(group, rank) for rank in range(2)]
-        assert ray.get(tasks) == [[3.0] * 5] * 2
-    with pytest.raises(UsageError, match="cannot import 'no_such_module:f'"):  # noqa: SIM117
-        with serve_on_ray(kv.Spec(servers=1, workers=1, functions={"f": kv.Function("no_such_module:f")})):
-            pass

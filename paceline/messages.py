@@ -82,6 +82,11 @@ class Kind(IntEnum):
     TURN = 57
     CHAIN = 58
     SERVES = 59
+    INIT_VALUES = 64
+    PUSH_VALUES = 65
+    PULL_VALUES = 66
+    READ_CLOCKS = 67
+    MEET = 68
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds

@@ -1,0 +1,176 @@
+"""What a worker's program sees of a store."""
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+import zmq
+from torch import Tensor
+
+from paceline.comm.wire import Caller, Keys
+from paceline.errors import DeadlineExceeded
+from paceline.kv.client_core import ClientCore
+from paceline.kv.filters import Filter
+from paceline.kv.range_clocks import RangeClock
+from paceline.kv.requests import EPOCH
+from paceline.kv.spec import Pairs, Spec
+from paceline.messages import Kind, Message
+
+KeysLike = Tensor | range | Sequence[int]
+_LINGER_S = 1.0
+
+
+def identity_of(worker: int) -> str:
+    return f"kv-{worker}"
+
+
+@final
+class Store:
+    """A worker's connection to a store's servers; `Group.connect` makes it. For one thread.
+
+    Requests go out at once and are answered in their own time: each gives a timestamp to wait for. An error of one is
+    raised by whatever is called when the servers' word of it comes, at the latest by `close`.
+    """
+
+    def __init__(
+        self, spec: Spec, keys: Keys, endpoints: Sequence[str], *, worker: int, deadline_s: float | None
+    ) -> None:
+        self.worker, self._deadline_s = worker, deadline_s
+        self._core = ClientCore(spec, worker)
+        self._callers = [Caller(keys, endpoint=endpoint, identity=identity_of(worker)) for endpoint in endpoints]
+        self._poller = zmq.Poller()
+        self._index_of = {caller.socket: index for index, caller in enumerate(self._callers)}
+        for caller in self._callers:
+            self._poller.register(caller.socket, zmq.POLLIN)
+        self.sent_bytes = self.received_bytes = 0
+        """Of all messages so far: headers, keys and values."""
+
+    def push(
+        self,
+        keys: KeysLike,
+        values: Tensor,
+        *,
+        function: str = "add",
+        within: range | None = None,
+        after: Iterable[int] = (),
+        filters: Iterable[Filter] = (),
+    ) -> int:
+        """Send values, to be joined with what servers hold. Returns a timestamp.
+
+        Each push is this worker's contribution of its next clock, to every server: those of several workers that the
+        rule joins are added up before the function is called.
+
+        Args:
+            keys: ascending, none twice; int64 of shape (keys,), or a range, of which no keys are sent.
+            values: shape (keys, dim), or (keys,) where dim is 1.
+            function: its name in the spec, or `add` or `assign`.
+            within: the push is all that this clock has for these keys; by default the range that was given, or all.
+            after: timestamps of earlier requests that are to be finished first, on each server that they concern.
+            filters: what may be left out, one after the other.
+
+        Raises:
+            UsageError: keys or values do not fit the store.
+        """
+        if filters := tuple(filters):
+            pairs = Pairs(as_tensor(keys), values.reshape(len(keys), -1))
+            for each in filters:
+                pairs = each(pairs)
+            if within is None and isinstance(keys, range):
+                within = keys
+            keys, values = pairs
+        return self._ask(Kind.PUSH_VALUES, _plain(keys), values, function=function, within=within, after=tuple(after))
+
+    def pull(self, keys: KeysLike, *, after: Iterable[int] = (), clock: int = 0) -> int:
+        """Ask for values, once the rule lets this worker go on. Returns a timestamp, for `result`.
+
+        Args:
+            keys: as in `push`; a range asks for those of its keys that hold something.
+            clock: wait until as many pushes of every worker have come to the range of these keys.
+        """
+        return self._ask(Kind.PULL_VALUES, _plain(keys), after=tuple(after), clock=clock)
+
+    def init(self, keys: KeysLike, values: Tensor) -> int:
+        """Give values to those of these keys that hold nothing yet; no clock advances. Returns a timestamp."""
+        return self._ask(Kind.INIT_VALUES, _plain(keys), values)
+
+    def wait(self, *timestamps: int) -> None:
+        """Block until these requests are finished: pushes have become part of an update.
+
+        Raises:
+            DeadlineExceeded: servers have been silent for too long; the message names them and the request.
+            UsageError: a request was refused, or a function on the server failed.
+        """
+        for timestamp in timestamps:
+            while not self._core.is_done(timestamp):
+                if not self._receive(self._deadline_s):
+                    raise DeadlineExceeded(
+                        f"{self._core.owing(timestamp)}, and were silent for {self._deadline_s:g} s. They wait for "
+                        "other workers, if these have ended without closing their store, or have died"
+                    )
+
+    def result(self, timestamp: int) -> Pairs:
+        """What a pull got, once it is there: of a list of keys all of them, with 0 for those that hold nothing. It can
+        be had once. Raises as `wait`."""
+        self.wait(timestamp)
+        return self._core.take_pairs(timestamp)
+
+    def clocks(self, keys: range) -> list[RangeClock]:
+        """How far each worker's pushes have come, range by range. Raises as `wait`."""
+        timestamp = self._ask(Kind.READ_CLOCKS, keys)
+        self.wait(timestamp)
+        return self._core.take_clocks(timestamp)
+
+    def barrier(self) -> None:
+        """Wait until every worker that has not left has come here. Raises as `wait`."""
+        self.wait(self._ask(Kind.MEET))
+
+    def close(self, *, waits: bool = True) -> None:
+        """Leave: others wait for this worker no more. A second call does nothing.
+
+        Args:
+            waits: for what is still under way. Raises as `wait`.
+        """
+        if self._callers:
+            try:
+                leaving = self._ask(Kind.LEAVE)
+                if waits:
+                    self.wait(*self._core.unfinished(), leaving)
+            finally:
+                for caller in self._callers:
+                    caller.close(linger_s=_LINGER_S)
+                self._callers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close(waits=kind is None)
+
+    def _ask(self, kind: Kind, *content: Any, **about: Any) -> int:
+        while self._receive(0.0):
+            pass
+        timestamp, sends = self._core.ask(kind, *content, **about)
+        for index, message in sends:
+            self._callers[index].send(message)
+            self.sent_bytes += sum(map(len, message.encode_head())) + message.tensor_bytes
+        return timestamp
+
+    def _receive(self, timeout_s: float | None) -> bool:
+        """Take what has come; whether something has in time."""
+        found = self._poller.poll(None if timeout_s is None else int(timeout_s * 1000))
+        for socket, _ in found:
+            frames = socket.recv_multipart(copy=False)
+            self.received_bytes += sum(map(len, frames))
+            self._core.receive(self._index_of[socket], Message.decode(frames, epoch=EPOCH))
+        return bool(found)
+
+
+def as_tensor(keys: KeysLike) -> Tensor:
+    if isinstance(keys, Tensor):
+        return keys
+    return torch.arange(keys.start, keys.stop) if isinstance(keys, range) else torch.tensor(keys, dtype=torch.int64)
+
+
+def _plain(keys: KeysLike) -> Tensor | range:
+    return keys if isinstance(keys, range) else as_tensor(keys)

@@ -1,0 +1,483 @@
+"""The key-value store without sockets: its pieces beside naive ones, and its protocol under any order of messages."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.kv import Function, Pairs, SignificantlyModified, Spec, kkt
+from paceline.kv.client_core import ClientCore
+from paceline.kv.key_cache import KeyCache
+from paceline.kv.range_clocks import RangeClocks
+from paceline.kv.requests import Request, pack_values, unpack_values
+from paceline.kv.rows import Rows
+from paceline.kv.server_core import ServerCore
+from paceline.kv.spec import MOST_KEYS
+from paceline.membership import Membership
+from paceline.messages import Kind, Message
+from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+
+NUM_KEYS = 12
+KEYS = st.lists(st.integers(0, NUM_KEYS - 1), unique=True, max_size=6).map(sorted)
+
+
+def spec_of(**settings: Any) -> Spec:
+    given_ = {"servers": 2, "workers": 2, "num_keys": NUM_KEYS, "dtype": torch.float64, **settings}
+    return Spec(**given_)
+
+
+def tensor(keys: Sequence[int]) -> Tensor:
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@given(writes=st.lists(KEYS, max_size=8), asked=KEYS)
+def test_rows_are_a_dictionary(writes: list[list[int]], asked: list[int]) -> None:
+    rows, naive = Rows(2, torch.float64), dict[int, float]()
+    for number, keys in enumerate(writes, 1):
+        rows.write(tensor(keys), torch.full((len(keys), 2), float(number), dtype=torch.float64))
+        naive |= dict.fromkeys(keys, float(number))
+    assert rows.read(tensor(asked))[:, 1].tolist() == [naive.get(key, 0.0) for key in asked]
+    assert rows.missing(tensor(asked)).tolist() == [key not in naive for key in asked]
+    assert rows.between(3, 9).keys.tolist() == sorted(key for key in naive if 3 <= key < 9)
+
+
+POINTS = st.tuples(st.integers(0, NUM_KEYS), st.integers(0, NUM_KEYS)).map(sorted)
+
+
+@given(advances=st.lists(st.tuples(POINTS, st.integers(0, 1), st.integers(1, 4)), max_size=12), asked=POINTS)
+def test_clocks_by_range_are_clocks_by_key(advances: list[tuple[list[int], int, int]], asked: list[int]) -> None:
+    clocks, naive = RangeClocks(0, NUM_KEYS, (0, 1)), [[0, 0] for _ in range(NUM_KEYS)]
+    for (start, stop), worker, clock in advances:
+        clocks.advance(start, stop, worker, clock)
+        for key in range(start, stop):
+            naive[key][worker] = max(naive[key][worker], clock)
+    found = list(clocks.within(0, NUM_KEYS))
+    assert [[each.clocks[0], each.clocks[1]] for each in found for _ in range(each.start, each.stop)] == naive
+    assert all(one.clocks != other.clocks for one, other in pairwise(found))  # no more than needed
+    covered = [key for each in clocks.within(*asked) for key in range(each.start, each.stop)]
+    assert covered == list(range(*asked))
+    assert clocks.slowest(*asked, {0, 1}) == min((min(naive[key]) for key in range(*asked)), default=float("inf"))
+
+
+@given(lists=st.lists(st.integers(0, 50), max_size=200))
+def test_both_ends_forget_the_same_lists(lists: list[int]) -> None:
+    sender, receiver = KeyCache(), KeyCache()
+    for number in lists:
+        if sender.knows(str(number), tensor([number])):
+            assert receiver.recall(str(number)).tolist() == [number]
+        else:
+            receiver.note(str(number), tensor([number]))
+
+
+@given(rows=st.lists(st.sampled_from([0.0, 0.0, 1.5, -2.0]), min_size=1, max_size=40))
+def test_rows_of_zeros_need_not_go(rows: list[float]) -> None:
+    values = torch.tensor(rows, dtype=torch.float64).unsqueeze(1)
+    body, payload = pack_values(values)
+    found = torch.full_like(values, 7.0)
+    unpack_values(body, payload, found)
+    assert torch.equal(found, values)
+    assert sum(map(len, payload)) <= values.nbytes
+
+
+@given(st.lists(KEYS, max_size=6), st.booleans())
+def test_what_a_filter_holds_back_is_sent_later(pushes: list[list[int]], increments: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    changed, sent, value = SignificantlyModified(1.0, increments=increments), Rows(1, torch.float64), [0.0] * NUM_KEYS
+    for keys in pushes:
+        drawn = torch.randn(len(keys), 1, generator=generator, dtype=torch.float64)
+        for key, draw in zip(keys, drawn[:, 0].tolist(), strict=True):
+            value[key] = value[key] + draw if increments else draw
+        some = changed(Pairs(tensor(keys), drawn))
+        assert (some.values.abs() > 1.0).all()
+        sent.write(some.keys, sent.read(some.keys) + some.values)
+        for key in keys:
+            assert abs(float(sent.read(tensor([key]))) - value[key]) <= 1.0 + 1e-12
+
+
+def test_gradients_that_leave_a_weight_at_0_are_left_out() -> None:
+    weights = torch.tensor([[0.0], [0.0], [0.5]])
+    pushed = Pairs(tensor([2, 5, 7]), torch.tensor([[0.4], [-0.6], [0.1]]))
+    kept = kkt(weights, l1=1.0, scale=2.0)(pushed)
+    assert kept.keys.tolist() == [5, 7]
+    assert kept.values.tolist() == [[pytest.approx(-0.6)], [pytest.approx(0.1)]]
+
+
+# --- the protocol under any order of messages ------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """Cores of both ends, and the messages on their way: in order between two ends, else in any."""
+
+    spec: Spec
+    draw: random.Random
+    servers: list[ServerCore] = field(init=False)
+    clients: list[ClientCore] = field(init=False)
+    ways: dict[tuple[str, int, int], deque[Message]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.servers = [ServerCore(self.spec, index) for index in range(self.spec.servers)]
+        self.clients = [ClientCore(self.spec, worker) for worker in range(self.spec.workers)]
+
+    def ask(self, worker: int, *content: Any, **about: Any) -> int:
+        timestamp, sends = self.clients[worker].ask(*content, **about)
+        for index, message in sends:
+            self.put(("to", worker, index), message)
+        return timestamp
+
+    def put(self, way: tuple[str, int, int], message: Message) -> None:
+        frames = [bytes(frame) for frame in message.encode()]
+        self.ways.setdefault(way, deque()).append(Message.decode(frames, epoch=None))
+
+    def move(self) -> bool:
+        """One message arrives; whether there was one."""
+        ways = [way for way, messages in self.ways.items() if messages]
+        if not ways:
+            return False
+        way = self.draw.choice(ways)
+        message = self.ways[way].popleft()
+        end, worker, index = way
+        if end == "from":
+            self.clients[worker].receive(index, message)
+        else:
+            for to, answer in self.servers[index].receive(message):
+                self.put(("from", to, index), answer)
+        return True
+
+    def settle(self) -> None:
+        while self.move():
+            pass
+
+
+def plan_of(num_pushes: int, draw: random.Random) -> list[str]:
+    return [draw.choice(["push", "push-after", "pull", "pull-after", "pull-clock"]) for _ in range(num_pushes * 2)]
+
+
+RULES: list[tuple[str, Mapping[str, Any], float]] = [
+    ("asp", {}, float("inf")),
+    ("ssp", {"staleness": 1}, 1),
+    ("bsp", {}, 0),
+]
+
+
+@given(seed=st.integers(0, 10**6), rule=st.sampled_from(RULES), servers=st.integers(1, 3), workers=st.integers(1, 3))
+def test_a_pull_has_what_it_waited_for_in_any_order_of_messages(
+    seed: int, rule: tuple[str, Mapping[str, Any], float], servers: int, workers: int
+) -> None:
+    """Every push adds a power of 2 of its own to all keys of its range, so that a value says which pushes it has."""
+    name, options, staleness = rule
+    draw = random.Random(seed)
+    world = World(spec_of(servers=servers, workers=workers, rule=name, rule_options=options), draw)
+    num_pushes, bit = 5, {}
+    pushed: list[list[int]] = [[] for _ in range(workers)]
+    pulls: list[tuple[int, int, int, set[tuple[int, int]]]] = []
+    plans = [deque(plan_of(num_pushes, draw)) for _ in range(workers)]
+    common = min(sum(what.startswith("push") for what in plan) for plan in plans)
+    while any(plans) or any(world.ways.values()):
+        if draw.random() < 0.6 and world.move():
+            continue
+        ready = [worker for worker in range(workers) if plans[worker]]
+        if not ready:
+            continue
+        worker = draw.choice(ready)
+        what = plans[worker].popleft()
+        earlier = pushed[worker][-1:]
+        if what.startswith("push"):
+            number = len(pushed[worker])
+            value = bit[worker, number] = 2.0 ** len(bit)
+            keys = draw.choice([range(NUM_KEYS), torch.arange(NUM_KEYS)])
+            values = torch.full((NUM_KEYS,), value, dtype=torch.float64)
+            after = earlier if what == "push-after" else ()
+            pushed[worker].append(world.ask(worker, Kind.PUSH_VALUES, keys, values, after=after))
+        else:
+            clock = draw.randint(0, common) if what == "pull-clock" else 0
+            keys_ = sorted(draw.sample(range(NUM_KEYS), 4))
+            must = {(worker, len(pushed[worker]) - 1)} if what == "pull-after" and earlier else set()
+            after = earlier if what == "pull-after" else ()
+            timestamp = world.ask(worker, Kind.PULL_VALUES, tensor(keys_), after=after, clock=clock)
+            pulls.append((worker, timestamp, clock, must))
+    for worker in range(workers):
+        world.ask(worker, Kind.LEAVE)
+    world.settle()
+
+    for worker, timestamp, clock, must in pulls:
+        values = world.clients[worker].take_pairs(timestamp).values[:, 0]
+        for value in values.tolist():  # each key's by itself: servers are not at the same clock
+            has = {which for which, power in bit.items() if int(value) // int(power) % 2}
+            assert must <= has
+            for other in range(workers):
+                numbers = sorted(number for who, number in has if who == other)
+                assert numbers == list(range(len(numbers)))  # none is missing, and none made twice
+                assert len(numbers) >= clock
+            own = sum(who == worker for who, _ in has)
+            for other in range(workers):
+                others = sum(who == other for who, _ in has)
+                if name == "bsp":
+                    assert others == min(own, len(pushed[other])) or own == len(pushed[worker])
+                assert others >= min(own - staleness, len(pushed[other]))
+    total = sum(bit.values())
+    for server in world.servers:
+        assert server.is_deserted
+        if total:
+            assert server.rows.read(torch.arange(server.owned.start, server.owned.stop)).unique().tolist() == [total]
+
+
+def test_a_request_waits_for_those_that_it_names_and_overtakes_others() -> None:
+    world = World(spec_of(servers=1), random.Random(0))
+    one = torch.ones(1, dtype=torch.float64)
+    late = world.ask(0, Kind.PULL_VALUES, range(0, NUM_KEYS), clock=1)
+    behind = world.ask(0, Kind.PUSH_VALUES, tensor([3]), one, after=[late])
+    pull = world.ask(0, Kind.PULL_VALUES, tensor([3]), after=[behind])
+    free = world.ask(0, Kind.PULL_VALUES, tensor([3]))
+    world.settle()
+    assert [world.clients[0].is_done(each) for each in (late, behind, pull, free)] == [False, False, False, True]
+    for _ in range(2):
+        world.ask(1, Kind.PUSH_VALUES, tensor([5]), one)
+    world.ask(1, Kind.LEAVE)
+    world.ask(0, Kind.PUSH_VALUES, tensor([4]), one)  # all have come to clock 1 now
+    world.settle()
+    assert world.clients[0].take_pairs(late).keys.tolist() == [4, 5]
+    assert world.clients[0].take_pairs(pull).values.item() == 1
+    assert world.clients[0].take_pairs(free).values.item() == 0
+
+
+def test_the_clock_of_a_range_is_asked_for_by_range() -> None:
+    world = World(spec_of(servers=1), random.Random(0))
+    ones = torch.ones(3, dtype=torch.float64)
+    world.ask(0, Kind.PUSH_VALUES, range(0, 3), ones)
+    world.ask(1, Kind.PUSH_VALUES, range(6, 9), ones)
+    left, right = (world.ask(0, Kind.PULL_VALUES, keys, clock=1) for keys in (range(0, 3), range(7, 9)))
+    world.settle()
+    assert not world.clients[0].is_done(left)
+    assert not world.clients[0].is_done(right)
+    world.ask(1, Kind.PUSH_VALUES, tensor([1]), torch.ones(1, dtype=torch.float64), within=range(0, 5))
+    world.settle()
+    found = world.clients[0].take_pairs(left)
+    assert found.keys.tolist() == [0, 1, 2]
+    assert found.values[:, 0].tolist() == [1, 2, 1]
+    assert not world.clients[0].is_done(right)
+    asked = world.ask(0, Kind.READ_CLOCKS, range(0, NUM_KEYS))
+    world.settle()
+    assert [(start, stop, dict(clocks)) for start, stop, clocks in world.clients[0].take_clocks(asked)] == [
+        (0, 3, {0: 1, 1: 2}),
+        (3, 5, {0: 0, 1: 2}),
+        (5, 6, {0: 0, 1: 0}),
+        (6, 9, {0: 0, 1: 1}),
+        (9, 12, {0: 0, 1: 0}),
+    ]
+
+
+def shrink(rows: Tensor, pushed: Tensor, *, by: float) -> None:
+    """All rows are halved, and count in their state how often."""
+    if by == 0:
+        raise ArithmeticError("by 0")
+    rows[:, :1] = rows[:, :1] / by + pushed
+    rows[:, 1] += 1
+
+
+class EveryOther(AdmissionRule):
+    """A user's: workers take turns."""
+
+    def __init__(self, members: Membership, *, first: int) -> None:
+        super().__init__(members)
+        self.turn = first
+        self.clocks = dict.fromkeys(members.ranks, 0)
+
+    def for_another_shard(self) -> AdmissionRule:
+        raise NotImplementedError
+
+    def push(self, sender: int, clock: int) -> tuple[int, ...]:
+        self.clocks[sender] += 1
+        self.turn = 1 - sender
+        return (sender,)
+
+    def is_held(self, sender: int) -> bool:
+        return False
+
+    def is_admitted(self, worker: int) -> bool:
+        return worker == self.turn
+
+    def clock_of(self, worker: int) -> int:
+        return self.clocks[worker]
+
+    def join(self, worker: int) -> None:
+        self.add(worker)
+
+    def leave(self, worker: int) -> tuple[int, ...]:
+        self.active.discard(worker)
+        self.turn = 1 - worker
+        return ()
+
+
+HERE = "tests.unit.test_kv"
+
+
+def test_a_users_function_sees_its_range_and_a_state_of_its_own() -> None:
+    functions = {"shrink": Function(f"{HERE}:shrink", over_range=True, options={"by": 2.0})}
+    world = World(spec_of(servers=2, state=1, functions=functions), random.Random(0))
+    world.ask(0, Kind.INIT_VALUES, range(4, 8), torch.full((4, 1), 8.0, dtype=torch.float64))
+    world.settle()
+    world.ask(1, Kind.INIT_VALUES, range(6, 9), torch.full((3, 1), 5.0, dtype=torch.float64))  # 6 and 7 are set
+    world.settle()
+    began = {4: 8.0, 5: 8.0, 6: 8.0, 7: 8.0, 8: 5.0}
+    push = {"function": "shrink", "within": range(5, 9)}
+    world.ask(0, Kind.PUSH_VALUES, tensor([6]), torch.ones(1, dtype=torch.float64), **push)
+    pull = world.ask(0, Kind.PULL_VALUES, range(0, NUM_KEYS))
+    world.settle()
+    found = world.clients[0].take_pairs(pull)
+    wanted = {key: value if key == 4 else value / 2 + (key == 6) for key, value in began.items()}
+    assert dict(zip(found.keys.tolist(), found.values[:, 0].tolist(), strict=True)) == wanted
+    assert world.servers[1].rows.read(tensor([7]))[0, 1] == 1
+
+
+def test_a_function_that_fails_has_changed_nothing_and_is_named() -> None:
+    functions = {"shrink": Function(f"{HERE}:shrink", options={"by": 0})}
+    world = World(spec_of(servers=1, state=1, functions=functions), random.Random(0))
+    world.ask(0, Kind.PUSH_VALUES, tensor([6]), torch.ones(1, dtype=torch.float64), function="shrink")
+    with pytest.raises(UsageError, match=r"server 0: function 'shrink' raised ArithmeticError: by 0"):
+        world.settle()
+    assert len(world.servers[0].rows.keys) == 0
+
+
+def test_a_users_rule_decides_who_goes_on() -> None:
+    world = World(spec_of(servers=1, rule=f"{HERE}:EveryOther", rule_options={"first": 1}), random.Random(0))
+    one = torch.ones(1, dtype=torch.float64)
+    first = [world.ask(0, Kind.PUSH_VALUES, tensor([3]), one) for _ in range(2)]
+    world.settle()
+    assert not world.clients[0].is_done(first[0])
+    world.ask(1, Kind.PUSH_VALUES, tensor([3]), one)
+    world.settle()
+    assert [world.clients[0].is_done(each) for each in first] == [True, False]
+    world.ask(1, Kind.LEAVE)
+    world.settle()
+    assert world.clients[0].is_done(first[1])
+
+
+def test_all_meet_and_whoever_has_left_is_not_waited_for() -> None:
+    world = World(spec_of(servers=2, workers=3), random.Random(0))
+    meetings = [world.ask(worker, Kind.MEET) for worker in (0, 1)]
+    world.settle()
+    assert not world.clients[0].is_done(meetings[0])
+    world.ask(2, Kind.LEAVE)
+    world.settle()
+    assert world.clients[0].is_done(meetings[0])
+    assert world.clients[1].is_done(meetings[1])
+
+
+def test_a_list_of_keys_goes_over_the_network_once() -> None:
+    world = World(spec_of(servers=1, num_keys=MOST_KEYS), random.Random(0))
+    keys = torch.arange(0, 1000) * 10**15
+    sizes = []
+    for _ in range(2):
+        _, sends = world.clients[0].ask(Kind.PULL_VALUES, keys)
+        sizes.append(sum(send.message.tensor_bytes for send in sends))
+        assert all(
+            answer.message.kind is Kind.ANSWER for send in sends for answer in world.servers[0].receive(send.message)
+        )
+    assert sizes == [8000, 0]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "complaint"),
+    [
+        (tensor([3, 3]), torch.ones(2, dtype=torch.float64), "3 follows 3"),
+        (tensor([-1]), torch.ones(1, dtype=torch.float64), "keys -1 to -1"),
+        (tensor([12]), torch.ones(1, dtype=torch.float64), "keys 12 to 12"),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), "keys are int64"),
+        (tensor([1]), torch.ones(2, dtype=torch.float64), r"values of shape \(1, 1\)"),
+        (tensor([1]), torch.ones(1), "float32"),
+        (range(0, 9, 2), torch.ones(5, dtype=torch.float64), "has gaps"),
+    ],
+)
+def test_keys_and_values_that_do_not_fit_are_named(keys: Any, values: Tensor, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        ClientCore(spec_of(), 0).ask(Kind.PUSH_VALUES, keys, values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"rule": "ssp"}, "needs a bound"),
+        ({"rule": "no.such:thing"}, "servers cannot import 'no.such:thing'"),
+        ({"rule": f"{HERE}:HERE"}, "names nothing to call"),
+        ({"rule": "bsp", "rule_options": {"backup_workers": 1}}, "decides alike"),
+        ({"rule": "bsp", "rule_options": {"late": 1}}, "unexpected keyword"),
+        ({"functions": {"f": Function("math:nothing")}}, "servers cannot import 'math:nothing'"),
+        ({"servers": 0}, "servers of a store must be a whole number from 1"),
+        ({"dtype": torch.int64}, "floating-point"),
+    ],
+)
+def test_stores_that_cannot_be_are_refused(settings: Any, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        ServerCore(spec_of(**settings), 0)
+
+
+def plain(**about: Any) -> Message:
+    push = Request(Kind.PUSH_VALUES, 0, 1, tensor([1, 2]), torch.ones(2, 1, dtype=torch.float64), within=range(0, 6))
+    message = push.message(KeyCache())
+    body = {**message.body, **about.pop("body", {})}
+    return Message(
+        **{"kind": message.kind, "epoch": 1, "sender": 0, "clock": 1, "body": body, "payload": message.payload, **about}
+    )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        plain(kind=Kind.EXCHANGE),
+        plain(sender=7),
+        plain(clock=0),
+        plain(body={"after": [1]}),
+        plain(body={"after": "abc"}),
+        plain(body={"clock": -1}),
+        plain(body={"within": [0, 99]}),
+        plain(body={"within": [2, 6]}),
+        plain(body={"within": None}),
+        plain(body={"range": [0, 2**62]}),
+        plain(body={"range": [0, "x"]}),
+        plain(body={"count": 10**15}),
+        plain(body={"count": True}),
+        plain(body={"function": "rm"}),
+        plain(payload=[b""]),
+        plain(payload=[tensor([2, 1]).numpy().tobytes(), bytes(16)]),
+        plain(payload=[tensor([1, 9]).numpy().tobytes(), bytes(16)]),
+    ],
+)
+def test_a_server_refuses_what_is_no_request_and_goes_on(message: Message) -> None:
+    server = ServerCore(spec_of(), 0)
+    [(_, answer)] = server.receive(message)
+    assert answer.kind is Kind.ERROR
+    assert answer.body["error"].startswith("server 0: ")
+    assert len(server.rows.keys) == 0
+    fine = plain(sender=1)
+    assert [send.message.kind for send in server.receive(fine)] == [Kind.OK]
+
+
+def test_a_forgotten_list_of_keys_is_refused() -> None:
+    server, cache, keys = ServerCore(spec_of(), 0), KeyCache(), tensor([1])
+    known = Request(Kind.PULL_VALUES, 0, 1, keys)
+    known.message(cache)
+    [(_, answer)] = server.receive(known.message(cache))
+    assert "no list of keys has the signature" in answer.body["error"]
+
+
+def test_rules_are_those_of_the_servers() -> None:
+    assert isinstance(spec_of(rule="bsp").admission_rule(), BulkSynchronous)
+    assert isinstance(spec_of().admission_rule(), StaleSynchronous)

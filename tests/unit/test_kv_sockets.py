@@ -1,0 +1,98 @@
+"""The key-value store over sockets, with servers and workers in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.wire import Caller, Keys
+from paceline.errors import DeadlineExceeded, UsageError
+from paceline.kv import Group, SignificantlyModified, Spec
+from paceline.kv.serving import Server
+from paceline.messages import Kind, Message
+
+
+@contextmanager
+def served(**settings: Any) -> Iterator[Group]:
+    spec, keys = Spec(**{"servers": 2, "workers": 2, "num_keys": 100, **settings}), Keys.generate()
+    servers = [Server(spec, index, keys, host="127.0.0.1") for index in range(spec.servers)]
+    threads = [threading.Thread(target=server.serve) for server in servers]
+    for thread in threads:
+        thread.start()
+    yield Group(spec, keys, tuple(server.endpoint for server in servers))
+    for server, thread in zip(servers, threads, strict=True):
+        server.stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("rule", ["asp", "bsp"])
+def test_what_workers_push_is_there(rule: str) -> None:
+    keys = torch.arange(10, 90)
+    with served(rule=rule) as group, ThreadPoolExecutor() as pool:
+
+        def work(rank: int) -> torch.Tensor:
+            with group.connect(rank) as store:
+                pushes = [store.push(keys, torch.full((80,), rank + 1.0)) for _ in range(20)]
+                store.wait(*pushes)
+                if rule == "bsp":
+                    assert store.result(store.pull(range(10, 11))).values.item() == 60
+                store.barrier()
+                assert store.sent_bytes > 20 * keys.nbytes / 2
+                assert store.sent_bytes < 20 * (80 * 4 + 1000) + keys.nbytes  # the keys went once
+                return store.result(store.pull(keys)).values[:, 0]
+
+        for values in pool.map(work, range(2)):
+            assert values.tolist() == [60.0] * 80
+
+
+def test_servers_end_when_all_workers_have_left() -> None:
+    spec, keys = Spec(servers=1, workers=1), Keys.generate()
+    server = Server(spec, 0, keys, host="127.0.0.1")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    store = Group(spec, keys, (server.endpoint,)).connect(0)
+    store.push([2**62], torch.ones(1))
+    store.close()
+    store.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_wait_for_a_worker_that_is_not_there_ends_and_names_the_request() -> None:
+    with served(rule="bsp") as group:
+        store = group.connect(0, deadline_s=0.2)
+        push = store.push([3], torch.ones(1))
+        with pytest.raises(DeadlineExceeded, match=r"server\(s\) 0, 1 owe worker 0 the answer to PUSH_VALUES 1"):
+            store.wait(push)
+        store.close(waits=False)
+        with pytest.raises(UsageError, match="none of number 2"):
+            group.connect(2)
+
+
+def test_an_error_of_a_request_is_raised() -> None:
+    with served() as group, group.connect(0) as store:
+        with pytest.raises(UsageError, match="there is no function 'subtract'; known are add, assign"):
+            store.wait(store.push([3], torch.ones(1), function="subtract"))
+        assert store.result(store.pull([3])).values.item() == 0
+        with pytest.raises(UsageError, match="was no pull"):
+            store.result(store.push([3], torch.ones(1), filters=[SignificantlyModified(2.0)]))
+
+
+def test_nobody_speaks_for_another_worker() -> None:
+    with served(servers=1) as group, group.connect(0) as store:
+        stranger = Caller(group.keys, endpoint=group.endpoints[0], identity="kv-1")
+        stranger.send(Message(Kind.LEAVE, 1, 0, clock=50))
+        stranger.socket.send_multipart([b"no message"])
+        stranger.send(Message(Kind.READ_CLOCKS, 1, 1, clock=1, body={"range": [0, 100]}))
+        assert stranger.socket.poll(10_000)
+        answer = Message.decode(stranger.socket.recv_multipart(), epoch=1)
+        assert answer.body == {"clocks": [[0, 100, [0, 0], [1, 0]]]}
+        store.wait(store.push([3], torch.ones(1)))
+        assert {each.clocks[0] for each in store.clocks(range(0, 100))} == {1}
+        stranger.close()

@@ -4,6 +4,7 @@ Nothing is ever unpickled.
 """
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,6 +190,19 @@ def from_frames(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> None:
                 raise WireError("a message is cut into frames that cross tensors")
             target[start : start + len(raw)] = raw
             start += len(raw)
+
+
+def view_of(frames: Sequence[Raw], *, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Raw frames as one tensor: of one frame its memory, of several a copy. Raises WireError if they hold another
+    number of bytes."""
+    if len(frames) != 1 or raw_bytes(frames[0]).readonly:
+        tensor = torch.empty(shape, dtype=dtype)
+        from_frames(frames, [tensor])
+        return tensor
+    expected = math.prod(shape) * dtype.itemsize
+    if len(raw_bytes(frames[0])) != expected:
+        raise WireError(f"a message carries {len(raw_bytes(frames[0]))} bytes of tensors instead of {expected}")
+    return torch.frombuffer(frames[0], dtype=dtype).view(shape)
 
 
 def raw_bytes(frame: Raw) -> memoryview:

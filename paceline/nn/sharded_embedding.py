@@ -109,6 +109,7 @@ class ShardedEmbedding(nn.Module):
             )
         gradients = self.take_gradients()
         if gradients is not None:
+            self._own.require(gradients)
             self._own.update(gradients)
 
     def load_rows(self, state: Mapping[str, Tensor]) -> None:

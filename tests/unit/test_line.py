@@ -98,3 +98,25 @@ def test_a_server_that_is_gone_is_named(bell: Bell) -> None:
     with pytest.raises(PeerLost, match="gone"):
         worker.send([b"ask", b""])
     worker.close()
+
+
+def test_tensors_of_any_size_go_both_ways(bell: Bell) -> None:
+    worker = WorkerLine(bell.address)
+    server = ServerLine(worker.address)
+    for num_bytes in (0, 5, 100_000, 3, 3_000_000, 0):
+        raw = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+        assert worker.send([b"push", b"", raw[: num_bytes // 2], raw[num_bytes // 2 :]])
+        assert b"".join(server.receive()[2:]) == raw
+        server.send([b"rows", b"", raw[::-1]])
+        assert b"".join(worker.receive(timeout_s=1)[2:]) == raw[::-1]
+    worker.close()
+    server.close()
+
+
+def test_a_request_whose_worker_has_gone_is_none(bell: Bell) -> None:
+    worker = WorkerLine(bell.address)
+    server = ServerLine(worker.address)
+    worker.send([b"push", b"", b"tensors"])
+    worker.close()
+    assert server.receive() is None
+    server.close()

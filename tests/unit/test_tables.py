@@ -23,6 +23,7 @@ from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import mixed, normal, owners
 from paceline.server.tables.row_optimizers import FTRL, RowWiseAdagrad, of_text
 from paceline.server.tables.shards import TableShards
+from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.table import Table
 
@@ -205,8 +206,32 @@ def test_an_update_that_cannot_be_is_refused(keys: list[int], values: Tensor, er
     table = Table(spec_of())
     values = values.double() if "float32" not in error else values
     with pytest.raises(UsageError, match=error):
-        table.update(RowGradients(torch.tensor(keys), values))
-    assert len(table) == table.num_updates == 0
+        table.require(RowGradients(torch.tensor(keys), values))
+
+
+@settings(max_examples=20, deadline=None)
+@given(batches=st.lists(st.sets(st.one_of(KEYS, st.integers(0, 3000)), max_size=300), max_size=6))
+def test_keys_have_the_slots_of_their_order(batches: list[set[int]]) -> None:
+    slots, known = Slots(), dict[int, int]()
+    for batch in batches:
+        keys = torch.tensor(sorted(batch), dtype=torch.int64)
+        assert slots.find(keys).tolist() == [known.get(key, -1) for key in keys.tolist()]
+        new = [key for key in keys.tolist() if key not in known]
+        known |= {key: slot for slot, key in enumerate(new, len(known))}
+        assert slots.add(torch.tensor(new, dtype=torch.int64)).tolist() == [known[key] for key in new]
+        assert slots.keys().tolist() == list(known)
+        assert slots.find(slots.keys()).tolist() == list(range(len(slots)))
+
+
+def test_full_buckets_go_on_in_the_next_ones() -> None:
+    """Also behind the last bucket, where the first one follows."""
+    keys = torch.arange(200_000)
+    last = keys[mixed(keys) & 63 == 63][:20]  # Slots begins with 64 buckets
+    slots = Slots()
+    slots.add(last[:10])
+    slots.add(last[10:])
+    assert slots.find(last).tolist() == list(range(20))
+    assert slots.find(keys[mixed(keys) & 63 == 63][20:30]).tolist() == [-1] * 10
 
 
 @pytest.mark.parametrize("field", [{"num_rows": 0}, {"num_rows": 2**63 + 1}, {"dim": 0}, {"dim": 2.0}, {"std": -1.0}])

@@ -181,7 +181,7 @@ class Holding:
     def _send(self, identity: bytes, message: Message) -> None:
         neighbour = self.neighbours.get(identity)
         if neighbour is not None and neighbour.asked_on_line:
-            neighbour.line.send(message.encode_head())
+            neighbour.line.send(message.encode())
         else:
             self._send_elsewhere(identity, message)
 

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from paceline.comm.servers.payload import ReceivedPayload, SentPayload
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.shared_memory.descriptors import open_descriptor
 from paceline.errors import PeerLost
+from paceline.messages import Raw
 
 _REQUESTED, _REQUEST_BYTES, _ANSWERED, _ANSWER_BYTES = 0, 1, 16, 17  # 32-bit words, one cache line for each side
 _WORDS = 32
@@ -23,6 +25,9 @@ _REQUEST_START = 4 * _WORDS
 _ANSWER_START = _REQUEST_START + _CAPACITY_BYTES
 LINE_BYTES = _ANSWER_START + _CAPACITY_BYTES
 _MASK = 2**32 - 1
+
+
+_REQUEST_PAYLOAD, _ANSWER_PAYLOAD = 1, 9  # 64-bit words, on the same cache lines, which say where tensors are
 
 
 @dataclass(frozen=True)
@@ -83,16 +88,21 @@ class WorkerLine:
         self._segment = SharedBlock.create(LINE_BYTES)
         self.address = self._segment.address
         self._words = self._segment.buffer[: 4 * _WORDS].cast("I")
+        numbers = self._segment.buffer[: 4 * _WORDS].cast("q")
+        self._sent = SentPayload(numbers[_REQUEST_PAYLOAD:])
+        self._received = ReceivedPayload(numbers[_ANSWER_PAYLOAD:])
         self._answered_address = self._segment.tensor.data_ptr() + 4 * _ANSWERED
         self._number = 0
         flags = os.O_WRONLY | os.O_NONBLOCK
         self._bell_fd = open_descriptor(bell.pid, bell.fd, link=f"pipe:[{bell.inode}]", flags=flags)
 
-    def send(self, frames: Sequence[bytes]) -> bool:
-        """Make a request; false, and nothing done, if it is too large for a line."""
+    def send(self, frames: Sequence[Raw]) -> bool:
+        """Make a request: header, body, and tensors in frames, which may be of any size; false, and nothing done, if
+        the body is too large for a line."""
         raw = _join(frames)
         if len(raw) > _CAPACITY_BYTES:
             return False
+        self._sent.write(frames[2:])
         self._number = (self._number + 1) & _MASK
         self._segment.buffer[_REQUEST_START : _REQUEST_START + len(raw)] = raw
         self._words[_REQUEST_BYTES] = len(raw)
@@ -106,8 +116,9 @@ class WorkerLine:
             raise PeerLost("the server is gone") from None
         return True
 
-    def receive(self, *, timeout_s: float) -> list[bytes] | None:
-        """The answer to the last request; none if it has not come in time."""
+    def receive(self, *, timeout_s: float) -> list[Raw] | None:
+        """The answer to the last request, whose tensors are one frame that stays as it is until the next request; none
+        if it has not come in time. Raises PeerLost if the server has gone with them."""
         until_s = time.perf_counter() + min(self._yield_s, timeout_s)
         while self._words[_ANSWERED] != self._number and time.perf_counter() < until_s:
             os.sched_yield()
@@ -117,10 +128,13 @@ class WorkerLine:
             if self._words[_ANSWERED] != self._number:
                 return None
         futex.fence()
-        return _split(self._segment.buffer[_ANSWER_START : _ANSWER_START + self._words[_ANSWER_BYTES]])
+        head = _split(self._segment.buffer[_ANSWER_START : _ANSWER_START + self._words[_ANSWER_BYTES]])
+        return head + self._received.read()
 
     def close(self) -> None:
         os.close(self._bell_fd)
+        self._sent.close()
+        self._received.close()
         self._words.release()
         self._segment.close()
 
@@ -132,23 +146,32 @@ class ServerLine:
     def __init__(self, address: BlockAddress) -> None:
         self._segment = SharedBlock.open(address)
         self._words = self._segment.buffer[: 4 * _WORDS].cast("I")
+        numbers = self._segment.buffer[: 4 * _WORDS].cast("q")
+        self._sent = SentPayload(numbers[_ANSWER_PAYLOAD:])
+        self._received = ReceivedPayload(numbers[_REQUEST_PAYLOAD:])
         self._answered_address = self._segment.tensor.data_ptr() + 4 * _ANSWERED
         self._number = self._words[_REQUESTED]
 
-    def receive(self) -> list[bytes] | None:
-        """The request that has come since the last one; none if none has."""
+    def receive(self) -> list[Raw] | None:
+        """The request that has come since the last one, whose tensors are one frame that stays as it is until the
+        answer; none if none has, or the worker has gone with them."""
         number = self._words[_REQUESTED]
         if number == self._number:
             return None
         futex.fence()
         self._number = number
-        return _split(self._segment.buffer[_REQUEST_START : _REQUEST_START + self._words[_REQUEST_BYTES]])
+        head = _split(self._segment.buffer[_REQUEST_START : _REQUEST_START + self._words[_REQUEST_BYTES]])
+        try:
+            return head + self._received.read()
+        except (PeerLost, ValueError):
+            return None
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Answer the last request. Raises ValueError if the answer is too large for a line."""
+    def send(self, frames: Sequence[Raw]) -> None:
+        """Answer the last request. Raises ValueError if the answer's body is too large for a line."""
         raw = _join(frames)
         if len(raw) > _CAPACITY_BYTES:
             raise ValueError(f"an answer of {len(raw)} bytes does not fit the line's {_CAPACITY_BYTES}")
+        self._sent.write(frames[2:])
         self._segment.buffer[_ANSWER_START : _ANSWER_START + len(raw)] = raw
         self._words[_ANSWER_BYTES] = len(raw)
         futex.fence()
@@ -156,16 +179,18 @@ class ServerLine:
         futex.wake(self._answered_address)
 
     def close(self) -> None:
+        self._sent.close()
+        self._received.close()
         self._words.release()
         self._segment.close()
 
 
-def _join(frames: Sequence[bytes]) -> bytes:
+def _join(frames: Sequence[Raw]) -> bytes:
     """A header of known length needs no frame lengths: the first frame's length stands before all."""
-    header, body = frames
-    return len(header).to_bytes(2, "little") + header + body
+    header, body = frames[:2]
+    return b"".join((len(header).to_bytes(2, "little"), header, body))
 
 
-def _split(raw: memoryview) -> list[bytes]:
+def _split(raw: memoryview) -> list[Raw]:
     header_bytes = int.from_bytes(raw[:2], "little")
     return [bytes(raw[2 : 2 + header_bytes]), bytes(raw[2 + header_bytes :])]

@@ -27,7 +27,7 @@ from paceline.server.client_core import ClientCore
 from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Reply
 
-_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE})
+_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE, Kind.READ_ROWS})
 # A waiting worker first offers its core, where the server then runs without being woken on another. Conv net, two
 # workers and a server on two cores, medians of three: ps-bsp 42,000 samples/s sleeping at once, 50,000 so; ps-asp
 # 50,000 and 55,000. With more workers than cores they sleep at once, for others can use the core.
@@ -291,7 +291,7 @@ class SocketCarrier(Carrier):
             link = self._links[index]
             link.asked_over = link.line
             try:
-                if link.line is None or request.kind not in _ON_LINE or not link.line.send(request.encode_head()):
+                if link.line is None or request.kind not in _ON_LINE or not link.line.send(request.encode()):
                     link.caller.send(request)
                     link.asked_over = link.caller
             except PeerLost:  # with replicas another server is to take over, and is asked then

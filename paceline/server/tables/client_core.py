@@ -6,10 +6,9 @@ Sans-IO, like `ClientCore`, and one conversation at a time.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
-from paceline.messages import Kind, Message, Raw, WireError, from_frames, to_frames
+from paceline.messages import Kind, Message, Raw, WireError, to_frames, view_of
 from paceline.server.server_core import Send
 from paceline.server.state import pack, unpack
 from paceline.server.tables.dividing import divided, joined
@@ -34,7 +33,8 @@ class TableClient:
         self._answers: dict[int, Message | None] = {}
         """Of each server that was asked: what it has said."""
         self._error: WireError | None = None
-        self._read: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.int64))
+        self._read: tuple[int, list[Tensor]] = 0, []
+        """The table of the rows that were asked for last, and which of them each server has."""
 
     # --- conversations ------------------------------------------------------------------------------------------
 
@@ -45,11 +45,11 @@ class TableClient:
 
     def read(self, table: int, keys: Tensor) -> list[Send]:
         """Ask for these keys' rows; servers that have none of them are not asked."""
-        self._read = table, keys
-        requests: list[tuple[dict[str, Any], list[Tensor]] | None] = []
-        for own in self._mine(keys):
-            count = int(own.sum())
-            requests.append(({"table": table, "count": count}, [keys[own]]) if count else None)
+        places = self._places(keys)
+        self._read = table, places
+        requests = [
+            ({"table": table, "count": len(own)}, [keys.index_select(0, own)]) if len(own) else None for own in places
+        ]
         return self._ask(f"rows of table {self._specs[table].name!r}", Kind.READ_ROWS, requests)
 
     def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> list[Send]:
@@ -62,10 +62,13 @@ class TableClient:
             ({"weight": weight, "counts": []}, []) for _ in range(self._num_servers)
         ]
         for each in gradients:
-            for (body, tensors), own in zip(requests, self._mine(None if each is None else each.keys), strict=True):
-                body["counts"].append(None if each is None else int(own.sum()))
-                if each is not None:
-                    tensors += [each.keys[own], each.values[own]]
+            if each is None:
+                for body, _ in requests:
+                    body["counts"].append(None)
+                continue
+            for (body, tensors), own in zip(requests, self._places(each.keys), strict=True):
+                body["counts"].append(len(own))
+                tensors += [each.keys.index_select(0, own), each.values.index_select(0, own)]
         return self._ask("gradients of rows", Kind.PUSH_ROWS, requests)
 
     def get_state(self, table: int) -> list[Send]:
@@ -106,14 +109,14 @@ class TableClient:
 
     def rows(self) -> Tensor:
         """Those that were asked for, in the order of the keys, shape (keys, dim)."""
-        table, keys = self._read
-        rows = self._specs[table].empty_rows(len(keys))
-        for index, own in enumerate(self._mine(keys)):
+        table, places = self._read
+        spec = self._specs[table]
+        rows = spec.empty_rows(sum(map(len, places)))
+        for index, own in enumerate(places):
             answer = self._answers.get(index)
             if answer is not None:
-                part = self._specs[table].empty_rows(int(own.sum()))
-                from_frames(answer.payload, [part])
-                rows[own] = part
+                part = view_of(answer.payload, dtype=spec.dtype, shape=(len(own), spec.dim))
+                rows.index_copy_(0, own, part)
         return rows
 
     def state(self) -> dict[str, Tensor]:
@@ -127,10 +130,11 @@ class TableClient:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _mine(self, keys: Tensor | None) -> list[Tensor]:
-        """Of each server, which of these keys it owns."""
-        owner = owners(torch.empty(0, dtype=torch.int64) if keys is None else keys, self._num_servers)
-        return [owner == server for server in range(self._num_servers)]
+    def _places(self, keys: Tensor) -> list[Tensor]:
+        """Of each server, where among these keys its own are, in their order."""
+        owner = owners(keys, self._num_servers)
+        counts = owner.bincount(minlength=self._num_servers)
+        return list(owner.argsort(stable=True).split(counts.tolist()))
 
     def _ask(
         self, what: str, kind: Kind, requests: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]] | None]

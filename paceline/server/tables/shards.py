@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.messages import Kind, Message, WireError, from_frames, raw_bytes, to_frames
+from paceline.messages import Kind, Message, WireError, from_frames, raw_bytes, to_frames, view_of
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
@@ -91,8 +90,8 @@ class TableShards:
         return {}
 
     def _read(self, message: Message) -> Fields:
-        keys = _keys(message.body["count"], message)
-        from_frames(message.payload, [keys])
+        count = _count(message.body["count"], message)
+        keys = view_of(message.payload, dtype=torch.int64, shape=(count,))
         rows = self._table(message).read(keys)
         return {"payload": to_frames([rows]), "tensor_bytes": rows.nbytes}
 
@@ -101,7 +100,9 @@ class TableShards:
         if type(weight) not in (int, float) or not 0 < weight < math.inf or len(counts) != len(self._tables):
             raise ValueError(f"rows of {len(counts)} tables with weight {weight!r}; there are {len(self._tables)}")
         gradients = [
-            None if count is None else RowGradients(_keys(count, message), table.spec.empty_rows(count))
+            None
+            if count is None
+            else RowGradients(torch.empty(_count(count, message), dtype=torch.int64), table.spec.empty_rows(count))
             for count, table in zip(counts, self._tables, strict=True)
         ]
         from_frames(message.payload, [tensor for each in gradients if each is not None for tensor in each])
@@ -128,9 +129,9 @@ class TableShards:
         return self._tables[index]
 
 
-def _keys(count: Any, message: Message) -> Tensor:
-    """Memory for so many keys. Raises ValueError if the message does not hold as many."""
+def _count(count: Any, message: Message) -> int:
+    """How many keys. Raises ValueError if the message does not hold as many."""
     num_bytes = sum(len(raw_bytes(frame)) for frame in message.payload)
     if type(count) is not int or not 0 <= 8 * count <= num_bytes:
         raise ValueError(f"{count!r} keys in {num_bytes} bytes")
-    return torch.empty(count, dtype=torch.int64)
+    return count

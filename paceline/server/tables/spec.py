@@ -81,7 +81,7 @@ class TableSpec:
 
     def nonfinite(self, gradients: RowGradients) -> int | None:
         """A key whose gradient is NaN or infinite."""
-        if gradients.values.isfinite().all():
+        if gradients.values.sum().isfinite() or gradients.values.isfinite().all():  # a sum takes a third of the time
             return None
         return int(gradients.keys[~gradients.values.isfinite().all(dim=1)][0])
 

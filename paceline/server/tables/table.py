@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.server.tables.hashing import normal
+from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 _LEAST_ROWS = 64
@@ -22,7 +23,7 @@ class Table:
         self.spec = spec
         self.num_updates = 0
         self._seed = spec.seed
-        self._slots: dict[int, int] = {}
+        self._slots = Slots()
         self._columns = self._empty(_LEAST_ROWS)
 
     def __len__(self) -> int:
@@ -33,32 +34,29 @@ class Table:
         """A copy of these keys' rows, shape (keys, dim). A row that was never updated has its first values, and is not
         made. Raises UsageError for a key that is none of the table's."""
         keys = self.spec.checked(keys)
-        slots = torch.tensor([self._slots.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
-        rows = self._columns[_ROWS][slots.clamp(min=0)]
+        slots = self._slots.find(keys)
         is_new = slots < 0
-        if is_new.any():
-            rows[is_new] = self._first_values(keys[is_new])
+        if not is_new.any():
+            return self._columns[_ROWS].index_select(0, slots)
+        rows = self._columns[_ROWS][slots.clamp(min=0)]
+        rows[is_new] = self._first_values(keys[is_new])
         return rows
 
     @torch.no_grad()
     def update(self, gradients: RowGradients) -> int:
-        """One update, of these rows; returns how many bytes it has read and written.
-
-        Raises:
-            UsageError: a key is none of the table's or comes twice, or a gradient is not finite; nothing is changed.
-        """
-        self.require(gradients)
+        """One update, of these rows, which `require` has seen; returns how many bytes it has read and written."""
         slots = self._made(gradients.keys)
         self.num_updates += 1
-        part = {name: column[slots] for name, column in self._columns.items()}
+        part = {name: column.index_select(0, slots) for name, column in self._columns.items()}
         rows = part.pop(_ROWS)
         self.spec.optimizer.step(rows, gradients.values, part, number=self.num_updates)
         for name, changed in {_ROWS: rows, **part}.items():
-            self._columns[name][slots] = changed
+            self._columns[name].index_copy_(0, slots, changed)
         return gradients.values.nbytes + 2 * (rows.nbytes + sum(state.nbytes for state in part.values()))
 
     def require(self, gradients: RowGradients) -> None:
-        """Raises UsageError if `update` could not take these."""
+        """Raises UsageError if `update` cannot take these: a key is none of the table's or comes twice, or a gradient
+        is not finite."""
         spec, (keys, values) = self.spec, gradients
         spec.checked(keys)
         if values.shape != (len(keys), spec.dim) or values.dtype != spec.dtype:
@@ -66,7 +64,8 @@ class Table:
                 f"table {spec.name!r}: gradients of {len(keys)} rows are {spec.dtype} of shape {len(keys), spec.dim}, "
                 f"not {values.dtype} of shape {tuple(values.shape)}"
             )
-        if len(keys.unique()) < len(keys):
+        in_order = bool((keys[1:] > keys[:-1]).all())  # as workers send them
+        if not in_order and len(keys.unique()) < len(keys):
             raise UsageError(f"table {spec.name!r}: a key comes twice among {len(keys)}")
         culprit = spec.nonfinite(gradients)
         if culprit is not None:
@@ -74,8 +73,7 @@ class Table:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that `load` takes, in the order of the keys, as copies."""
-        keys = torch.tensor(list(self._slots), dtype=torch.int64)
-        keys, order = keys.sort()
+        keys, order = self._slots.keys().sort()
         columns = {name: column[: len(keys)][order] for name, column in self._columns.items()}
         return {
             _KEYS: keys,
@@ -104,18 +102,19 @@ class Table:
         except (UsageError, TypeError, RuntimeError) as error:
             raise UsageError(f"a state does not fit table {spec.name!r}: {error}") from None
         self._columns, self.num_updates, self._seed = columns, updates, seed
-        self._slots = {key: slot for slot, key in enumerate(keys.tolist())}
+        self._slots = Slots()
+        self._slots.add(keys)
 
     def _made(self, keys: Tensor) -> Tensor:
         """The slots of these keys, which all have one from here on."""
-        slots, first = self._slots, len(self._slots)
-        found = torch.tensor([slots.setdefault(key, len(slots)) for key in keys.tolist()], dtype=torch.int64)
-        if len(slots) > len(self._columns[_ROWS]):
-            self._grow(len(slots))
-        is_new = found >= first
+        slots = self._slots.find(keys)
+        is_new = slots < 0
         if is_new.any():
-            self._columns[_ROWS][found[is_new]] = self._first_values(keys[is_new])
-        return found
+            slots[is_new] = made = self._slots.add(keys[is_new])
+            if len(self._slots) > len(self._columns[_ROWS]):
+                self._grow(len(self._slots))
+            self._columns[_ROWS].index_copy_(0, made, self._first_values(keys[is_new]))
+        return slots
 
     def _first_values(self, keys: Tensor) -> Tensor:
         spec = self.spec

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import typer
 from rich.console import Console
@@ -76,7 +76,7 @@ def detach() -> int:
     return waiting
 
 
-def _wait(child: int, word: int) -> None:
+def _wait(child: int, word: int) -> NoReturn:
     """Exits with the child's status if it ends before the run is under way. Ctrl-C is the child's meanwhile."""
     while True:
         try:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 import paceline
+from paceline.checkpoint_files import iteration_of
 from paceline.engines.requests import launcher_of
 from tests.distributed.harness import AGENTS_GRACE_S, PACELINE, Command, is_training, pids, wait_until
 from tests.distributed.local import Listener
@@ -111,7 +111,8 @@ def test_after_the_keepers_or_the_head_nodes_death_resume_goes_on(start, tmp_pat
     assert attached.status == 1
     launcher.assert_nothing_left(within_s=AGENTS_GRACE_S)
 
-    saved = torch.load(out / "checkpoint.pt", weights_only=True)["iteration"]
+    saved = iteration_of(out / "checkpoint.pt")
+    assert saved is not None
     assert 5 <= saved < 36
     given = ["--log", str(tmp_path / "log"), "--epochs", "3"]
     result = paceline.run(SCRIPT, arguments=given, resume=out, out=tmp_path / "resumed", watcher=Listener(), **after)

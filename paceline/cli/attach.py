@@ -76,25 +76,28 @@ class _Output:
 
     def __init__(self, path: Path, console: Console) -> None:
         self._path, self._console = path, console
-        self._file: BinaryIO | None = None
-        self._begun = b""
+        self._shown: int | None = None  # bytes
 
     def show(self) -> None:
         """Show the lines that have come since."""
-        if self._file is None:
-            if not self._path.exists():
-                return
-            self._file = self._path.open("rb")
-            skipped = self._path.stat().st_size - _LAST_BYTES
-            if skipped > 0:
-                self._file.seek(skipped)
-                self._file.readline()
-        while piece := self._file.readline():
-            self._begun += piece
-            if self._begun.endswith(b"\n"):
-                line = self._begun.decode(errors="replace").rstrip("\n")
-                self._console.print(Text.from_ansi(line), soft_wrap=True)
-                self._begun = b""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(_start_of_last_lines(file) if self._shown is None else self._shown)
+            self._shown = file.tell()
+            while (line := file.readline()).endswith(b"\n"):
+                self._shown = file.tell()
+                shown = Text.from_ansi(line.decode(errors="replace").rstrip("\n"))
+                self._console.print(shown, soft_wrap=True)
+
+
+def _start_of_last_lines(file: BinaryIO) -> int:
+    skipped = file.seek(0, os.SEEK_END) - _LAST_BYTES
+    if skipped <= 0:
+        return 0
+    file.seek(skipped)
+    file.readline()
+    return file.tell()
 
 
 def _say(console: Console, words: str) -> None:

@@ -63,10 +63,9 @@ def show_on_a_terminal_that_is_closed(out: Path) -> int:
 @pytest.mark.timeout(600)
 def test_a_run_outlives_who_started_it_and_who_looks_on(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    launcher = begin(start, out, epochs=6, step_s=0.3)
-    stays, killed, interrupted = (start("attach", out) for _ in range(3))
+    launcher = begin(start, out, epochs=5, step_s=0.35)
+    stays, interrupted = start("attach", out), start("attach", out)
     assert show_on_a_terminal_that_is_closed(out) == -signal.SIGHUP
-    killed.process.kill()
     interrupted.interrupt()
     assert f"{out} goes on; paceline stop {out} ends it" in interrupted.wait()
     assert interrupted.status == INTERRUPTED
@@ -78,9 +77,9 @@ def test_a_run_outlives_who_started_it_and_who_looks_on(start, tmp_path: Path) -
     assert stays.status == 0, told
     assert "all-reduce x 2: step " in told
     assert told.rstrip().endswith(f"{out}: ended")
-    assert "iterations     72" in told  # as the command itself says it at the end
-    require_each_sample_once(out, epochs=6)
-    require_same_model(out, undisturbed(workers=2, epochs=6))
+    assert "iterations     60" in told  # as the command itself says it at the end
+    require_each_sample_once(out, epochs=5)
+    require_same_model(out, undisturbed(workers=2, epochs=5))
     launcher.assert_nothing_left()
 
 
@@ -116,7 +115,8 @@ def test_after_the_keepers_or_the_head_nodes_death_resume_goes_on(start, tmp_pat
     assert 5 <= saved < 36
     given = ["--log", str(tmp_path / "log"), "--epochs", "3"]
     result = paceline.run(SCRIPT, arguments=given, resume=out, out=tmp_path / "resumed", watcher=Listener(), **after)
-    assert min(step.iteration for step in result.steps) == saved + 1
+    # Until a round's exchange is done, its local steps have the iteration of the round before.
+    assert min(step.iteration for step in result.steps) == saved + (after["strategy"] == "all-reduce")
     evaluations = (result.directory / "evaluations.jsonl").read_text().splitlines()
     assert json.loads(evaluations[-1])["samples"] == 3 * 96
     if after["strategy"] == "all-reduce":

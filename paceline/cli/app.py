@@ -41,17 +41,20 @@ def main() -> None:
 
     SIGTERM is taken as Ctrl-C.
     """
-    console = Console(stderr=True, soft_wrap=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except UsageError as error:
-        console.print("[bold red]error:[/]", end=" ")
-        console.print(str(error), markup=False, highlight=False)
+        _show("error", error)
         sys.exit(exit_codes.USAGE)
     except PacelineError as error:
-        console.print("[bold red]failed:[/]", end=" ")
-        console.print(str(error), markup=False, highlight=False)
+        _show("failed", error)
         sys.exit(exit_codes.FAILED)
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)
+
+
+def _show(word: str, error: PacelineError) -> None:
+    console = Console(stderr=True, soft_wrap=True)  # by now the stream may be another
+    console.print(f"[bold red]{word}:[/]", end=" ")
+    console.print(str(error), markup=False, highlight=False)

@@ -14,7 +14,7 @@ from paceline.scheduler.ray_job import RESULTS, SCRIPTS
 from paceline.scheduler.ray_job_yaml import apply_command
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-_JOBS_OWN = ("workers", "out", "address", "insecure")
+_JOBS_OWN = ("workers", "out", "address", "insecure", "detach")
 """Options of `paceline run` that the job sets itself, or has no use for."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from paceline.cli import beginning, common_options, crowding, exit_codes
+from paceline.cli import beginning, common_options, crowding, detaching, exit_codes
 from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target, in_order
 from paceline.elastic.spec import GlobalBatch
 from paceline.engines.scripting import read_script
@@ -102,6 +102,10 @@ def run(
         str,
         typer.Option("--from", help="Which checkpoint to --resume: newest, best, or an iteration.", metavar="WHICH"),
     ] = "newest",
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Start the run and return: it outlives the terminal; see paceline attach."),
+    ] = False,
     tensorboard: Annotated[
         Path | None,
         typer.Option(help="Write TensorBoard events here, under the result directory's name.", metavar="DIR"),
@@ -119,6 +123,9 @@ def run(
 
     Example: paceline run train.py --strategy ps-async:servers=2 --workers 4 -- --lr 0.1
     """
+    if detach and engine != "ray":
+        raise UsageError("--detach is for runs on real processes; leave it out, or use --engine ray")
+    waiting = detaching.detach() if detach else None
     console = Console(stderr=True)
     config = RunConfig(max_steps=max_steps)
     targets = in_order(map(Target.parse, target or ()))
@@ -147,7 +154,9 @@ def run(
         }
         try:
             with (
-                ProgressLine(console, f"{name_of(chosen)} x {workers}", config, engine=engine) as line,
+                ProgressLine(console, f"{name_of(chosen)} x {workers}", config, engine=engine)
+                if waiting is None
+                else detaching.Detached(waiting, directory) as line,
                 tracking.follow(line, run=directory.resolve().name, settings=settings) as watcher,
             ):
                 result = launch.run(

@@ -43,7 +43,9 @@ def state_of(result: Result) -> str:
     """In a word: what it is at, or how it ended."""
     if requests.is_under_way(result.directory):
         return "under way"
-    names = {event.name for event in result.events}
+    names: set[str] = set()
+    for event in result.events:  # a run that was resumed has ended before
+        names = {event.name} if event.name == "started" else names | {event.name}
     for name in ("failed", "interrupted"):
         if name in names:
             return name

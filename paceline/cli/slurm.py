@@ -15,8 +15,8 @@ from paceline.errors import RunFailed, UsageError
 from paceline.scheduler import Asked, Job, array_script, job_script
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-_JOBS_OWN = ("workers", "out", "resume", "address")
-"""Options of `paceline run` that the job sets itself."""
+_JOBS_OWN = ("workers", "out", "resume", "address", "detach")
+"""Options of `paceline run` that the job sets itself, or has no use for."""
 _ARRAYS_OWN = ("out", "point", "address")
 """The same of `paceline compare`."""
 

@@ -82,13 +82,18 @@ def ask(directory: Path, request: Mapping[str, Any]) -> str:
 
 def is_under_way(directory: Path) -> bool:
     """Whether a launcher of this host has its run in this directory."""
+    return launcher_of(directory) is not None
+
+
+def launcher_of(directory: Path) -> int | None:
+    """The process of this host that has its run in this directory, if there is one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_PATIENCE_S)
         try:
             connection.connect(_name(directory))
         except OSError:
-            return False
-        return _user_of(connection) == os.geteuid()
+            return None
+        return _process_of(connection) if _user_of(connection) == os.geteuid() else None
 
 
 def _name(directory: Path) -> str:
@@ -111,6 +116,14 @@ def _read(connection: socket.socket) -> dict[str, Any]:
     return read
 
 
+def _process_of(connection: socket.socket) -> int:
+    return int(_CREDENTIALS.unpack(_credentials_of(connection))[0])
+
+
 def _user_of(connection: socket.socket) -> int:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
+    return int(_CREDENTIALS.unpack(_credentials_of(connection))[1])
+
+
+def _credentials_of(connection: socket.socket) -> bytes:
+    """Process, user and group of the other end, as the kernel knows them."""
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

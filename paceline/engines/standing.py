@@ -1,7 +1,8 @@
 """A run so far, for those who watch."""
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from paceline.records import EvaluationRecord, EventRecord, Record, StepRecord
@@ -23,6 +24,13 @@ class Progress:
     phase: str = "starting"
     not_saved: str | None = None
     """Why the last checkpoint was not written, if it was not."""
+
+    @classmethod
+    def from_json(cls, text: str) -> "Progress":
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     def take(self, records: Iterable[Record]) -> None:
         for record in records:

@@ -1,10 +1,11 @@
-"""What is asked of a run from another terminal, and what `paceline runs` says of each."""
+"""What is asked of a run from another terminal, what `paceline runs` says of each, and what `attach` shows."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ import pytest
 from paceline.cli.runs import state_of
 from paceline.cli.scale import directory_of
 from paceline.engines import requests
-from paceline.engines.requests import Desk, ask, is_under_way
+from paceline.engines.requests import Desk, ask, is_under_way, launcher_of
+from paceline.engines.standing import Progress
 from paceline.errors import UsageError
 from paceline.running.result import Result
 
@@ -77,6 +79,13 @@ def test_other_users_are_sent_away(tmp_path: Path, monkeypatch) -> None:
             ask(tmp_path, {"do": "scale", "workers": 1})
 
 
+def write_run(directory: Path, names=()) -> None:
+    manifest = {"strategy": {"name": "all-reduce"}, "num_workers": 2, "config": {"max_steps": None}}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    events = [{"name": name, "who": "run", "iteration": 1, "time_s": 0.0, "details": {}} for name in names]
+    (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
 @pytest.mark.parametrize(
     ("names", "files", "state"),
     [
@@ -84,12 +93,11 @@ def test_other_users_are_sent_away(tmp_path: Path, monkeypatch) -> None:
         ([], [], "cut off"),
         (["failed"], [], "failed"),
         (["interrupted"], ["model.safetensors"], "interrupted"),
+        (["started", "interrupted", "started"], ["model.safetensors"], "ended"),
     ],
 )
 def test_the_state_of_a_run(tmp_path: Path, names, files, state: str) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps({"strategy": {"name": "all-reduce"}}))
-    events = [{"name": name, "who": "run", "iteration": 1, "time_s": 0.0, "details": {}} for name in names]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_run(tmp_path, names)
     for name in files:
         (tmp_path / name).touch()
     assert state_of(Result.open(tmp_path)) == state
@@ -98,8 +106,6 @@ def test_the_state_of_a_run(tmp_path: Path, names, files, state: str) -> None:
 
 
 def test_runs_are_listed_and_found_by_name(tmp_path: Path, monkeypatch, capsys) -> None:
-    from paceline.cli import main
-
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / "runs" / "mine"
     directory.mkdir(parents=True)
@@ -109,12 +115,91 @@ def test_runs_are_listed_and_found_by_name(tmp_path: Path, monkeypatch, capsys) 
     assert directory_of(Path("mine")) == Path("runs/mine")
     with pytest.raises(UsageError, match="none is no directory of a run"):
         directory_of(Path("none"))
-    monkeypatch.setattr(sys, "argv", ["paceline", "runs"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+    assert status_of(monkeypatch, "runs") == 0
     shown = capsys.readouterr().out
     assert "mine" in shown
     assert "cut off" in shown
     assert "ps-bsp" in shown
     assert "other" not in shown
+
+
+def status_of(monkeypatch, *words: object) -> int:
+    from paceline.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["paceline", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "files", "status"),
+    [([], ["model.safetensors"], 0), ([], [], 1), (["failed"], [], 1), (["interrupted"], [], 130)],
+)
+def test_attach_to_a_run_that_is_over_shows_its_last_words(tmp_path, monkeypatch, capsys, names, files, status) -> None:
+    write_run(tmp_path, names)
+    for name in files:
+        (tmp_path / name).touch()
+    (tmp_path / "output.txt").write_text("".join(f"line {number}\n" for number in range(1000)))
+    assert status_of(monkeypatch, "attach", tmp_path) == status
+    shown = capsys.readouterr().err.splitlines()
+    assert 10 < len(shown) < 1000
+    assert shown[-2] == "line 999"
+    assert all(line.startswith("line ") for line in shown[:-1])
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from paceline.engines.requests import Desk
+asked = []
+def answer(request):
+    asked.append(request)
+    return ANSWER
+desk, output = Desk(Path(sys.argv[1]), answer), Path(sys.argv[1], "output.txt").open("w", buffering=1)
+print("ready", flush=True)
+until_s = time.monotonic() + 60
+while len(asked) < 2 and time.monotonic() < until_s:
+    desk.turn()
+    time.sleep(0.01)
+desk.close()
+for number in range(3):
+    output.write(f"word {number} of its ")
+    time.sleep(0.1)
+    output.write("end\\n")
+"""
+
+
+def test_attach_shows_a_run_to_the_end_of_its_process(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Its last words come after it has ceased to answer."""
+    write_run(tmp_path)
+    progress = Progress(iteration=7, time_s=2.0, phase="training", metrics={"loss": 0.5})
+    code = LAUNCHER.replace("ANSWER", repr(progress.to_json()))
+    launcher = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"ready\n"
+    assert launcher_of(tmp_path) == launcher.pid
+    monkeypatch.setattr("paceline.running.watching._PLAIN_INTERVAL_S", 0.0)
+    assert status_of(monkeypatch, "attach", tmp_path) == 1
+    shown = capsys.readouterr().err.splitlines()
+    assert "all-reduce x 2: step 7  0 samples/s  loss 0.5" in shown
+    assert shown[-4:] == [*(f"word {number} of its end" for number in range(3)), f"{tmp_path}: cut off"]
+    assert launcher.wait(timeout=10) == 0
+
+
+def test_progress_is_the_same_after_its_way() -> None:
+    progress = Progress(3, 1.5, 0.5, 96, 1.0, 0.25, 0.125, {"loss": 1e-30}, "training", "disk full")
+    assert Progress.from_json(progress.to_json()) == progress
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["missing.py"], "missing.py"), (["missing.py", "--engine", "virtual"], "--detach is for runs on real processes")],
+)
+def test_who_detaches_hears_why_the_run_does_not_begin(tmp_path: Path, words: list[str], told: str) -> None:
+    code = "import sys; from paceline.cli import main; sys.exit(main())"
+    given = [sys.executable, "-c", code, "run", *words, "--detach"]
+    ended = subprocess.run(given, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert told in ended.stderr
+    assert ended.stderr.count("error:") == 1

@@ -220,6 +220,8 @@ class Supervisor:
         if request.get("do") == "stop":
             self._is_asked_to_stop = True
             return "the run saves itself, and ends"
+        if request.get("do") == "progress":
+            return self._controller.progress.to_json()
         if request.get("do") != "scale":
             raise UsageError(f"this run does not know what {request.get('do')!r} is")
         elastic, wanted = self._job.config.elastic, request.get("workers")

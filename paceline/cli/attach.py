@@ -1,0 +1,104 @@
+"""`paceline attach`: show a run that is under way."""
+
+import contextlib
+import os
+import select
+from pathlib import Path
+from typing import Annotated, BinaryIO, final
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from paceline.cli import exit_codes
+from paceline.cli.detaching import OUTPUT_FILE
+from paceline.cli.runs import state_of
+from paceline.cli.scale import directory_of
+from paceline.config import RunConfig
+from paceline.engines import requests
+from paceline.engines.standing import Progress
+from paceline.errors import UsageError
+from paceline.running.result import Result
+from paceline.running.watching import ProgressLine
+
+_LOOK_S = 0.2
+_LAST_BYTES = 4096  # of what was printed before
+_STATUS = {"ended": 0, "interrupted": exit_codes.INTERRUPTED}
+
+
+def attach(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of the run, or its name under runs/.", show_default=False)
+    ],
+) -> None:
+    """Show a run of this host until it ends, and exit as it does: with 0, 130 if it was stopped, else 1.
+
+    Ctrl-C leaves the run alone; `paceline stop` ends it. What scripts print is shown of runs with --detach.
+
+    Example: paceline attach runs/mine
+    """
+    directory, console = directory_of(run), Console(stderr=True)
+    manifest, launcher = Result.open(directory).manifest, requests.launcher_of(directory)
+    output = _Output(directory / OUTPUT_FILE, console)
+    if launcher is not None:
+        label = f"{manifest['strategy']['name']} x {manifest['num_workers']}"
+        config = RunConfig(max_steps=manifest["config"]["max_steps"])
+        try:
+            with ProgressLine(console, label, config) as line:
+                _follow(directory, launcher, line, output)
+        except KeyboardInterrupt:
+            _say(console, f"{directory} goes on; paceline stop {directory} ends it")
+            raise
+    output.show()
+    state = state_of(Result.open(directory))
+    _say(console, f"{directory}: {state}")
+    raise typer.Exit(_STATUS.get(state, exit_codes.FAILED))
+
+
+def _follow(directory: Path, launcher: int, line: ProgressLine, output: "_Output") -> None:
+    """Show what there is to see until the launcher's process has ended."""
+    try:
+        process = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        return
+    try:
+        while not select.select([process], [], [], _LOOK_S)[0]:
+            output.show()
+            with contextlib.suppress(UsageError):  # it ends, and answers no more
+                line.on_progress(Progress.from_json(requests.ask(directory, {"do": "progress"})))
+    finally:
+        os.close(process)
+
+
+@final
+class _Output:
+    """What a detached run has printed, the last of it first; a run that has its command's terminal has no such file."""
+
+    def __init__(self, path: Path, console: Console) -> None:
+        self._path, self._console = path, console
+        self._shown: int | None = None  # bytes
+
+    def show(self) -> None:
+        """Show the lines that have come since."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(_start_of_last_lines(file) if self._shown is None else self._shown)
+            self._shown = file.tell()
+            while (line := file.readline()).endswith(b"\n"):
+                self._shown = file.tell()
+                shown = Text.from_ansi(line.decode(errors="replace").rstrip("\n"))
+                self._console.print(shown, soft_wrap=True)
+
+
+def _start_of_last_lines(file: BinaryIO) -> int:
+    skipped = file.seek(0, os.SEEK_END) - _LAST_BYTES
+    if skipped <= 0:
+        return 0
+    file.seek(skipped)
+    file.readline()
+    return file.tell()
+
+
+def _say(console: Console, words: str) -> None:
+    console.print(words, markup=False, highlight=False, soft_wrap=True)

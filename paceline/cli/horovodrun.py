@@ -193,10 +193,8 @@ def _run(
     settings = elastic.arguments(num_proc, host_texts) if elastic.is_asked_for else {}
     program = _program(command, script, alias=alias)
     name, arguments = script or (command[0], command[1:])
-    run_ = LaunchedRun(str(name), arguments, strategy=Horovod(), num_workers=num_proc)
-    job = Job(
-        program, variables, start_within_s=start_within_s, is_elastic=elastic.is_asked_for, keep=run_.keep
-    )  # fmt: skip
+    recorded = LaunchedRun(str(name), arguments, strategy=Horovod(), num_workers=num_proc)
+    job = Job(program, variables, start_within_s, elastic.is_asked_for, recorded.keep)
     try:
         if elastic.is_asked_for:
             ElasticLaunch(job, ssh=Ssh(*ssh), **settings).run()
@@ -204,7 +202,7 @@ def _run(
             hosts = hosts or parse_hosts([f"localhost:{num_proc}"])
             Launch(job, hosts, num_proc=num_proc, ssh=Ssh(*ssh)).run()
     finally:
-        result = run_.close()
+        result = recorded.close()
     if result is not None:
         from paceline.cli import tables
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.engines import aliases
 from paceline.errors import RunFailed, UsageError
 from paceline.horovod import line as lines
 from paceline.horovod import reporting

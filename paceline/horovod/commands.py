@@ -38,7 +38,7 @@ def run_command(words: Sequence[str], told: TextIO, about: dict[str, Any], *, ma
     output = os.dup(1)
     line = {**about, "told": reading, "output": output}
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    variables = {**os.environ, _VARIABLE: json.dumps(line), "PATH": os.pathsep.join(path)}
+    variables = {**os.environ, _VARIABLE: json.dumps(line), "PATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
     if may_alias and importlib.util.find_spec("horovod") is None:
         variables["PYTHONPATH"] = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:

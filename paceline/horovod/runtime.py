@@ -208,7 +208,7 @@ def _record(world: World, standing: Standing) -> None:
     """Where the run was started for it, or by a launcher that keeps records."""
     global _recorder
     reporter = reporting.current()
-    if reporter is not None:
+    if reporter is not None and world is _own_world:
         world.strategy, world.reporter = Horovod(), reporter
     if world.strategy.traits.by_script and _recorder is None:
         _recorder = Recorder(world, _ledger.timing, standing)

@@ -49,7 +49,7 @@ def test_a_module_in_a_shell_s_text_exchanges_and_is_recorded(elastic: tuple[str
         assert f"[{rank}]<stdout>:rank {rank} of 2: ['a $HOME', 'b']" in done.stdout
     (directory,) = (tmp_path / "runs").iterdir()
     result = Result.open(directory)
-    assert result.manifest["strategy"] == {"name": "horovod"}
+    assert result.manifest["strategy"]["name"] == "horovod"
     assert sorted((each.worker, each.iteration, each.samples) for each in result.steps) == [
         (rank, number, 4) for rank in range(2) for number in (1, 2, 3)
     ]

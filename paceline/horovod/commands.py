@@ -53,10 +53,11 @@ def run_command(words: Sequence[str], told: TextIO, about: dict[str, Any], *, ma
 
 
 def _relay(told: TextIO, writing: int, process: "subprocess.Popen[bytes]") -> None:
-    with open(writing, "w", encoding="utf-8") as pipe, contextlib.suppress(BrokenPipeError):
-        for line in told:
-            pipe.write(line)
-            pipe.flush()
+    """What is told to the command; its end ends the command and all that it has started."""
+    for line in told:
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it any more
+            os.write(writing, line.encode())
+    os.close(writing)
     with contextlib.suppress(ProcessLookupError):  # it has ended
         os.killpg(process.pid, signal.SIGTERM)
         threading.Event().wait(lines.LEAVE_WITHIN_S)
@@ -85,6 +86,7 @@ def connect() -> None:
 
 
 def use(line: lines.PipeLine, about: dict[str, Any]) -> None:
+    """Have this process's elastic job, and its records, use the line, as far as the launcher wants either."""
     if about["is_elastic"]:
         lines.connect(line)
     if about["is_recorded"]:

@@ -87,11 +87,11 @@ def ssh(tmp_path: Path) -> Iterator[dict[str, str]]:
         port = probe.getsockname()[1]
     (tmp_path / "sshd.conf").write_text(
         f"Port {port}\nListenAddress 0.0.0.0\nHostKey {tmp_path}/host\nAuthorizedKeysFile {tmp_path}/authorized\n"
-        f"StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
+        f"StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\nAcceptEnv PYTHONPATH\n"
     )
     (tmp_path / "ssh.conf").write_text(
         f"Host *\n  Port {port}\n  IdentityFile {tmp_path}/own\n  UserKnownHostsFile {tmp_path}/known\n"
-        "  StrictHostKeyChecking accept-new\n"
+        "  StrictHostKeyChecking accept-new\n  SendEnv PYTHONPATH\n"
     )
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)

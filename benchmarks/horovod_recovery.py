@@ -65,7 +65,11 @@ def recoveries_s() -> list[float]:
     """One for each death of a run."""
     command = [str(Path(sys.executable).with_name("paceline")), "horovodrun", "-np", "3", "--min-num-proc", "1"]
     with tempfile.TemporaryDirectory() as directory:
-        subprocess.run([*command, "-H", HOSTS, "python", __file__, "--train", directory], check=True)
+        subprocess.run(
+            [*command, "-H", HOSTS, "python", str(Path(__file__).resolve()), "--train", directory],
+            check=True,
+            cwd=directory,
+        )
         done_s = sorted(float(line) for line in Path(f"{directory}/steps-0").read_text().split())
         struck_s = [float(path.read_text()) for path in sorted(Path(directory).glob("struck-*"))]
     assert len(struck_s) == 2

@@ -30,8 +30,8 @@ SUMMARIES = {
     "serve": "Be the server of a federated run: clients join it with tickets, on machines and with data of their own.",
     "join": "Be a client of a federated run: train SCRIPT on this machine's data whenever the server asks for a turn.",
     "ticket": "Make tickets for clients of a federated run, or revoke one; a server that runs minds it at once.",
-    "horovodrun": "Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or "
-    "ssh's hosts.",
+    "horovodrun": "Run a script of Horovod's, or any command, in so many processes: here, on RAY_ADDRESS's cluster, or "
+    "by ssh.",
     "slurm": "Train SCRIPT as a job of SLURM: write its job script, and submit it.",
     "kubernetes": "Write the job of KubeRay that trains SCRIPT on a cluster of Kubernetes; kubectl submits it.",
     "migrate": "Print the diff that turns a script of Horovod's into Paceline's three lines. The script stays as it "

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
+    from paceline.engines.scripting import Script
     from paceline.horovod.elastic_jobs.options import Elastic
+    from paceline.horovod.processes import Command
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """What follows the command is its own."""
@@ -36,7 +39,8 @@ _Flag = Annotated[bool, typer.Option(hidden=True)]
 
 def horovodrun(
     command: Annotated[
-        list[str] | None, typer.Argument(help="python SCRIPT, and the script's own arguments.", show_default=False)
+        list[str] | None,
+        typer.Argument(help="What each process runs, as python SCRIPT or bash -c TEXT.", show_default=False),
     ] = None,
     num_proc: Annotated[int | None, typer.Option("-np", "--num-proc", help="Processes that train.")] = None,
     hosts: Annotated[
@@ -114,7 +118,7 @@ def horovodrun(
     mpi: _Flag = False,
     autotune: _Flag = False,
 ) -> None:
-    """Run a script of Horovod's in so many processes, on this machine, the Ray cluster of RAY_ADDRESS, or ssh's hosts.
+    """Run a script of Horovod's, or any command, in so many processes: here, on RAY_ADDRESS's cluster, or by ssh.
 
     Example: paceline horovodrun -np 4 python legacy.py --lr 0.1
     """
@@ -137,10 +141,10 @@ def horovodrun(
     from paceline.horovod.hosts import lines_of
 
     texts = hosts.split(",") if hosts is not None else [] if hostfile is None else lines_of(hostfile)
-    script, arguments = _script_of(command or [])
+    if not command:
+        raise UsageError("say after the options what to run, as in python train.py")
     _run(
-        script,
-        arguments,
+        command,
         num_proc=num_proc or min_num_proc or 1,
         host_texts=texts,
         elastic=Elastic(**{field.name: given.get(field.name) for field in fields(Elastic)}),
@@ -152,8 +156,7 @@ def horovodrun(
 
 
 def _run(
-    script: Path,
-    arguments: list[str],
+    command: list[str],
     *,
     num_proc: int,
     host_texts: list[str],
@@ -163,35 +166,65 @@ def _run(
     alias: bool,
     variables: dict[str, str],
 ) -> None:
-    """On this host or Ray's cluster as `paceline run` does it, with its records; in processes of the launcher's own
-    where hosts are others, or the job is elastic."""
+    """A Python script on this host or Ray's cluster as `paceline run` does it; in processes of the launcher's own
+    where hosts are others, the job is elastic, or the command is another."""
     from paceline.horovod.hosts import fill, is_here, parse_hosts
 
     hosts = parse_hosts(host_texts, slots=elastic.slots_per_host or 1)
     if hosts and not elastic.is_asked_for:
         fill(hosts, num_proc)
-    if not elastic.is_asked_for and all(is_here(host.name) for host in hosts):
-        if any(ssh):
-            raise UsageError("--ssh-port and --ssh-identity-file have no effect without other hosts; leave them out")
+    is_here_alone = not elastic.is_asked_for and all(is_here(host.name) for host in hosts)
+    if is_here_alone and any(ssh):
+        raise UsageError("--ssh-port and --ssh-identity-file have no effect without other hosts; leave them out")
+    script = _script_of(command)
+    if is_here_alone and script is not None:
         from paceline.cli.run import run
 
         os.environ.update(variables)
-        run(script, strategy="horovod", workers=num_proc, deadline=start_within_s, alias=alias, arguments=arguments)
+        path, arguments = script
+        run(path, strategy="horovod", workers=num_proc, deadline=start_within_s, alias=alias, arguments=arguments)
         return
-    from paceline.engines.scripting import read_script
     from paceline.horovod.elastic_jobs.launch import ElasticLaunch
     from paceline.horovod.launch import Launch
     from paceline.horovod.processes import Job, Ssh
+    from paceline.running.launched import LaunchedRun
+    from paceline.strategies.horovod import Horovod
 
     settings = elastic.arguments(num_proc, host_texts) if elastic.is_asked_for else {}
-    program = read_script(script, arguments, may_alias=alias)
-    for name in program.aliases:
-        typer.echo(f"{name} is not installed: Paceline stands in for it (--no-alias: it does not)", err=True)
-    job = Job(program, variables, start_within_s=start_within_s, is_elastic=elastic.is_asked_for)
-    if elastic.is_asked_for:
-        ElasticLaunch(job, ssh=Ssh(*ssh), **settings).run()
+    program = _program(command, script, alias=alias)
+    name, arguments = script or (command[0], command[1:])
+    recorded = LaunchedRun(str(name), arguments, strategy=Horovod(), num_workers=num_proc)
+    job = Job(program, variables, start_within_s, elastic.is_asked_for, recorded.keep)
+    try:
+        if elastic.is_asked_for:
+            ElasticLaunch(job, ssh=Ssh(*ssh), **settings).run()
+        else:
+            hosts = hosts or parse_hosts([f"localhost:{num_proc}"])
+            Launch(job, hosts, num_proc=num_proc, ssh=Ssh(*ssh)).run()
+    finally:
+        result = recorded.close()
+    if result is not None:
+        from paceline.cli import tables
+
+        Console(stderr=True).print(tables.summary(result))
+
+
+def _program(command: list[str], script: tuple[Path, list[str]] | None, *, alias: bool) -> "Script | Command":
+    """What the launcher's processes run; says for what Paceline stands in."""
+    from paceline.engines import aliases
+    from paceline.engines.scripting import read_script
+    from paceline.horovod.processes import Command
+
+    program: Script | Command
+    if script is not None:
+        program = read_script(*script, may_alias=alias)
+        stood_in = program.aliases
     else:
-        Launch(job, hosts, num_proc=num_proc, ssh=Ssh(*ssh)).run()
+        program = Command(tuple(command), os.getcwd(), may_alias=alias)
+        stood_in = aliases.missing("horovod") if alias else ()
+    for name in stood_in:
+        typer.echo(f"{name} is not installed: Paceline stands in for it (--no-alias: it does not)", err=True)
+    return program
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
@@ -207,14 +240,12 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _script_of(command: list[str]) -> tuple[Path, list[str]]:
-    """The script and its arguments. Raises UsageError for anything but a Python script."""
-    first, *rest = command or [""]
+def _script_of(command: list[str]) -> tuple[Path, list[str]] | None:
+    """The Python script and its arguments, if the command is one without options of Python's."""
+    first, *rest = command
     if Path(first).name.startswith("python") and rest:
-        first, *rest = rest[1:] if rest[0] == "-u" else rest
-    if not first.endswith(".py"):
-        raise UsageError(f"give python SCRIPT and its arguments after the options, not {' '.join(command)!r}")
-    return Path(first), rest
+        first, *rest = rest[1:] if rest[0] == "-u" and len(rest) > 1 else rest
+    return (Path(first), rest) if first.endswith(".py") else None
 
 
 def _build() -> str:

@@ -80,7 +80,10 @@ class Launch:
         }
 
     def _hear(self, rank: int, said: Mapping[str, Any]) -> None:
-        self._results[rank] = said["value"]
+        if said["kind"] == "result":
+            self._results[rank] = said["value"]
+        elif self._job.keep is not None:
+            self._job.keep(rank, said["records"])
 
     def _watch(self) -> None:
         """Wait for all. Raises RunFailed, which names the first rank to fail and its host."""

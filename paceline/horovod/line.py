@@ -75,13 +75,13 @@ class PipeLine(Line):
 
     Args:
         told: the worker's input, which the script does not have.
+        output: the worker's output, as a file descriptor of the line's own.
         mark: what lines for the launcher begin with.
     """
 
-    def __init__(self, told: TextIO, mark: str) -> None:
+    def __init__(self, told: TextIO, output: int, mark: str) -> None:
         super().__init__()
-        self._told, self._mark = told, mark
-        self._output = os.dup(1)
+        self._told, self._output, self._mark = told, output, mark
         self._places: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._is_waiting = False
         threading.Thread(target=self._serve, name="paceline launcher's line", daemon=True).start()

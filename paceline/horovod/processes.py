@@ -50,16 +50,30 @@ def _worker() -> list[str]:
 
 
 @dataclass(frozen=True)
+class Command:
+    """Anything but a Python script, by the words of its command line; every host has to have it."""
+
+    words: tuple[str, ...]
+    working_directory: str
+    may_alias: bool = True
+    """Paceline may stand in for Horovod in its processes."""
+
+
+@dataclass(frozen=True)
 class Job:
     """What all workers run."""
 
-    program: Program
+    program: Program | Command
     variables: Mapping[str, str] = field(default_factory=dict)
     start_within_s: float = 300.0
     """Until when every host has to answer, and ranks have to meet."""
     is_elastic: bool = False
+    keep: Callable[[int, list[list[Any]]], None] | None = None
+    """Takes a worker's number and its records; none: workers do not record."""
 
     def as_plain(self) -> dict[str, Any]:
+        if isinstance(self.program, Command):
+            return {"command": asdict(self.program)}
         if isinstance(self.program, Script):
             return {"script": asdict(self.program)}
         function = base64.b64encode(cloudpickle.dumps(self.program)).decode()
@@ -116,7 +130,8 @@ class WorkerProcess:
             **({"HOROVOD_ELASTIC": "1"} if job.is_elastic else {}),
             **variables,
         }
-        self.tell({"variables": own, "mark": self._mark, "is_elastic": job.is_elastic, **job.as_plain()})
+        about = {"mark": self._mark, "is_elastic": job.is_elastic, "is_recorded": job.keep is not None}
+        self.tell({"variables": own, **about, **job.as_plain()})
 
     def tell(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

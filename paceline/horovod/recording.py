@@ -1,7 +1,7 @@
 """Records the steps of a script that exchanges by itself, so that reports set it beside Paceline's strategies."""
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,6 +16,14 @@ from paceline.training.clock import TrainingClock
 from paceline.training.sharding.contents import tensors_in
 
 
+class Standing(NamedTuple):
+    """How far a worker has come."""
+
+    iteration: int = 0
+    time_s: float = 0.0
+    """Of its training clock."""
+
+
 @final
 class Recorder:
     """The steps of one rank's first `DistributedOptimizer`, an iteration each.
@@ -26,12 +34,15 @@ class Recorder:
 
     Args:
         timing: what this rank's operations took so far.
+        standing: where its iterations and its clock begin.
     """
 
-    def __init__(self, world: World, timing: Timing) -> None:
+    def __init__(self, world: World, timing: Timing, standing: Standing) -> None:
         self._rank, self._reporter = world.context.rank, world.reporter
         self._max_steps = world.config.max_steps
         self._clock = TrainingClock()
+        self._clock.set(standing.time_s)
+        self._iteration = self._committed = standing.iteration
         self._account = Account(self._clock, [timing])
         self._is_following = False
         self._steps = 0
@@ -40,6 +51,19 @@ class Recorder:
         world.progress = lambda: self._steps
         self._iterate = DataLoader.__iter__
         _watch_loaders(self)
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self._iteration, self._clock.now_s)
+
+    def commit(self) -> None:
+        """The state after this step is what `go_back` returns to."""
+        self._committed = self._iteration
+
+    def go_back(self) -> None:
+        """Steps since the last commit are made again, as the same iterations."""
+        self._iteration = self._committed
+        self._handed_out = self._samples = 0
 
     def follow(self, parameters: list[Parameter]) -> bool:
         """Whether `step` is to be called after each step of this optimizer, which has these parameters."""
@@ -55,12 +79,13 @@ class Recorder:
         self._begin()
         share = self._account.close_step()
         self._steps += 1
+        self._iteration += 1
         samples, self._samples = self._samples, 0
         self._reporter.emit(
             StepRecord(
                 worker=self._rank,
                 step=self._steps,
-                iteration=self._steps,
+                iteration=self._iteration,
                 time_s=share.time_s,
                 samples=samples,
                 compute_s=share.compute_s,

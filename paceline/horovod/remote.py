@@ -5,13 +5,14 @@ import json
 import os
 import socket
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import cloudpickle
 
 from paceline.comm.hosts import own_ip_address
 from paceline.engines import aliases
 from paceline.engines.scripting import Program, Script, outcome_of, run_program
+from paceline.horovod import commands
 from paceline.horovod import line as lines
 
 
@@ -27,14 +28,23 @@ def main() -> None:
         return
     job = json.loads(said)
     os.environ.update(job["variables"])
-    line = lines.PipeLine(told, job["mark"])
-    if job["is_elastic"]:
-        lines.connect(line)
     try:
+        if "command" in job:
+            sys.exit(_run_command(job, told))
+        line = lines.PipeLine(told, os.dup(1), job["mark"])
+        commands.use(line, job)
         run_program(_program(job, line))
     except Exception as error:
         outcome = outcome_of(error, num_steps=0)
         sys.exit(outcome.traceback or outcome.error)
+
+
+def _run_command(job: dict[str, Any], told: TextIO) -> int:
+    about = job["command"]
+    if os.path.isdir(about["working_directory"]):
+        os.chdir(about["working_directory"])
+    line = {name: job[name] for name in ("mark", "is_elastic", "is_recorded")}
+    return commands.run_command(about["words"], told, line, may_alias=about["may_alias"])
 
 
 def _program(job: dict[str, Any], line: lines.PipeLine) -> Program:

@@ -11,15 +11,17 @@ from paceline.comm.connecting import connect_some
 from paceline.engines import torchrun
 from paceline.engines.world import World, alone, current, enter
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
+from paceline.horovod import commands, reporting
 from paceline.horovod import line as lines
 from paceline.horovod.channel import Channel, Operation
 from paceline.horovod.elastic_jobs.joining import join as join_elastic
 from paceline.horovod.ledger import Ledger
-from paceline.horovod.recording import Recorder
+from paceline.horovod.recording import Recorder, Standing
 from paceline.horovod.requests import MEETING, Request
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
 from paceline.seeding import derive, seed_everything
+from paceline.strategies.horovod import Horovod
 
 GLOBAL = 0
 """The process set of all ranks."""
@@ -179,8 +181,9 @@ def is_initialized() -> bool:
 
 def init() -> Runtime:
     """Meet all workers of the run, of torchrun's world, or of a world of one. A second call does nothing."""
-    global _runtime, _recorder, _own_world
+    global _runtime, _own_world
     if _runtime is None:
+        commands.connect()
         world, line = current(), lines.current()
         if line is not None:
             _runtime = _meet_anew(line)
@@ -196,9 +199,19 @@ def init() -> Runtime:
             raise UsageError("Horovod's scripts run in real processes; use --engine ray")
         _runtime = Runtime(world, settings=Settings.read())
         if world.strategy.traits.by_script and _recorder is None:
-            _recorder = Recorder(world, _ledger.timing)
             seed_everything(derive(world.config.seed, "rank", world.context.rank))
+        _record(world, Standing())
     return _runtime
+
+
+def _record(world: World, standing: Standing) -> None:
+    """Where the run was started for it, or by a launcher that keeps records."""
+    global _recorder
+    reporter = reporting.current()
+    if reporter is not None and world is _own_world:
+        world.strategy, world.reporter = Horovod(), reporter
+    if world.strategy.traits.by_script and _recorder is None:
+        _recorder = Recorder(world, _ledger.timing, standing)
 
 
 def recorder() -> Recorder | None:
@@ -223,9 +236,11 @@ def _meet_anew(line: lines.Line) -> Runtime:
     atexit.register(end)
     while True:
         try:
-            _own_world = join_elastic(line)
+            _own_world, furthest = join_elastic(line, Standing() if _recorder is None else _recorder.standing)
             enter(_own_world)
-            return Runtime(_own_world, settings=Settings.read())
+            met = Runtime(_own_world, settings=Settings.read())
+            _record(_own_world, furthest)
+            return met
         except (PeerLost, DeadlineExceeded):  # one of them has died meanwhile
             _leave()
 

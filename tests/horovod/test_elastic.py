@@ -21,6 +21,7 @@ from paceline.horovod.common.elastic import ObjectState, State, run_fn
 from paceline.horovod.elastic_jobs import joining
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.horovod.line import Line, Unframer, framed
+from paceline.horovod.recording import Standing
 from paceline.horovod.torch.elastic import ElasticSampler, TorchState
 from paceline.horovod.torch.elastic.state import ModelStateHandler, get_handler_registry, set_handler_registry
 from tests.horovod.elastic_fleet import ForkedFleet
@@ -230,7 +231,7 @@ def test_a_first_rank_that_dies_before_it_keeps_the_store_is_lost(monkeypatch: p
     monkeypatch.setattr(torch, "set_num_threads", lambda num: None)
     monkeypatch.setattr(os, "environ", {**os.environ, "HOROVOD_GLOO_TIMEOUT_SECONDS": "0.2"})
     with pytest.raises(PeerLost, match="rank 0 is lost, which was to keep the store"):
-        joining.join(OfTheDead())
+        joining.join(OfTheDead(), Standing())
     assert not memory.buffer.nbytes
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import paceline.horovod
 from paceline.errors import RunFailed, UsageError
+from paceline.running.result import Result
 
 PACELINE = str(Path(sys.executable).with_name("paceline"))
 SCRIPT = """
@@ -62,7 +63,7 @@ class Job:
         self.said_path.touch()
         command = [PACELINE, "horovodrun", *options, "python", str(folder / "train.py"), str(folder), str(memberships)]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=folder
         )
 
     def said(self) -> list[list[Any]]:
@@ -112,6 +113,18 @@ def test_a_job_follows_its_hosts_and_outlives_a_killed_worker(tmp_path: Path) ->
     back = [(one, other) for one, other in itertools.pairwise(steps) if other != one + 1]
     assert len(back) == 1
     assert back[0][1] % 5 == 1  # behind a commit
+    check_records(tmp_path, survivor)
+
+
+def check_records(folder: Path, said: list[list[Any]]) -> None:
+    """The newcomer's steps are iterations of the job, on its clock; those that were lost are made again."""
+    (directory,) = (folder / "runs").iterdir()
+    by_worker = {number: [each for each in Result(directory).steps if each.worker == number] for number in range(3)}
+    assert by_worker[0][0].iteration == by_worker[1][0].iteration == 1
+    newcomer = by_worker[2]
+    assert [each.iteration for each in newcomer] == [step for _, _, step, *_ in said]
+    assert newcomer[0].time_s > by_worker[0][9].time_s
+    assert [each.step for each in newcomer] == list(range(1, len(said) + 1))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 from paceline.errors import RunFailed, UsageError
 from paceline.horovod.hosts import Host, fill, parse_hosts, places
 from paceline.horovod.processes import Job, Ssh
+from paceline.running.result import Result
 
 SCRIPT = """
 import os, sys
@@ -24,6 +25,12 @@ import horovod.torch as hvd
 import torch
 
 hvd.init()
+model = torch.nn.Linear(1, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
 total = hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum, name="ranks")
 print(f"{os.environ['HOROVOD_HOSTNAME']}: rank {hvd.rank()} of {hvd.size()}, total {total.item():g}, {sys.argv[1:]}")
 """
@@ -80,11 +87,11 @@ def ssh(tmp_path: Path) -> Iterator[dict[str, str]]:
         port = probe.getsockname()[1]
     (tmp_path / "sshd.conf").write_text(
         f"Port {port}\nListenAddress 0.0.0.0\nHostKey {tmp_path}/host\nAuthorizedKeysFile {tmp_path}/authorized\n"
-        f"StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
+        f"StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\nAcceptEnv PYTHONPATH\n"
     )
     (tmp_path / "ssh.conf").write_text(
         f"Host *\n  Port {port}\n  IdentityFile {tmp_path}/own\n  UserKnownHostsFile {tmp_path}/known\n"
-        "  StrictHostKeyChecking accept-new\n"
+        "  StrictHostKeyChecking accept-new\n  SendEnv PYTHONPATH\n"
     )
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
@@ -120,12 +127,15 @@ def horovodrun(tmp_path: Path, text: str, *arguments: str) -> list[str]:
 @pytest.mark.slow
 def test_a_script_on_this_host_and_over_ssh(ssh: dict[str, str], tmp_path: Path) -> None:
     command = horovodrun(tmp_path, SCRIPT, "--lr", "a $HOME; b")
-    done = subprocess.run(command, env=ssh, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=ssh, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = "total 1, ['--lr', 'a $HOME; b']"
     assert f"[0]<stdout>:localhost: rank 0 of 2, {said}" in done.stdout
     assert f"[1]<stdout>:127.0.0.2: rank 1 of 2, {said}" in done.stdout
     assert "horovod is not installed: Paceline stands in for it" in done.stderr
+    (directory,) = (tmp_path / "runs").iterdir()
+    steps = sorted((each.worker, each.step) for each in Result(directory).steps)
+    assert steps == [(rank, number) for rank in range(2) for number in (1, 2, 3)]
 
 
 @pytest.mark.slow

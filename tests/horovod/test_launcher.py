@@ -29,7 +29,8 @@ def launch(monkeypatch: pytest.MonkeyPatch, text: str) -> int:
     ("text", "said"),
     [
         ("python train.py", "say with -np how many processes there are to be"),
-        ("-np 2 ls", "give python SCRIPT and its arguments after the options, not 'ls'"),
+        ("-np 2", "say after the options what to run, as in python train.py"),
+        ("-np 2 -p 22 ls", "--ssh-port and --ssh-identity-file have no effect"),
         ("-np 2 -H localhost:2 -p 22 python train.py", "--ssh-port and --ssh-identity-file have no effect"),
         ("-np 3 -H far.example:2 python train.py", "-np 3 is more than the 2 slots of the hosts"),
         ("-np 3 -H localhost:2 python train.py", "-np 3 is more than the 2 slots of the hosts"),

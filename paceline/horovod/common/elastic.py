@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from paceline.horovod import line
+from paceline.horovod import runtime as basics
 from paceline.horovod.elastic_jobs.driver import REMOVED
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 
@@ -48,6 +49,8 @@ class State:
     def commit(self) -> None:
         """Save, and look for changes of hosts. Collective call. Raises as `check_host_updates`."""
         self.save()
+        if (recorder := basics.recorder()) is not None:
+            recorder.commit()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -144,6 +147,8 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
                     return func(state, *args, **kwargs)
                 except HorovodInternalError:
                     state.restore()
+                    if (recorder := basics.recorder()) is not None:
+                        recorder.go_back()
                     is_new, is_synced = True, False
                 except HostsUpdatedInterrupt as interrupt:
                     is_new, is_synced = True, interrupt.skip_sync

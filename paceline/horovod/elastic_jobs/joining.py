@@ -17,6 +17,7 @@ from paceline.config import RunConfig
 from paceline.engines.world import World
 from paceline.errors import PeerLost
 from paceline.horovod.line import Line
+from paceline.horovod.recording import Standing
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.records import NullReporter
@@ -24,8 +25,11 @@ from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Context
 
 
-def join(line: Line) -> World:
-    """Wait for a place, and meet the others of the membership.
+def join(line: Line, standing: Standing) -> tuple[World, Standing]:
+    """Wait for a place, and meet the others of the membership; how far the furthest of them has come.
+
+    Args:
+        standing: how far this worker has.
 
     Raises:
         SystemExit: there is no place any more.
@@ -38,7 +42,8 @@ def join(line: Line) -> World:
         unless_taken_over.callback(memory.close)
         bound.bind(("", 0))  # kept until the store has it, lest anybody else take the port
         mine = asdict(Site(host_identity(), gpu_identity(device), memory.address))
-        place = line.ask({"member": mine, "address": own_ip_address(), "port": bound.getsockname()[1]})
+        meeting = {"address": own_ip_address(), "port": bound.getsockname()[1]}
+        place = line.ask({"member": mine, "standing": standing, **meeting})
         about = place["place"]
         os.environ.update({f"HOROVOD_{name}": str(value) for name, value in about.items()})
         rank, size = about["RANK"], about["SIZE"]
@@ -65,7 +70,8 @@ def join(line: Line) -> World:
     )
     config = RunConfig(deadline_s=deadline_s)
     groups = None if store is None else PrefixStore("groups", store)
-    return World(context, AllReduce(), config, NullReporter(), store=groups)
+    furthest = max(Standing(*each["standing"]) for each in place["members"])
+    return World(context, AllReduce(), config, NullReporter(), store=groups), furthest
 
 
 def _store(first: dict[str, Any], bound: socket.socket, rank: int, size: int, deadline_s: float) -> Store:

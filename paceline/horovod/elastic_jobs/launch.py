@@ -79,6 +79,9 @@ class ElasticLaunch:
     def _hear(self, worker: int, said: dict[str, Any]) -> None:
         if said["kind"] == "result":
             self._results[worker] = said["value"]
+        elif said["kind"] == "records":
+            if self._job.keep is not None:
+                self._job.keep(worker - 1, said["records"])  # so that the first ones are known by their ranks
         else:
             self._loop.asked(worker, said["mine"])
 

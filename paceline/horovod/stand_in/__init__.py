@@ -1,0 +1,1 @@
+"""A folder for `PYTHONPATH`: the package in it is found as `horovod`."""

@@ -97,7 +97,7 @@ class _Plan:
         return replace(self.program, arguments=(*self.program.arguments, *given)), strategy, workers
 
 
-class Trial(tune.Trainable):  # type: ignore[misc]
+class Trial(tune.Trainable):
     """A run as Tune knows it; `trainable` makes the classes that are used."""
 
     plan: ClassVar[_Plan]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engines.ray.nodes import Node, Place, place
+from paceline.engines.ray.placing import place_in_bundles
 from paceline.errors import UsageError
 
 cores = st.sampled_from([0.0, 1.0, 2.0, 4.0, 16.0, 64.0])
@@ -80,3 +83,34 @@ def test_equal_nodes_take_turns() -> None:
 def test_no_cores_at_all() -> None:
     with pytest.raises(UsageError, match="no node of the cluster has a core"):
         place([Node("a", "10.0.0.1", 0.0, 0.0)], num_workers=1, num_servers=0, wants_gpus=False)
+
+
+bundles = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.0, 1.0]))).map(
+    lambda drawn: [
+        Place(Node(f"node-{node}", "10.0.0.1", 8.0, 8.0), cpus, gpus, bundle=index)
+        for index, (node, cpus, gpus) in enumerate(drawn)
+    ]
+)
+
+
+@given(bundles, st.integers(1, 4), st.integers(0, 3), st.booleans())
+def test_in_a_placement_group_each_process_has_one_of_the_last_bundles(
+    group: list[Place], num_workers: int, num_servers: int, wants_gpus: bool
+) -> None:
+    number = num_workers + num_servers
+    last = group[len(group) - number :] if len(group) >= number else []
+    asked = partial(
+        place_in_bundles, num_workers=num_workers, num_servers=num_servers, wants_gpus=wants_gpus, own="node-1"
+    )
+    if not last or (wants_gpus and sum(where.num_gpus for where in last) < num_workers):
+        with pytest.raises(UsageError, match="bundle"):
+            asked(group)
+        return
+    workers, servers = asked(group)
+    assert sorted(where.bundle or 0 for where in workers + servers) == [where.bundle or 0 for where in last]
+    for where in workers:
+        shared = [other.num_cpus for other in workers if other.node == where.node]
+        assert where.host_cores == max(1, int(sum(shared)))
+        assert where.num_gpus or not wants_gpus
+    order = [(where.node.node_id != "node-1", where.node.node_id) for where in workers]
+    assert order == sorted(order)

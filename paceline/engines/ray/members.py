@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from paceline.engines.ray.nodes import Place
 from paceline.engines.ray.world_spec import ServerInfo, WorkerInfo
@@ -56,7 +56,10 @@ class Members:
 
 def actor_of(kind: type, where: Place, **options: Any) -> Any:
     """What starts an actor of this class there."""
-    affinity = NodeAffinitySchedulingStrategy(where.node.node_id, soft=False)
+    affinity: Any = NodeAffinitySchedulingStrategy(where.node.node_id, soft=False)
+    if where.bundle is not None:
+        group: Any = ray.util.get_current_placement_group()
+        affinity = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=where.bundle)
     return _actor_class(kind).options(
         num_cpus=where.num_cpus,
         num_gpus=where.num_gpus,

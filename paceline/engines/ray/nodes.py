@@ -171,6 +171,10 @@ class Place:
     node: Node
     num_cpus: float
     num_gpus: float
+    bundle: int | None = None
+    """Of the placement group that the launcher is in; none: it is in no group."""
+    host_cores: int | None = None
+    """Of the node, with which the run may compute; none: all."""
 
 
 def place(

@@ -19,7 +19,8 @@ from paceline.engines.ray.job import Job
 from paceline.engines.ray.liveness import Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
 from paceline.engines.ray.newcomers import Newcomers, require_allowed
-from paceline.engines.ray.nodes import nodes, own_address, own_node_id, place
+from paceline.engines.ray.nodes import own_address, own_node_id
+from paceline.engines.ray.placing import places_of
 from paceline.engines.ray.server_actor import ServerActor
 from paceline.engines.ray.survival import Survival
 from paceline.engines.ray.sweeping import sweep
@@ -96,19 +97,13 @@ class Supervisor:
     def _start(self) -> None:
         """Place all processes, make the world known, and set everybody to work."""
         job, members = self._job, self._members
-        hosts = nodes()
-        uses_cuda = _uses_cuda(job.config.device, sum(host.num_gpus for host in hosts))
-        workers, servers = place(
-            hosts,
-            num_workers=job.num_workers,
-            num_servers=job.strategy.traits.num_servers,
-            wants_gpus=uses_cuda,
-            is_spread=job.is_spread,
-        )
+        uses_cuda, workers, servers = places_of(job)
         launcher = self._controller.address
         variables = {"runtime_env": {"env_vars": dict(job.environment)}} if job.environment else {}
         for rank, where in enumerate(workers):
-            members.actors[f"worker-{rank}"] = actor_of(WorkerActor, where, **variables).remote(uses_cuda=uses_cuda)
+            members.actors[f"worker-{rank}"] = actor_of(WorkerActor, where, **variables).remote(
+                uses_cuda=uses_cuda, host_cores=where.host_cores
+            )
         for index, where in enumerate(servers):
             server = actor_of(ServerActor, where, max_concurrency=3, **variables)
             members.actors[f"server-{index}"] = server.remote(launcher, index)
@@ -426,9 +421,3 @@ class Supervisor:
         if self._is_urgent or members.has_failure:  # else every member has ended by itself, and its children with it
             elsewhere = {info.node_id for info in members.infos.values()} - {own_node_id()}
         sweep(self._controller.run, elsewhere)
-
-
-def _uses_cuda(device: str, num_gpus: float) -> bool:
-    if device == "cuda" and num_gpus == 0:
-        raise UsageError("--device cuda: no node of the cluster has a GPU; use --device cpu")
-    return device != "cpu" and num_gpus > 0

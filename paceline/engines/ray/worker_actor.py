@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 from functools import partial
 from typing import Any, final
 
@@ -67,8 +68,9 @@ class _Ends:
 class WorkerActor:
     """One worker. `hello`, then `run`, which returns how the program ended instead of raising."""
 
-    def __init__(self, *, uses_cuda: bool) -> None:
-        self._uses_cuda = uses_cuda
+    def __init__(self, *, uses_cuda: bool, host_cores: int | None = None) -> None:
+        """`host_cores`: of this host, with which the run's workers may compute; none: all."""
+        self._uses_cuda, self._host_cores = uses_cuda, host_cores
         self._memory = SharedMemoryCollective.prepare()
 
     def hello(self) -> WorkerInfo:
@@ -78,7 +80,7 @@ class WorkerActor:
             own_address(),
             self._memory.address,
             _visible_gpus() if self._uses_cuda else (),
-            len(os.sched_getaffinity(0)),
+            min(len(os.sched_getaffinity(0)), self._host_cores or sys.maxsize),
         )
 
     def run(

@@ -70,6 +70,7 @@ class Kind(IntEnum):
     GIFT = 41
     TAKE = 42
     RETIRED = 43
+    RESULT = 44
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50
@@ -82,6 +83,7 @@ class Kind(IntEnum):
     TURN = 57
     CHAIN = 58
     SERVES = 59
+    LOST = 60
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds

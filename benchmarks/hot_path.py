@@ -50,6 +50,7 @@ from paceline.config import RunConfig
 from paceline.elastic import Elastic, Member
 from paceline.layout import Layout
 from paceline.membership import Membership
+from paceline.messages import Raw
 from paceline.records import Record, Reporter
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec
@@ -299,7 +300,7 @@ class _NobodyComesOrGoes:
     joins = is_asked_to_leave = False
     asked_to_give: tuple[int, ...] = ()
 
-    def __call__(self, member: Member) -> NoReturn:
+    def __call__(self, member: Member, last_result: Callable[[], Sequence[Raw]]) -> NoReturn:
         raise AssertionError(f"rank {member.rank} has lost another one")
 
     def give(self, write: Callable[[Path], None], *, member: Member, to: tuple[int, ...]) -> NoReturn:

@@ -71,6 +71,7 @@ class Kind(IntEnum):
     GIFT = 41
     TAKE = 42
     RETIRED = 43
+    RESULT = 44
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50
@@ -83,6 +84,7 @@ class Kind(IntEnum):
     TURN = 57
     CHAIN = 58
     SERVES = 59
+    LOST = 60
     INIT_VALUES = 64
     PUSH_VALUES = 65
     PULL_VALUES = 66

@@ -65,10 +65,7 @@ def kubernetes(
     rest = jobs.for_the_run(context)
     given = jobs.require_a_run(script, rest, jobs_own=_JOBS_OWN, is_here=not script_in_image)
     if "elastic" in given:
-        raise UsageError(
-            "--elastic is for the workers of the launcher's own host so far, and this job's workers are on other hosts "
-            "than its launcher; leave it out"
-        )
+        raise UsageError("--elastic has not been tried in a cluster of Kubernetes so far; leave it out")
     if script_in_image and not script.is_absolute():
         raise UsageError(f"--script-in-image: {script} must be the whole path in the image, from / on")
     named = name if name is not None else script.stem

@@ -22,6 +22,8 @@ class AloneCollective(Collective):
     would refuse.
     """
 
+    completes_alike = True
+
     def __init__(self, *, timing: Timing | None = None) -> None:
         """`timing`: where to go on counting, for a rank that is left alone."""
         self.rank = 0

@@ -7,7 +7,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -181,6 +181,13 @@ class Collective(ABC):
     @abstractmethod
     def set_deadline(self, deadline_s: float | None) -> None:
         """Change how long any one call may wait for a peer that lives; none: for ever."""
+
+    completes_alike: ClassVar[bool] = False
+    """Whether an operation that one rank has completed can be completed by all, whoever dies."""
+
+    def lose(self, reason: str) -> None:
+        """Somebody else has found out that a rank is gone: end every wait with `PeerLost(reason)`; callable from any
+        thread. Does nothing where ranks notice by themselves at once."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

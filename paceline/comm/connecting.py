@@ -10,7 +10,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective
+from paceline.comm.base import Collective, Timing
 from paceline.comm.hierarchical.collective import HierarchicalCollective
 from paceline.comm.hosts import host_identity, own_ip_address
 from paceline.comm.meeting import exchange
@@ -121,6 +121,8 @@ def connect_members(
     address: str | None = None,
     device: torch.device = _CPU,
     for_messages: bool = False,
+    timing: Timing | None = None,
+    names: Sequence[int] | None = None,
 ) -> Collective:
     """Connect ranks that know one another over what `transport` chooses. Collective call.
 
@@ -129,6 +131,8 @@ def connect_members(
         memory: what this rank got from `SharedMemoryCollective.prepare`; owned from here on.
         store: where ranks find one another that `needs_store`.
         address: at which other hosts reach this one; none: what `own_ip_address` says, if there are other hosts.
+        timing: where to go on counting, for ranks that had another collective before.
+        names: what errors call the ranks of one host or one a host, where that is not their numbers here.
 
     Raises:
         DeadlineExceeded: a rank did not come.
@@ -141,18 +145,23 @@ def connect_members(
         if chosen == "shared memory":
             unless_taken_over.pop_all()
             addresses = [member.memory for member in members]
-            return SharedMemoryCollective(rank=rank, addresses=addresses, control=memory, deadline_s=deadline_s)
+            return SharedMemoryCollective(
+                rank=rank, addresses=addresses, control=memory, deadline_s=deadline_s, timing=timing, names=names
+            )
     if chosen == "none":
-        return AloneCollective()
+        return AloneCollective(timing=timing)
     assert store is not None
     store, address = PrefixStore(chosen, store), address or own_ip_address()
     if chosen == "nccl":
         size = len(members)
         return connect_nccl(store, rank=rank, size=size, device=device, address=address, deadline_s=deadline_s)
     if chosen == "gloo":
-        return connect_gloo(store, rank=rank, size=len(members), address=address, deadline_s=deadline_s)
+        size = len(members)
+        return connect_gloo(
+            store, rank=rank, size=size, address=address, deadline_s=deadline_s, names=names, timing=timing
+        )
     hosts = _ranks_by_host(members)
-    return HierarchicalCollective(store, rank=rank, hosts=hosts, address=address, deadline_s=deadline_s)
+    return HierarchicalCollective(store, rank=rank, hosts=hosts, address=address, deadline_s=deadline_s, timing=timing)
 
 
 def connect_some(

@@ -17,6 +17,9 @@ class Coordinator:
     is gone must be known to be dead: one that is only silent has to be ended first, or it could apply a step that the
     others repeat.
 
+    Over messages one member may have applied a step whose result another lacks. Then it hands the result on (`ahead`,
+    `behind`), and the next epoch begins when those have applied the step, too, and said so (`handed_on`).
+
     Who joins is ready (`joined`), takes a member's state, and says so. That member gives its part of no further step,
     so that the epoch ends before the state is old, and names the joiner in its own report.
     """
@@ -45,6 +48,22 @@ class Coordinator:
         """Who gives a state to those who are joining; nobody where nobody waits for one."""
         return self.living[0] if self.joining and self.living else None
 
+    @property
+    def ahead(self) -> int | None:
+        """Who has applied a step that others lack, once all have stopped."""
+        return None if self.awaited or not self.behind else max(self._stopped, key=lambda report: report.applied).rank
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """Who lacks a step that another has applied."""
+        return tuple(report.rank for report in self._stopped if report.applied + report.holds < self._furthest)
+
+    def handed_on(self, *, epoch: int, step: int) -> tuple["Coordinator", tuple[int, ...]]:
+        """Who is ahead has handed on this step's result. Returns who is told of it: they stop again when they have
+        applied it."""
+        told = self.behind if (epoch, step) == (self.membership.epoch, self._furthest) else ()
+        return replace(self, reports=tuple(report for report in self.reports if report.rank not in told)), told
+
     def joined(self, rank: int) -> "Coordinator":
         """This rank, which has taken no part so far, is ready to take a state."""
         return self if rank in self.joining else replace(self, joining=(*self.joining, rank))
@@ -69,7 +88,7 @@ class Coordinator:
         """
         Raises:
             StaleEpoch: the report is of another epoch, or of somebody who takes no part.
-            RunFailed: members are at steps that do not fit.
+            RunFailed: a member lacks more than one step.
         """
         if report.epoch != self.membership.epoch or report.rank not in (*self.living, *self.joining):
             raise StaleEpoch(
@@ -77,11 +96,20 @@ class Coordinator:
                 f"of ranks {self.living}"
             )
         others = tuple(other for other in self.reports if other.rank != report.rank)
+        for other in others:
+            if abs(other.applied - report.applied) > 1 and {other.rank, report.rank} <= {*self.living}:
+                raise RunFailed(
+                    f"ranks {other.rank} and {report.rank} are {other.applied} and {report.applied} steps far"
+                )
         return replace(self, reports=(*others, report))._decided()
 
     @property
     def _stopped(self) -> tuple[Report, ...]:
         return tuple(report for report in self.reports if report.rank in self.living)
+
+    @property
+    def _furthest(self) -> int:
+        return max((report.applied for report in self._stopped), default=0)
 
     @property
     def _given(self) -> set[int]:
@@ -90,7 +118,7 @@ class Coordinator:
 
     def _decided(self) -> tuple["Coordinator", Form | None]:
         stopped, given = self._stopped, self._given
-        if not stopped or self.awaited:
+        if not stopped or self.awaited or self.behind:
             return self, None
         step = _step_of(stopped)
         # A state whose giver has died is left, since nobody knows what it was given for.
@@ -98,13 +126,10 @@ class Coordinator:
         ranks = tuple(sorted((*self.living, *entering)))
         membership = Membership(self.membership.epoch + 1, ranks)
         joining = tuple(rank for rank in self.joining if rank not in entering)
-        return Coordinator(membership, self.at_least, ranks, joining=joining), Form(membership, step)
+        met = max(report.met for report in stopped)
+        return Coordinator(membership, self.at_least, ranks, joining=joining), Form(membership, step, met)
 
 
 def _step_of(reports: tuple[Report, ...]) -> int:
     """Where all go on. A step that one has applied is committed, and so is one whose result all have."""
-    step = min(report.applied + report.holds for report in reports)
-    ahead = [report.rank for report in reports if report.applied > step]
-    if ahead:
-        raise RunFailed(f"ranks {ahead} have applied step {step + 1}, whose result others do not have")
-    return step
+    return min(report.applied + report.holds for report in reports)

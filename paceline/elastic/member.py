@@ -22,6 +22,8 @@ class Member:
     """It has lost sight of another member, and waits for the next epoch."""
     gives: tuple[int, ...] = ()
     """Ranks that it has given its state to. It gives its part of no further step in this epoch."""
+    met: int = 0
+    """Meetings between two steps that it has come out of. They end with all saying that they have all of it."""
 
     def with_result(self) -> "Member":
         """The result of the next step is whole here."""
@@ -44,16 +46,28 @@ class Member:
         taken another, if it had. Raises StaleEpoch if that state is no older."""
         if before is not None and self.membership.epoch <= before.membership.epoch:
             raise StaleEpoch(f"rank {rank} has a state of epoch {before.membership.epoch} already")
-        return Member(rank, self.membership, self.applied, has_stopped=True)
+        return Member(rank, self.membership, self.applied, has_stopped=True, met=self.met)
+
+    def with_meeting_ended(self) -> "Member":
+        """All have all of it."""
+        return replace(self, met=self.met + 1)
 
     def stopped(self) -> "Member":
         """Another member is lost, or does not answer. Nothing is applied until the next epoch."""
         return replace(self, has_stopped=True)
 
+    def with_result_handed_on(self, step: int) -> "Member":
+        """It has stopped, and applies a step whose result another member has handed on to it. Raises StaleEpoch for
+        another step than its next one."""
+        assert self.has_stopped
+        if step != self.applied + 1:
+            raise StaleEpoch(f"rank {self.rank} has applied {self.applied} steps, and was handed step {step}")
+        return replace(self, applied=step, holds=False)
+
     def report(self) -> Report:
         """What the coordinator is told, who has the next epoch begin."""
         assert self.has_stopped
-        return Report(self.membership.epoch, self.rank, self.applied, self.holds, self.gives)
+        return Report(self.membership.epoch, self.rank, self.applied, self.holds, self.gives, self.met)
 
     def formed(self, form: Form) -> tuple["Member", bool]:
         """The next epoch, and whether the step is applied whose result is held. Otherwise it is repeated.
@@ -67,4 +81,4 @@ class Member:
                 f"ranks {form.membership.ranks}"
             )
         assert form.step in (self.applied, self.applied + self.holds)
-        return Member(self.rank, form.membership, form.step), form.step > self.applied
+        return Member(self.rank, form.membership, form.step, met=form.met), form.step > self.applied

@@ -25,6 +25,8 @@ class Report:
     """It has the whole result of the next step, which it has not applied."""
     gives: tuple[int, ...] = ()
     """Ranks that it has given its state to, as it is after these steps."""
+    met: int = 0
+    """Meetings between two steps that it has come out of."""
 
 
 @final
@@ -35,3 +37,5 @@ class Form:
     membership: Membership
     step: int
     """Steps that everybody is to have applied before the next one: whoever has one less holds its result."""
+    met: int = 0
+    """Meetings that are over: whoever is still in one of them has all of it, and goes on as the others have."""

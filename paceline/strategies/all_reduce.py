@@ -1,6 +1,6 @@
 """All-reduce: every worker updates its own copy with the mean of all gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NoReturn, final, get_args
@@ -11,8 +11,9 @@ from torch import Tensor
 from paceline.aggregate import MEAN, Aggregator
 from paceline.buckets import MOST_RANKS, GradientBuckets, OutOfTurn
 from paceline.codec import Auto, Codec
-from paceline.comm.base import Timing, Work
+from paceline.comm.base import Finished, Timing, Work
 from paceline.errors import NonFiniteGradient, PeerLost, UsageError
+from paceline.messages import Raw, from_frames
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.bucket_size import MIN_BYTES
 from paceline.strategies.bucketing import allocated, cut, laid_out
@@ -24,6 +25,7 @@ from paceline.strategies.meeting import gathered
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.progress import Progress, require_same
+from paceline.strategies.regrouping import ResultHandedOn
 from paceline.strategies.repeating import Repeating
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
@@ -204,12 +206,12 @@ class _AllReduceSynchronizer(Synchronizer):
             self._buckets.buckets[bucket].values.mul_(self._weight)
         if self.context.corrupt is not None:  # an attack looks at all gradients
             return
-        self._works.append(self._exchange.start(bucket, step=self.iteration))
-        if is_last:  # nothing is left to hide it
-            return
-        if self._behind_backward:
-            self._overlap.begin()
         try:
+            self._works.append(self._exchange.start(bucket, step=self.iteration))
+            if is_last:  # nothing is left to hide it
+                return
+            if self._behind_backward:
+                self._overlap.begin()
             under_way = [work for work in self._works if not work.poll()]
         except PeerLost as lost:
             if self._repeating is None:
@@ -240,7 +242,6 @@ class _AllReduceSynchronizer(Synchronizer):
                 if repeating.lost is None:
                     self._average()
                     break
-                repeating.lost = None
                 self.rejoin(repeating.recovery.regroup())
                 repeating.put_back(self._buckets)
                 self._weight = repeating.recovery.weight
@@ -250,11 +251,33 @@ class _AllReduceSynchronizer(Synchronizer):
                     self._on_bucket(bucket)
             except PeerLost as lost:
                 repeating.lost = lost
+            except ResultHandedOn as handed:
+                self._take_over(repeating, handed.frames)
+                repeating.lost = PeerLost("the others have gone on a step further, and wait for this worker")
+                break
+        if not self.context.collective.completes_alike:
+            repeating.keep_result(self._buckets)
         is_nonfinite = repeating.commit(self._buckets, is_nonfinite=self._is_nonfinite)
         self._is_nonfinite = is_nonfinite
 
+    def _take_over(self, repeating: Repeating, frames: Sequence[Raw]) -> None:
+        """The others' averages become this worker's."""
+        self._works.clear()
+        self._buckets.close()
+        # In other memory: what was under way may still write to the old one.
+        self._buckets = self._in_buckets(torch.zeros(self._layout.num_bytes, dtype=torch.uint8))
+        repeating.put_back(self._buckets)
+        for bucket in range(len(self._buckets.buckets)):
+            self._buckets.adopt(bucket)
+            self._buckets.fill_flags(bucket, stop=False, nonfinite=False)
+        from_frames(frames, [bucket.flat for bucket in self._buckets.buckets])
+        self._works = [Finished()] * len(self._buckets.buckets)
+        self._average()
+
     def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
         self.context = context
+        if self._repeating is not None:
+            self._repeating.lost = None
         if facts is not None:
             self.facts = facts
             if "bucket_mb" in facts:

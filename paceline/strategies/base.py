@@ -16,6 +16,7 @@ from paceline.comm.mailbox import Mailbox
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
+from paceline.messages import Raw
 from paceline.roster import Participation, Roster
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
@@ -110,6 +111,10 @@ class Context:
 class Recovery(Protocol):
     """What a synchronizer that repeats steps is told about the data and the other workers."""
 
+    last_result: Callable[[], Sequence[Raw]]
+    """The synchronizer's: what the last step that was committed has made of all workers' gradients, for those that have
+    missed it."""
+
     @property
     def has_given(self) -> bool:
         """Whether this worker has given its state to one who joins, and its next part is to be averaged with that one
@@ -129,7 +134,7 @@ class Recovery(Protocol):
 
     def regroup(self) -> Context:
         """Somebody is lost, or comes: the surroundings in which those who are there repeat the round. Collective call
-        of these."""
+        of these. Raises ResultHandedOn where others have the round's result, and this worker is to commit it, too."""
 
 
 class StepOutcome(NamedTuple):

@@ -1,11 +1,12 @@
 """A worker's word with whoever knows who takes part, while workers come, leave and die."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from paceline.comm.base import Collective
 from paceline.elastic import Member
+from paceline.messages import Raw
 
 
 class Formed(NamedTuple):
@@ -13,8 +14,20 @@ class Formed(NamedTuple):
 
     member: Member
     collective: Collective
-    applies: bool
-    """All have the whole result of the step that was under way."""
+    local_rank: int
+    local_size: int
+
+
+class ResultHandedOn(Exception):
+    """Another member has applied the step that was under way: this one is to apply it, too, and then to regroup.
+
+    Args:
+        frames: the whole result, as whoever has applied it kept it (`Recovery.last_result`).
+    """
+
+    def __init__(self, frames: Sequence[Raw]) -> None:
+        super().__init__()
+        self.frames = frames
 
 
 class Regrouping(Protocol):
@@ -23,9 +36,14 @@ class Regrouping(Protocol):
     joins: bool
     """This worker has come while the others train, and takes no part yet."""
 
-    def __call__(self, member: Member) -> Formed:
+    def __call__(self, member: Member, last_result: Callable[[], Sequence[Raw]]) -> Formed:
         """Called by a member that has lost sight of another one, or given its state to one who joins, and by the joiner
-        when it has taken it: returns with those who go on. Collective call of these."""
+        when it has taken it: returns with those who go on. Collective call of these. Raises ResultHandedOn where others
+        have gone on a step further.
+
+        Args:
+            last_result: of the last step that the member has applied.
+        """
 
     @property
     def asked_to_give(self) -> tuple[int, ...]:

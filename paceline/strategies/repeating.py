@@ -1,5 +1,6 @@
 """What a worker keeps of a step so that it can be repeated when another worker dies or joins."""
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from paceline.buckets import GradientBuckets
 from paceline.errors import PeerLost
+from paceline.messages import Raw, to_frames
 from paceline.strategies.base import Recovery
 
 
@@ -20,15 +22,27 @@ class Repeating:
 
     def __init__(self, recovery: Recovery) -> None:
         self.recovery = recovery
+        recovery.last_result = self.last_result
         self.lost: PeerLost | None = None
         """Noticed during backward, which goes on to the end of this worker's own gradients; or set, where one joins."""
         self.is_update_complete = True
         """Whether the optimizer is to step."""
         self._own: list[Tensor] = []
         self._used: list[list[float]] = []
+        self._last: list[Tensor] = []
         self._sums: list[Tensor] = []
         self._has_summed: set[int] = set()
         self._is_nonfinite = False
+
+    def last_result(self) -> Sequence[Raw]:
+        return to_frames(self._last)
+
+    def keep_result(self, buckets: GradientBuckets) -> None:
+        """All buckets are averaged here. Another worker may have missed that, which is told when it regroups."""
+        if not self._last:
+            self._last = [torch.empty_like(bucket.flat) for bucket in buckets.buckets]
+        for kept, bucket in zip(self._last, buckets.buckets, strict=True):
+            kept.copy_(bucket.flat)
 
     def keep(self, bucket: int, buckets: GradientBuckets) -> None:
         """The bucket's gradients are final here, and about to become the mean."""

@@ -272,9 +272,11 @@ class Course:
 
     def _meet(self, *, is_done: bool, waits_at: str = "") -> bool:
         meet = partial(self._pauses.meet, is_done=is_done, waits_at=waits_at)
-        if self._survivor is None:
-            return meet()
-        return self._survivor.repeated(meet, self._run.prepared.synchronizer)
+        if self._survivor is not None:
+            return self._survivor.repeated(meet, self._pauses.part, self._run.prepared.synchronizer)
+        result = meet()
+        self._pauses.part()
+        return result
 
     def _end(self) -> None:
         self._run.has_ended = True

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint import WorkerState
 from paceline.elastic import Deal, Elastic, Member
 from paceline.errors import PeerLost, UsageError
+from paceline.messages import Raw
 from paceline.strategies.base import Context, Synchronizer
 from paceline.strategies.regrouping import Regrouping
 from paceline.strategies.replica import hyperparameters
@@ -49,6 +50,7 @@ class Survivor:
         """That all workers together have trained on, those who have died among them."""
         self._counts = (0, 0)  # of these, as of the last update
         self.states: States | None = None
+        self.last_result: Callable[[], Sequence[Raw]] = tuple
         self.end_pass: Callable[[], bool] = lambda: True
         """Called where an exchange is of several batches, and all of a pass are dealt out: it ends with them. Returns
         whether the run goes on."""
@@ -210,8 +212,7 @@ class Survivor:
     def regroup(self) -> Context:
         run, before = self._run, self._member.membership.ranks
         run.awaits_others = False
-        self._member, collective, applies = self._reform(self._with_what_is_given())
-        assert not applies  # in shared memory whoever has a result has applied it
+        self._member, collective, local_rank, local_size = self._reform(self._with_what_is_given(), self.last_result)
         self._dealt.resize(self._member.membership)
         if set(self._member.membership.ranks) - set(before):
             self.on_joined()
@@ -223,22 +224,32 @@ class Survivor:
             run.context,
             membership=self._member.membership,
             collective=collective,
-            local_rank=collective.rank,
-            local_size=collective.size,
+            local_rank=local_rank,
+            local_size=local_size,
         )
         return run.context
 
     # --- where all workers meet -------------------------------------------------------------------------------
 
-    def repeated(self, meet: Callable[[], T], synchronizer: Synchronizer) -> T:
-        """What `meet` returns, which is called anew by those who are left when somebody dies in it."""
-        is_whole = True
+    def repeated(self, meet: Callable[[], T], part: Callable[[], None], synchronizer: Synchronizer) -> T:
+        """What `meet` returns, which is called anew by those who are left when somebody dies in it.
+
+        Args:
+            part: has all wait until each has all of the meeting. If somebody dies in that, some may have gone on; then
+                all do.
+        """
+        met, is_whole = self._member.met, True
+        found: list[T] = []
         while True:
             try:
                 if not is_whole:
                     synchronizer.rejoin(self.regroup())
                     is_whole = True
-                return meet()
+                if self._member.met == met:
+                    found = [meet()]
+                    part()
+                    self._member = self._member.with_meeting_ended()
+                return found[0]
             except PeerLost:
                 is_whole = False
 

@@ -49,7 +49,8 @@ class Pauses:
         self._judge = Judge(run)
         self._kept = KeptModels(run)
         self._same_data: SameData | None = None
-        self._has_begun = False
+        self._has_begun = self._is_last = False
+        self._lag_s = 0.0  # by how much this worker goes on later than the first
         self._met_at = (0, 0.0)
         self._together_s = 0.0  # on this worker's clock, where all last began to train together
 
@@ -108,7 +109,7 @@ class Pauses:
             raise UsageError(f"{asked} needs an evaluation, and the script registers none: see @worker.evaluation")
 
     def meet(self, *, is_done: bool, waits_at: str = "") -> bool:
-        """Evaluate and save the global model where that is due. Collective call.
+        """Evaluate and save the global model where that is due; `part` comes next. Collective call.
 
         Args:
             is_done: this worker takes no further step.
@@ -164,12 +165,17 @@ class Pauses:
         if all_wait:
             run.has_ended = run.has_ended or any(report["has_ended"] for report in reports)
             self._together_s = run.clock.now_s
-        if not all_done:
-            collective.barrier()  # rank 0 may have been busy; nobody's clock runs before all can go on
-            if not run.has_ended:
-                run.context.pacing.rest(lags_s[collective.rank])
-        collective.set_deadline(run.config.deadline_s)
+        self._is_last, self._lag_s = all_done, lags_s[collective.rank]
         return all_done or all_wait
+
+    def part(self) -> None:
+        """The end of what `meet` began: nobody's clock runs before all can go on. Collective call."""
+        run, collective = self._run, self._run.context.collective
+        if not self._is_last:
+            collective.barrier()  # rank 0 may have been busy
+            if not run.has_ended:
+                run.context.pacing.rest(self._lag_s)
+        collective.set_deadline(run.config.deadline_s)
 
     def _report(self, *, is_done: bool, waits_at: str) -> dict[str, Any]:
         """What this worker says of itself."""

@@ -34,6 +34,9 @@ class Rules:
     """What a member gives is there for all others, or for none, whenever it dies."""
     confirms: bool = False
     """A step is applied when all have said that they have its result."""
+    hands_on: bool = False
+    """Who has applied a step hands its result on to those that lack it; all of an epoch end together. Who is silent is
+    on another host: it is expelled, and may go on for all that is known."""
     holds_back: bool = True
     """Who has given its state gives its part of no further step in that epoch."""
     checks_epoch: bool = True
@@ -51,6 +54,7 @@ class World:
     unknown: Contributors = frozenset()
     """Dead, and the coordinator has not heard of it."""
     silent: Contributors = frozenset()
+    expelled: Contributors = frozenset()
     gone: Contributors = frozenset()
     """Have come to their end."""
     shown: frozenset[tuple[str, int, int, int, int]] = frozenset()
@@ -67,6 +71,12 @@ class World:
     """States that lie there for the joiner."""
     leaves: int = 0
     """How many members may be asked to leave yet."""
+    asked_for_result: frozenset[tuple[int, int]] = frozenset()
+    """Words under way that ask a member for the result of its last step, in an epoch."""
+    results: frozenset[tuple[int, int, Contributors]] = frozenset()
+    """These, on their way to the coordinator: epoch, step, and who contributed."""
+    handed: frozenset[tuple[int, int, Contributors]] = frozenset()
+    """And on their way to a member that lacks one: whom, step, and who contributed."""
 
     def successors(self) -> Iterator[tuple[str, World]]:
         for member in self.members:
@@ -83,8 +93,12 @@ class World:
             if to == rank and not (self.rules.kills and form.membership.epoch <= member.membership.epoch):
                 yield f"{rank} takes the word of epoch {form.membership.epoch}", self._formed(member, form)
         if member.has_stopped:
+            yield from self._of_results(member)
             return
-        if member.applied == self.goal:
+        ends = member.applied == self.goal
+        if ends and self.rules.hands_on:  # the last meeting, to which all of the epoch come
+            ends = all(other.applied == self.goal for other in self.members if other.rank in ranks)
+        if ends:
             coordinator, forms = self._hearing(lambda: self.coordinator.ended(rank))
             yield (
                 f"{rank} has come to its end",
@@ -95,7 +109,7 @@ class World:
             for to, whom in self.asked:
                 if to == rank and not member.gives:
                     yield f"{rank} gives its state", self._giving(member, whom)
-            if self.leaves:
+            if self.leaves and member.applied < self.goal:
                 coordinator, forms = self._hearing(lambda: self.coordinator.ended(rank))
                 left = replace(self, leaves=self.leaves - 1, gone=self.gone | {rank})
                 yield f"{rank} leaves", replace(left, coordinator=coordinator, forms=forms)
@@ -103,11 +117,13 @@ class World:
             yield f"{rank} stops for who joins", self._stopping(member)
             if self.rules.holds_back:
                 return
-        for receiver in ranks:
+        receivers = [other for other in ranks if other != rank] or ranks
+        for receiver in receivers if member.applied < self.goal else ():
             if ("part", *self._place(member), rank, receiver) not in self.shown:
                 yield f"{rank} gives its part to {self._whom(receiver)}", self._showing("part", member, receiver)
                 break
-        has_parts = self._has_all("part", member)
+        has_given = all(("part", *self._place(member), rank, receiver) in self.shown for receiver in ranks)
+        has_parts = has_given and self._has_all("part", member)
         if has_parts and not member.holds:
             yield f"{rank} has the result", self._with(member.with_result())
         if member.holds and self.rules.confirms:
@@ -123,12 +139,29 @@ class World:
             for other in self.members
             if other.membership.epoch > epoch or (other.has_stopped and other.membership.epoch == epoch)
         }
-        lost = (self.dead | self.gone | left) & set(ranks)
+        lost = (self.dead | self.gone | self.expelled | left) & set(ranks)
         misses = any(("part", *self._place(member), other, rank) not in self.shown for other in lost)
         if lost and (misses or not self.rules.finishes):
             yield f"{rank} misses a member and stops", self._stopping(member)
         if not self.rules.kills and (self.silent - lost) & set(ranks):
             yield f"{rank} gives up waiting", self._stopping(member)
+
+    def _of_results(self, member: Member) -> Iterator[tuple[str, World]]:
+        rank = member.rank
+        for to, epoch in self.asked_for_result:
+            if to == rank:
+                asked = self.asked_for_result - {(to, epoch)}
+                results = self.results | {(epoch, *self.log[rank][-1])}
+                yield f"{rank} hands on its result", replace(self, asked_for_result=asked, results=results)
+        for to, step, contributors in self.handed:
+            if to == rank:
+                world = replace(self, handed=self.handed - {(to, step, contributors)})
+                try:
+                    member = member.with_result_handed_on(step)
+                except StaleEpoch as stale:
+                    raise Broken(str(stale)) from None
+                world = replace(world, reports=world.reports | {member.report()})
+                yield f"{rank} applies the result of step {step}", world._applied(member, tuple(contributors))
 
     def _of_joiner(self) -> Iterator[tuple[str, World]]:
         joiner = self.joiner
@@ -180,14 +213,25 @@ class World:
         return replace(self._with(stopped), reports=self.reports | {stopped.report()})
 
     def _asking(self) -> World:
-        """Somebody is asked for a state, where somebody waits for one."""
-        giver = self.coordinator.giver
-        return self if giver is None else replace(self, asked=self.asked | {(giver, self.coordinator.joining)})
+        """Somebody is asked for a state, where somebody waits for one, or for the result of a step that others lack."""
+        ahead, giver = self.coordinator.ahead, self.coordinator.giver
+        world = self
+        if ahead is not None:
+            asked = (ahead, self.coordinator.membership.epoch)
+            world = replace(self, asked_for_result=self.asked_for_result | {asked})
+        return world if giver is None else replace(world, asked=self.asked | {(giver, self.coordinator.joining)})
 
     def _failing(self, rank: int) -> Iterator[tuple[str, World]]:
         if self.failures and rank not in self.silent:
             left = replace(self, failures=self.failures - 1)
             yield f"{rank} dies", replace(left, dead=self.dead | {rank}, unknown=self.unknown | {rank})
+            if self.rules.hands_on:
+                if rank in self.coordinator.living:
+                    yield (
+                        f"{rank} is silent and expelled",
+                        replace(left, expelled=self.expelled | {rank})._told_dead(rank),
+                    )
+                return
             yield f"{rank} is stopped", replace(left, silent=self.silent | {rank})
         if rank in self.silent:
             yield f"{rank} goes on", replace(self, silent=self.silent - {rank})
@@ -210,6 +254,17 @@ class World:
             coordinator, forms = self._hearing(lambda report=report: self.coordinator.hear(report))
             world = replace(self, reports=self.reports - {report}, coordinator=coordinator, forms=forms)._asking()
             yield f"{report.rank}'s report of epoch {report.epoch} comes", world
+        for epoch, step, contributors in self.results:
+            coordinator, told = self.coordinator.handed_on(epoch=epoch, step=step)
+            yield (
+                f"the result of step {step} comes",
+                replace(
+                    self,
+                    results=self.results - {(epoch, step, contributors)},
+                    coordinator=coordinator,
+                    handed=self.handed.union((rank, step, contributors) for rank in told),
+                ),
+            )
 
     def _told_dead(self, rank: int) -> World:
         coordinator, forms = self._hearing(lambda: self.coordinator.ended(rank))
@@ -222,6 +277,8 @@ class World:
             return self.coordinator, self.forms
         except RunFailed as failure:
             raise Broken(str(failure)) from None
+        if coordinator.ahead is not None and not self.rules.hands_on:
+            raise Broken(f"rank {coordinator.ahead} has applied a step whose result {coordinator.behind} do not have")
         words = [] if form is None else [(rank, form) for rank in form.membership.ranks]
         return coordinator, self.forms.union(words)
 
@@ -244,7 +301,7 @@ class World:
         return "all" if self.rules.shows_to_all else str(receiver)
 
     def _showing(self, what: str, member: Member, receiver: int) -> World:
-        receivers = member.membership.ranks if self.rules.shows_to_all else (receiver,)
+        receivers = member.membership.ranks if self.rules.shows_to_all else (receiver, member.rank)
         return replace(self, shown=self.shown.union((what, *self._place(member), member.rank, to) for to in receivers))
 
     def _has_all(self, what: str, member: Member) -> bool:
@@ -259,8 +316,11 @@ class World:
         entry = (member.applied, frozenset(contributors))
         log = list(self.log)
         log[member.rank] = (*log[member.rank], entry)
-        for other in log:
-            for step, theirs in other:
+        # Over messages the dead, and who has left, may have applied what nobody else has: nobody goes on from there.
+        ended = {each.rank for each in self.members if each.rank in self.gone and each.applied == self.goal}
+        count = {*self.coordinator.living} - self.dead | ended if self.rules.hands_on else {*range(len(log))}
+        for rank in count if member.rank in count else ():
+            for step, theirs in log[rank]:
                 if step == entry[0] and theirs != entry[1]:
                     raise Broken(f"step {step} is applied of {sorted(theirs)} here and of {sorted(entry[1])} there")
         return replace(self._with(member), log=tuple(log))

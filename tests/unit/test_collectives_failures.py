@@ -197,6 +197,27 @@ def run_aborted(collective: Collective, waiting_for: str, is_over: Path) -> list
     return errors
 
 
+def test_word_of_a_loss_ends_every_wait(tmp_path: Path) -> None:
+    with World("gloo", 3) as world:
+        results = world.run(run_without_the_last, tmp_path / "is-over")
+    for name, message in itertools.chain(*results[:-1]):
+        assert name == "PeerLost"
+        assert "as I have heard" in message
+
+
+def run_without_the_last(collective: Collective, is_over: Path) -> list[Any]:
+    collective.barrier()
+    if collective.rank == collective.size - 1:
+        wait_for(is_over)
+        return []
+    later(0.2, collective.lose, "it is gone, as I have heard")
+    errors = [caught(lambda: collective.all_reduce(torch.ones(3)).wait())[:2], caught(collective.barrier)[:2]]
+    (is_over.parent / f"stopped-{collective.rank}").touch()
+    if all((is_over.parent / f"stopped-{rank}").exists() for rank in range(collective.size - 1)):
+        is_over.touch()
+    return errors
+
+
 def test_alone_ends_with_abort_and_close() -> None:
     alone = AloneCollective()
     alone.abort("enough")

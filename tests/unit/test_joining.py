@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from paceline.comm.alone import AloneCollective
 from paceline.config import RunConfig
 from paceline.elastic import Elastic, Member
 from paceline.engines.world import alone
-from paceline.errors import BudgetReached, UsageError
+from paceline.errors import BudgetReached, PeerLost, UsageError
 from paceline.membership import Membership
 from paceline.records import NullReporter
 from paceline.strategies import build
-from paceline.strategies.regrouping import Formed
+from paceline.strategies.regrouping import Formed, ResultHandedOn
+from paceline.training.elastic import Survivor
 from paceline.training.given import told_apart
 from paceline.training.session import Session
 
@@ -38,10 +40,10 @@ class ByFile:
     members: tuple[Member, ...] = ()
     has_left: bool = False
 
-    def __call__(self, member: Member) -> Formed:
+    def __call__(self, member: Member, last_result) -> Formed:
         self.members = (*self.members, member)
         formed = Member(member.rank, Membership(member.membership.epoch + 1, (0, 1)), member.applied)
-        return Formed(formed, AloneCollective(), False)
+        return Formed(formed, AloneCollective(), 0, 1)
 
     def give(self, write, *, member: Member, to: tuple[int, ...]) -> None:
         write(self.path)
@@ -129,6 +131,59 @@ def test_a_joiner_has_the_others_model_optimizer_schedule_and_place(tmp_path: Pa
     dealt = joiner.session._survivor._data
     assert [list(part) for part in dealt.under_way[0].parts] == [under_way, []]
     assert (dealt.weight, [member.applied for member in reform.members]) == (0.0, [6 * epochs + 2])
+
+
+@dataclass
+class HandedOn(ByFile):
+    """The others are a step further, at first."""
+
+    frames: tuple[bytes, ...] = ()
+
+    def __call__(self, member: Member, last_result) -> Formed:
+        frames, self.frames = self.frames, ()
+        if frames:
+            raise ResultHandedOn(frames)
+        return super().__call__(member, last_result)
+
+
+def test_who_is_handed_a_result_applies_it_and_not_its_own(monkeypatch, tmp_path: Path) -> None:
+    """Over messages one may have a step's result that another has missed, since a third has died."""
+    monkeypatch.setattr(AloneCollective, "completes_alike", False)
+    ahead = script(ByFile(tmp_path), rank=0)
+    _, x = next(iter(ahead.loader))
+    ahead.step([3 * x + 1])
+    reform = HandedOn(tmp_path, frames=tuple(bytes(frame) for frame in ahead.session._survivor.last_result()))
+    behind = script(reform, rank=0)
+    behind.session.run.prepared.synchronizer._repeating.lost = PeerLost("rank 1 is lost")
+    batches = iter(behind.loader)
+    behind.step([next(batches)[1]])
+    for own, theirs in zip(behind.model.parameters(), ahead.model.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+    assert (reform.frames, reform.members, behind.session.run.iteration) == ((), (), 1)
+    behind.step([next(batches)[1]])  # it regroups before that
+    assert [member.applied for member in reform.members] == [1]
+
+
+@pytest.mark.parametrize(("others_met", "meetings"), [(1, 2), (2, 1)])
+def test_a_meeting_that_others_have_left_is_not_met_anew(monkeypatch, others_met: int, meetings: int) -> None:
+    """Somebody dies when all have all of it: whoever has not heard that goes on if others have, or all meet again."""
+    context = SimpleNamespace(rank=0, membership=Membership.first(3))
+    survivor = Survivor(SimpleNamespace(context=context), Elastic(at_least=1, at_most=3))
+    survivor._member = replace(survivor._member, met=1)
+    met, parts = [], iter([PeerLost("rank 1 is lost"), None])
+
+    def part() -> None:
+        said = next(parts)
+        if said is not None:
+            raise said
+
+    def regroup() -> None:
+        survivor._member = replace(survivor._member, membership=Membership(2, (0, 2)), met=others_met)
+
+    monkeypatch.setattr(survivor, "regroup", regroup)
+    synchronizer = SimpleNamespace(rejoin=lambda context: None)
+    assert survivor.repeated(lambda: met.append(1) or len(met), part, synchronizer) == meetings
+    assert (len(met), survivor._member.met) == (meetings, 2)
 
 
 def test_a_joiner_with_another_model_is_refused(tmp_path: Path) -> None:

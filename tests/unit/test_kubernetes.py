@@ -357,7 +357,7 @@ def test_a_script_in_the_image_is_not_read_here(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--elastic", "1:2"], "--elastic is for the workers of the launcher's own host so far"),
+        (["--elastic", "1:2"], "--elastic has not been tried in a cluster of Kubernetes"),
         (["--workers", "2", "--out", "x"], "--out is the job's own; leave it out"),
         (["--address", "a:1"], "--address is the job's own"),
         (["--strategy", "ps-asps"], "did you mean"),

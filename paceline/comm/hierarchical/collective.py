@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -19,7 +20,7 @@ from paceline.comm.rank_errors import FAILURES
 from paceline.comm.reduction import require_reducible
 from paceline.comm.shared_memory.plans import SMALL_BYTES
 from paceline.comm.works import GuardedWork, OwnedWork
-from paceline.errors import Aborted, PacelineError, UsageError
+from paceline.errors import Aborted, PacelineError, PeerLost, UsageError
 
 _NUM_SLOTS = 64
 
@@ -43,7 +44,14 @@ class HierarchicalCollective(Collective):
     """
 
     def __init__(
-        self, store: Store, *, rank: int, hosts: Sequence[Sequence[int]], address: str, deadline_s: float | None = 300.0
+        self,
+        store: Store,
+        *,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        address: str,
+        deadline_s: float | None = 300.0,
+        timing: Timing | None = None,
     ) -> None:
         """Meet the other ranks. Collective call.
 
@@ -51,6 +59,7 @@ class HierarchicalCollective(Collective):
             store: where the ranks find one another; no other group may use its keys.
             hosts: the ranks of each host, every rank of the world once.
             address: IP address of this host on the network to be used.
+            timing: where to go on counting, for ranks that had another collective before.
 
         Raises:
             UsageError: the hosts do not hold every rank once, or no network interface of this host has the address.
@@ -61,7 +70,8 @@ class HierarchicalCollective(Collective):
         self._host = _host_of(rank, hosts, size=self.size)
         local_rank = self._host.index(rank)
         self._is_even = len({len(host) for host in hosts}) == 1
-        self.timing = Timing()
+        self.timing = timing or Timing()
+        before = replace(self.timing)
         self._failure: PacelineError | None = None
 
         def connect(name: str, ranks: Sequence[int]) -> TorchCollective:
@@ -94,7 +104,7 @@ class HierarchicalCollective(Collective):
             self._stages = Stages(self._shares, self._across, size=self.size)
             self._slots = self._shares.allocate(_NUM_SLOTS * SMALL_BYTES).view(_NUM_SLOTS, SMALL_BYTES)
             opened.pop_all()
-        self._timings = [self._shares.timing, *(group.timing for group in self._groups())]
+        self._timings = [before, self._shares.timing, *(group.timing for group in self._groups())]
         self._slot_users: list[Work] = [Finished()] * _NUM_SLOTS
         self._num_staged = 0
 
@@ -185,6 +195,9 @@ class HierarchicalCollective(Collective):
 
     def abort(self, reason: str) -> None:
         self._end(Aborted(reason))
+
+    def lose(self, reason: str) -> None:
+        self._end(PeerLost(reason))
 
     def close(self) -> None:
         """Leave. Peers that still wait for this rank raise; allocated tensors stay readable here."""

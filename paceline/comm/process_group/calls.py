@@ -95,6 +95,11 @@ class TorchCalls:
         self._last_look_s = 0.0
         self._gone_since_s: float | None = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether operations have been started, and are not over."""
+        return bool(self._under_way)
+
     def submit(
         self, operation: str, start: Callable[[], Any], *, num_bytes: int, finish: Callable[[], None] | None = None
     ) -> Work:

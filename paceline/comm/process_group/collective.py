@@ -27,6 +27,9 @@ from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
 
 # A backend that times out closes its connections, and then peers would blame the first to give up.
 _BACKEND_MARGIN_S = 10.0
+# Gloo's groups with operations that were given up. To destroy one would wait for these, and a peer that does not answer
+# keeps them until they time out.
+_GIVEN_UP: list[Any] = []
 
 
 @final
@@ -54,11 +57,12 @@ class TorchCollective(ByteCollective):
         address: str,
         deadline_s: float | None,
         names: Sequence[int] | None = None,
+        timing: Timing | None = None,
     ) -> None:
         """Take over the group of a backend from `connect_gloo` or `connect_nccl`. Collective call."""
         self.rank = group.rank()
         self.size = group.size()
-        self.timing = Timing()
+        self.timing = timing or Timing()
         self._group = group
         self._is_closed = False
         self._is_nccl = group.name().lower() == "nccl"
@@ -167,9 +171,14 @@ class TorchCollective(ByteCollective):
     def abort(self, reason: str) -> None:
         self._calls.leave(Aborted(reason))
 
+    def lose(self, reason: str) -> None:
+        self._calls.leave(PeerLost(reason))
+
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            if self._calls.is_under_way:
+                _GIVEN_UP.append(self._group)
             self._calls.close()
             for way in self._ways.values():
                 way.close(joins=False)
@@ -238,6 +247,7 @@ def connect_gloo(
     address: str,
     deadline_s: float | None = 300.0,
     names: Sequence[int] | None = None,
+    timing: Timing | None = None,
 ) -> TorchCollective:
     """Meet the other ranks over gloo. Collective call.
 
@@ -245,6 +255,7 @@ def connect_gloo(
         store: where the ranks find one another; no other group may use its keys, so give a `dist.PrefixStore`.
         address: IP address of this host on the network to be used. No host name is looked up.
         names: what errors call the ranks, where that is not their numbers here.
+        timing: where to go on counting, for ranks that had another collective before.
 
     Raises:
         UsageError: no network interface of this host has the address.
@@ -257,7 +268,8 @@ def connect_gloo(
     options._timeout = timeout_of(deadline_s)
     with _meeting(size, deadline_s):
         group = backend(store, rank, size, options)
-        return TorchCollective(group, device=torch.device("cpu"), address=address, deadline_s=deadline_s, names=names)
+        cpu = torch.device("cpu")
+        return TorchCollective(group, device=cpu, address=address, deadline_s=deadline_s, names=names, timing=timing)
 
 
 def connect_nccl(

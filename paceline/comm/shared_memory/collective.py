@@ -39,6 +39,8 @@ class SharedMemoryCollective(ByteCollective):
     Every call checks that all ranks asked for the same; after any error in that or in a peer, every later call raises.
     """
 
+    completes_alike = True
+
     @staticmethod
     def prepare() -> SharedBlock:
         """This rank's own memory, whose `address` every rank needs to build the collective. Raises OSError if there is

@@ -2,8 +2,9 @@
 
 import collections
 import os
+import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,7 +12,7 @@ import zmq
 
 from paceline.comm.wire import Caller, Keys
 from paceline.errors import Aborted, NotWritten
-from paceline.messages import Kind, Message, cut_into_frames, raw_bytes
+from paceline.messages import Kind, Message, Raw, cut_into_frames, raw_bytes
 from paceline.records import EvaluationRecord, EventRecord, Record, Reporter, StepRecord, pack_steps, to_plain
 from paceline.server.chains import Chain, from_body
 
@@ -77,11 +78,12 @@ class ControlLine(Reporter):
         self._write_error: str | None = None
         self._loaded = threading.Event()
         self._content = b""
-        self._answered = threading.Event()
-        self._answer: Mapping[str, Any] = {}
+        self._answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self.asked_to_give: tuple[int, ...] = ()
         """Ranks that wait for this worker's state."""
         self.is_asked_to_leave = False
+        self.on_lost: Callable[[int], None] = lambda epoch: None
+        """Called in the line's thread: somebody of this epoch of membership, or of an earlier one, is gone."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._speak, name="paceline-control", daemon=True)
         self._thread.start()
@@ -116,19 +118,20 @@ class ControlLine(Reporter):
                 raise Aborted(f"the checkpoint did not come: {self._abort_reason}")
         return self._content
 
-    def tell(self, kind: Kind, body: Mapping[str, Any]) -> None:
+    def tell(self, kind: Kind, body: Mapping[str, Any], payload: Sequence[Raw] = ()) -> None:
         """Tell the launcher at once."""
-        self._outbox.append(Message(kind, self._launcher.epoch, body=body))
+        self._outbox.append(Message(kind, self._launcher.epoch, body=body, payload=payload))
         os.eventfd_write(self._wake, 1)
 
-    def ask(self, kind: Kind, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Tell the launcher, and wait for what it says of who goes on. Raises Aborted if the run ends."""
-        self._answered.clear()
-        self.tell(kind, body)
-        while not self._answered.wait(_PULSE_S):
-            if self._abort_reason is not None:
-                raise Aborted(f"nobody said who goes on: {self._abort_reason}")
-        return self._answer
+    def ask(self, kind: Kind, body: Mapping[str, Any], payload: Sequence[Raw] = ()) -> Mapping[str, Any]:
+        """Tell the launcher, and wait for the next word of who goes on. Raises Aborted if the run ends."""
+        self.tell(kind, body, payload)
+        while True:
+            try:
+                return self._answers.get(timeout=_PULSE_S)
+            except queue.Empty:
+                if self._abort_reason is not None:
+                    raise Aborted(f"nobody said who goes on: {self._abort_reason}") from None
 
     def stop_requested(self) -> bool:
         return self._stop
@@ -187,8 +190,9 @@ class ControlLine(Reporter):
         elif message.kind in (Kind.FORM, Kind.STATE):
             if message.kind is Kind.FORM:
                 self.asked_to_give = ()  # who waits still is named anew
-            self._answer = message.body
-            self._answered.set()
+            self._answers.put({**message.body, "payload": message.payload})
+        elif message.kind is Kind.LOST:
+            self.on_lost(message.body["epoch"])
         elif message.kind is Kind.GIVE:
             self.asked_to_give = tuple(message.body["ranks"])
         elif message.kind is Kind.RETIRE:

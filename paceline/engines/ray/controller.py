@@ -19,7 +19,7 @@ from paceline.engines.ray.file_writing import FileWriting, reason
 from paceline.engines.standing import Progress
 from paceline.engines.standstill import Standstill
 from paceline.errors import RunFailed
-from paceline.messages import Kind, Message, WireError, cut_into_frames, raw_bytes
+from paceline.messages import Kind, Message, Raw, WireError, cut_into_frames, raw_bytes
 from paceline.records import EventRecord, Record, RecordWriter, from_plain, unpack_steps
 
 _TURN_S = 0.2
@@ -67,6 +67,8 @@ class Controller:
         """When each member was last heard, by the monotonic clock."""
         self.words: collections.deque[tuple[Kind, Mapping[str, Any]]] = collections.deque()
         """What members of a run that outlives deaths have said of themselves and of others."""
+        self.expelled: set[str] = set()
+        """Members on other hosts that were silent for too long: nothing that they say counts any more."""
         self.epochs: dict[str, int] = {}
         """Of the data, which each member was in when it was last heard."""
         self.standstill = Standstill()
@@ -112,9 +114,12 @@ class Controller:
             self.tell(identity, kind, **body)
 
     def tell(self, identity: str, kind: Kind, **body: Any) -> None:
+        self.pass_on(identity, kind, (), **body)
+
+    def pass_on(self, identity: str, kind: Kind, payload: Sequence[Raw], **body: Any) -> None:
         # A member that is gone has no route any more.
         with contextlib.suppress(zmq.ZMQError):
-            self._listener.send(identity.encode(), Message(kind, self._epoch, body=body))
+            self._listener.send(identity.encode(), Message(kind, self._epoch, body=body, payload=payload))
 
     def finish_files(self, *, limit_s: float) -> bool:
         """Have what members have sent written, and answer them. Returns whether there was anything."""
@@ -130,6 +135,8 @@ class Controller:
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         identity = frames[0].bytes.decode(errors="replace")
+        if identity in self.expelled:
+            return
         try:
             message = Message.decode(frames[1:], epoch=self._epoch)
             if message.kind is Kind.STORE:
@@ -152,6 +159,8 @@ class Controller:
             elif message.kind is Kind.FILE:
                 self._guarded(self._writer.flush)  # what was recorded before a checkpoint is there when that is
                 self._files.begin(identity, str(message.body.get("name")), message.payload)
+            elif message.kind is Kind.RESULT:
+                self.words.append((message.kind, {**message.body, "payload": message.payload}))
             elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.SERVES):
                 self.words.append((message.kind, message.body))
             elif message.kind is Kind.GOODBYE:

@@ -13,7 +13,7 @@ from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.liveness import Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
-from paceline.engines.ray.nodes import Place, nodes
+from paceline.engines.ray.nodes import Place, nodes, own_node_id
 from paceline.engines.ray.survival import Survival, rank_of
 from paceline.engines.ray.worker_actor import WorkerActor
 from paceline.engines.ray.world_spec import Newcomer, WorkerInfo, WorldSpec
@@ -93,6 +93,10 @@ class Newcomers:
         cannot be."""
         staying = self._survival.staying
         require_allowed(self._elastic, wanted)
+        if wanted > len(staying) + len(self._coming) and {info.node_id for info in self._spec.workers} != {
+            own_node_id()
+        }:
+            raise UsageError("workers can join where all began on the launcher's host alone so far")
         if not staying:
             raise UsageError("the run is about to end")
         self._wanted, self._is_asked = wanted, True

@@ -2,22 +2,24 @@
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective
-from paceline.comm.shared_memory.block import BlockAddress
+from torch.distributed import PrefixStore, Store
+
+from paceline.comm.base import Collective, Timing
+from paceline.comm.connecting import Site, connect_members, needs_store, site_of
+from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.shared_memory.descriptors import open_descriptor
 from paceline.elastic import Form, Member, Report, StaleEpoch
 from paceline.engines.ray.control import ControlLine
-from paceline.errors import BudgetReached, PeerLost
+from paceline.errors import BudgetReached, DeadlineExceeded, PeerLost
 from paceline.membership import Membership
-from paceline.messages import Kind
-from paceline.strategies.regrouping import Formed
+from paceline.messages import Kind, Raw
+from paceline.strategies.regrouping import Formed, ResultHandedOn
 
 
 @final
@@ -26,6 +28,10 @@ class Reforming:
 
     Args:
         collective: the present epoch's.
+        host: the same for exactly those workers that can share memory.
+        address: at which other hosts reach this one.
+        store: where workers of several hosts meet.
+        meet_within_s: who has not come to a meeting of hosts by then is looked for.
         add: told of each new one, which an abort has to reach.
         joins: this worker takes no part yet.
     """
@@ -35,11 +41,18 @@ class Reforming:
         line: ControlLine,
         collective: Collective,
         *,
+        host: str,
+        address: str,
+        store: Store | None,
         deadline_s: float | None,
+        meet_within_s: float,
         add: Callable[[Collective], None],
         joins: bool = False,
     ) -> None:
         self._line, self._collective, self._deadline_s, self._add = line, collective, deadline_s, add
+        self._host, self._address, self._store, self._meet_within_s = host, address, store, meet_within_s
+        self._epoch, self._lost_epoch = 0, 0
+        line.on_lost = self._lose
         self.joins = joins
         self._descriptors: list[int] = []  # of states under way, until the others have gone on
 
@@ -80,58 +93,84 @@ class Reforming:
         self._line.tell(Kind.RETIRED, {"rank": rank})
         self._collective.close()
 
-    def __call__(self, member: Member) -> Formed:
+    def __call__(self, member: Member, last_result: Callable[[], Sequence[Raw]]) -> Formed:
         """Those who are left, and what connects them. Collective call of these. Raises Aborted if the run ends."""
-        timing, applies = self._collective.timing, False
+        timing = self._collective.timing
         while True:
+            self._collective.lose("its workers meet anew")  # whoever uses it yet regroups
             self._collective.close()
             memory = SharedMemoryCollective.prepare()
             member = member.stopped()
-            form, addresses = self._told(member, memory.address)
+            form, sites = self._told(member, Site(self._host, None, memory.address), last_result)
             while self._descriptors:
                 os.close(self._descriptors.pop())
             self.joins = False
-            member, applies_now = member.formed(form)
-            applies = applies or applies_now
-            ranks = form.membership.ranks
-            if len(ranks) == 1:
+            member, _ = member.formed(form)
+            self._epoch = form.membership.epoch
+            try:
+                self._collective = self._connected(member, sites, memory, timing)
+            except (PeerLost, DeadlineExceeded):  # one more
                 memory.close()
-                self._collective = AloneCollective(timing=timing)
-            else:
-                try:
-                    self._collective = SharedMemoryCollective(
-                        rank=ranks.index(member.rank),
-                        addresses=[addresses[rank] for rank in ranks],
-                        control=memory,
-                        deadline_s=self._deadline_s,
-                        timing=timing,
-                        names=ranks,
-                    )
-                except PeerLost:  # one more
-                    memory.close()
-                    continue
+                continue
             self._add(self._collective)
-            return Formed(member, self._collective, applies)
+            if self._lost_epoch >= self._epoch:
+                self._lose(self._lost_epoch)
+            beside = [rank for rank, site in sites.items() if site.host == self._host]
+            return Formed(member, self._collective, beside.index(member.rank), len(beside))
 
-    def _told(self, member: Member, memory: BlockAddress) -> tuple[Form, dict[int, BlockAddress]]:
-        said = self._heard(Kind.REPORT, {**asdict(member.report()), "memory": asdict(memory)})
+    def _connected(self, member: Member, sites: Mapping[int, Site], memory: SharedBlock, timing: Timing) -> Collective:
+        members, ranks = list(sites.values()), member.membership.ranks
+        meets_hosts = needs_store(members)
+        collective = connect_members(
+            members,
+            rank=ranks.index(member.rank),
+            memory=memory,
+            deadline_s=self._meet_within_s if meets_hosts else self._deadline_s,
+            store=None if self._store is None else PrefixStore(f"epoch-{member.membership.epoch}", self._store),
+            address=self._address,
+            timing=timing,
+            names=ranks,
+        )
+        if meets_hosts:
+            collective.set_deadline(self._deadline_s)
+        return collective
+
+    def _lose(self, epoch: int) -> None:
+        """Somebody of this epoch is gone. Callable from any thread."""
+        self._lost_epoch = max(epoch, self._lost_epoch)
+        if epoch >= self._epoch:
+            self._collective.lose("a worker is gone, as the launcher says")
+
+    def _told(
+        self, member: Member, site: Site, last_result: Callable[[], Sequence[Raw]]
+    ) -> tuple[Form, dict[int, Site]]:
+        said = self._heard(Kind.REPORT, {**asdict(member.report()), "site": asdict(site)})
+        while True:
+            if "hand" in said:
+                result = {"rank": member.rank, "epoch": member.membership.epoch, "step": member.applied}
+                said = self._heard(Kind.RESULT, result, last_result())
+            elif "result" in said:
+                member.with_result_handed_on(said["result"])
+                raise ResultHandedOn(said["payload"])
+            else:
+                break
         if "again" in said:
             raise StaleEpoch(f"the others have gone on without rank {member.rank}")
         form = form_of(said)
         if form.membership.epoch <= member.membership.epoch:
             raise StaleEpoch(f"rank {member.rank} heard of epoch {form.membership.epoch} again")
-        return form, {int(rank): BlockAddress(**address) for rank, address in said["memories"].items()}
+        return form, {rank: site_of(said["sites"][str(rank)]) for rank in form.membership.ranks}
 
-    def _heard(self, kind: Kind, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        said = self._line.ask(kind, body)
+    def _heard(self, kind: Kind, body: Mapping[str, Any], payload: Sequence[Raw] = ()) -> Mapping[str, Any]:
+        said = self._line.ask(kind, body, payload)
         if "over" in said:
             raise BudgetReached("the run has ended")
         return said
 
 
 def form_of(body: Mapping[str, Any]) -> Form:
-    return Form(Membership(body["epoch"], tuple(body["ranks"])), body["step"])
+    return Form(Membership(body["epoch"], tuple(body["ranks"])), body["step"], body["met"])
 
 
 def report_of(body: Mapping[str, Any]) -> Report:
-    return Report(body["epoch"], body["rank"], body["applied"], body["holds"], tuple(body["gives"]))
+    return Report(body["epoch"], body["rank"], body["applied"], body["holds"], tuple(body["gives"]), body["met"])

@@ -32,6 +32,7 @@ from paceline.engines.scripting import Outcome
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.messages import Kind
+from paceline.strategies import name_of
 
 FIRST_EPOCH = 1
 _TURN_S = 0.05
@@ -124,18 +125,23 @@ class Supervisor:
         program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
         elastic = job.config.elastic
         if elastic is not None:
-            is_here = all(info.node_id == own_node_id() for info in spec.workers)  # who is silent is ended by its pid
-            if not is_here or transport(spec.members) not in ("none", "shared memory"):
+            elsewhere = {name for name, info in members.infos.items() if info.node_id != own_node_id()}
+            if uses_cuda:
+                raise UsageError("--elastic is for workers on CPUs so far; leave it out, or use --device cpu")
+            if spec.num_hosts > 1 and not job.strategy.traits.lock_step:
                 raise UsageError(
-                    "--elastic is for workers on the cores of this host so far, which meet in shared memory; leave it "
-                    "out, or use --device cpu and a cluster of one host"
+                    f"--elastic under {name_of(job.strategy)} is for workers of one host so far; use all-reduce, or "
+                    "leave --elastic out"
                 )
+            if elsewhere and elastic.replacements:
+                raise UsageError("--replace is for workers of this host alone so far; leave it out")
             self._survival = Survival(
                 elastic,
                 self._controller,
                 membership=spec.membership,
                 deadline_s=job.config.deadline_s,
                 pids={name: info.pid for name, info in members.infos.items()},
+                elsewhere=elsewhere,
                 say=self._say,
             )
             self._newcomers = Newcomers(
@@ -150,7 +156,10 @@ class Supervisor:
                 say=self._say,
             )
             if self._wanted is not None:
-                self._newcomers.scale(self._wanted)
+                try:
+                    self._newcomers.scale(self._wanted)
+                except UsageError as refused:
+                    self._say(str(refused))
         if spec.chains is not None:
             self._takeover = Takeover(
                 spec.chains,
@@ -246,6 +255,10 @@ class Supervisor:
             self._gather(lambda: survival.has_begun or members.has_error, limit_s=_WORD_S)
             if not survival.has_begun:
                 return
+        for name in self._controller.expelled & members.actors.keys():
+            with contextlib.suppress(Exception):
+                ray.kill(members.actors[name])
+            members.dead.add(name)
         try:
             for name in sorted(members.dead):
                 if name in self._controller.gone | survival.left:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, final
 
 from paceline.elastic import Coordinator, Elastic, Form, StaleEpoch
@@ -25,6 +25,7 @@ class Survival:
     Args:
         deadline_s: how long the others may wait for one who does not come to its next exchange.
         pids: the workers' processes, by name.
+        elsewhere: those on other hosts.
         say: shows a line where the run was started.
     """
 
@@ -36,11 +37,13 @@ class Survival:
         membership: Membership,
         deadline_s: float,
         pids: Mapping[str, int],
+        elsewhere: Set[str],
         say: Callable[[str], None],
     ) -> None:
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
+        self._elsewhere = elsewhere
         self._coordinator = Coordinator.first(membership, at_least=elastic.at_least)
-        self._memories: dict[str, Any] = {}
+        self._sites: dict[str, Any] = {}
         self._seeking: set[int] = set()  # joiners that have asked for a state, and have none yet
         self._states: dict[int, Any] = {}  # for joiners, of the present epoch
         self._leaving: set[int] = set()  # have been asked to
@@ -56,7 +59,7 @@ class Survival:
     @property
     def has_begun(self) -> bool:
         """Whether all workers have come to their first step, as far as is known here."""
-        return self._controller.progress.phase == "training" or bool(self._controller.words or self._memories)
+        return self._controller.progress.phase == "training" or bool(self._controller.words or self._sites)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -86,7 +89,9 @@ class Survival:
         progress.phase = "training"  # whoever would have said so may be the one
         why = self._why.pop(name, "its process ended")
         self._since_s = time.monotonic()
+        epoch = self._coordinator.membership.epoch
         self._coordinator, form = self._coordinator.died(rank)
+        self._tell_lost(self._coordinator.living, epoch=epoch)
         left = len(self._coordinator.living)
         num_steps = self._controller.num_steps.get(name, 0)
         self._controller.event("lost", name, process=self._pids.get(name), why=why, num_steps=num_steps, left=left)
@@ -107,6 +112,8 @@ class Survival:
                 self._hear_report(body)
             elif kind is Kind.TAKE:
                 self._hear_newcomer(body["rank"], epoch=body["epoch"])
+            elif kind is Kind.RESULT:
+                self._hand_on_result(body)
             elif kind is Kind.GIFT:
                 self._states.update(dict.fromkeys(body["to"], body["state"]))
                 self._hand_on_states()
@@ -128,8 +135,14 @@ class Survival:
             self._controller.event("refused", f"worker-{rank}", error=str(stale))
             self._tell_to_ask_again(rank)
             return
-        self._memories[str(rank)] = body["memory"]
+        self._sites[str(rank)] = body["site"]
+        self._tell_lost(self._coordinator.awaited, epoch=body["epoch"])
         self._send(form)
+
+    def _tell_lost(self, ranks: Iterable[int], *, epoch: int) -> None:
+        """Not all of this epoch take part in it any more: end the waits of these."""
+        for rank in ranks:
+            self._controller.tell(f"worker-{rank}", Kind.LOST, epoch=epoch)
 
     def _hear_newcomer(self, rank: int, *, epoch: int) -> None:
         """Its script has come to this epoch of the data, and goes on to that of the others before it takes a state."""
@@ -177,8 +190,7 @@ class Survival:
             self._heard_s[name] = heard_s
             if now_s - heard_s > self._elastic.deadline_s and name not in self._why:
                 self._why[name] = f"it was silent for {now_s - heard_s:.1f} s and was ended"
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pids[name], signal.SIGKILL)
+                self._kill(name)
 
     def require_all(self) -> None:
         """Raises RunFailed, which names them, if others have waited for workers too long that live and do not come."""
@@ -191,7 +203,7 @@ class Survival:
             joiners = [rank for rank in awaited if rank not in self._coordinator.living]
             if joiners:
                 for rank in joiners:
-                    os.kill(self._pids[f"worker-{rank}"], signal.SIGKILL)
+                    self._kill(f"worker-{rank}")
                 return
             names = ", ".join(f"worker {rank} (process {self._pids[f'worker-{rank}']})" for rank in awaited)
             raise RunFailed(
@@ -199,7 +211,23 @@ class Survival:
                 "without those who have died; see what keeps it, or give a longer --deadline"
             )
 
+    def _kill(self, name: str) -> None:
+        """On another host, which may not be reached any more, a worker is expelled: without word from here it applies
+        no further step."""
+        if name in self._elsewhere:
+            self._controller.expelled.add(name)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pids[name], signal.SIGKILL)
+
+    def _hand_on_result(self, body: Mapping[str, Any]) -> None:
+        self._coordinator, told = self._coordinator.handed_on(epoch=body["epoch"], step=body["step"])
+        for rank in told:
+            self._controller.pass_on(f"worker-{rank}", Kind.FORM, body["payload"], result=body["step"])
+
     def _send(self, form: Form | None) -> None:
+        if self._coordinator.ahead is not None:
+            self._controller.tell(f"worker-{self._coordinator.ahead}", Kind.FORM, hand=True)
         if form is None:
             return
         ranks = form.membership.ranks
@@ -218,7 +246,8 @@ class Survival:
             "epoch": form.membership.epoch,
             "ranks": list(ranks),
             "step": form.step,
-            "memories": {str(rank): self._memories[str(rank)] for rank in ranks},
+            "met": form.met,
+            "sites": {str(rank): self._sites[str(rank)] for rank in ranks},
         }
         for rank in ranks:
             self._controller.tell(f"worker-{rank}", Kind.FORM, **body)

@@ -195,7 +195,15 @@ class WorkerActor:
             store_beside=store_of if spec.servers else None,
             connect_mailbox=connect_mailbox if spec.size > 1 else None,
             reform=Reforming(
-                line, collective, deadline_s=spec.config.deadline_s, add=ends.add, joins=newcomer is not None
+                line,
+                collective,
+                host=me.node_id,
+                address=me.address,
+                store=meeting_place,
+                deadline_s=spec.config.deadline_s,
+                meet_within_s=spec.config.elastic.deadline_s,
+                add=ends.add,
+                joins=newcomer is not None,
             )
             if spec.config.elastic is not None
             else None,

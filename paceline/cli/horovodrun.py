@@ -195,18 +195,16 @@ def _run(
     name, arguments = script or (command[0], command[1:])
     recorded = LaunchedRun(str(name), arguments, strategy=Horovod(), num_workers=num_proc)
     job = Job(program, variables, start_within_s, elastic.is_asked_for, recorded.keep)
-    try:
+    with recorded:
         if elastic.is_asked_for:
             ElasticLaunch(job, ssh=Ssh(*ssh), **settings).run()
         else:
             hosts = hosts or parse_hosts([f"localhost:{num_proc}"])
             Launch(job, hosts, num_proc=num_proc, ssh=Ssh(*ssh)).run()
-    finally:
-        result = recorded.close()
-    if result is not None:
+    if recorded.result is not None:
         from paceline.cli import tables
 
-        Console(stderr=True).print(tables.summary(result))
+        Console(stderr=True).print(tables.summary(recorded.result))
 
 
 def _program(command: list[str], script: tuple[Path, list[str]] | None, *, alias: bool) -> "Script | Command":

@@ -46,11 +46,11 @@ def state_of(result: Result) -> str:
     names: set[str] = set()
     for event in result.events:  # a run that was resumed has ended before
         names = {event.name} if event.name == "started" else names | {event.name}
-    for name in ("failed", "interrupted"):
+    for name in ("failed", "interrupted", "ended"):
         if name in names:
             return name
-    is_whole = (result.directory / MODEL_FILE).exists() or result.manifest["strategy"]["name"] == "horovod"
-    return "ended" if is_whole else "cut off"
+    # Those of `paceline serve` and `paceline join` say no more than that.
+    return "ended" if (result.directory / MODEL_FILE).exists() else "cut off"
 
 
 def _num_workers(result: Result) -> int:

@@ -36,7 +36,7 @@ class Launch:
             first = self._hear_hellos()
             for rank, (process, place) in enumerate(zip(self._processes, places(self._hosts), strict=True)):
                 process.give(self._job, self._variables(place, first))
-                process.listen(lambda rank=rank: str(rank), lambda said, rank=rank: self._hear(rank, said))  # type: ignore[misc]
+                process.listen(lambda rank=rank: str(rank), self._job.hear(rank, self._results))  # type: ignore[misc]
             self._watch()
         finally:
             for process in self._processes:
@@ -78,12 +78,6 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1" if all(map(is_here, self._hosts)) else address,
             "MASTER_PORT": str(first["port"]),
         }
-
-    def _hear(self, rank: int, said: Mapping[str, Any]) -> None:
-        if said["kind"] == "result":
-            self._results[rank] = said["value"]
-        elif self._job.keep is not None:
-            self._job.keep(rank, said["records"])
 
     def _watch(self) -> None:
         """Wait for all. Raises RunFailed, which names the first rank to fail and its host."""

@@ -4,9 +4,11 @@ The launcher writes lines of JSON into the worker's input; its end tells that th
 to go. The worker writes into its output, in lines that begin with a mark that no script knows.
 """
 
+import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -16,6 +18,7 @@ from typing import Any, Protocol, TextIO, final
 LEAVE_WITHIN_S = 5.0
 _PIECE = 3000  # of a message, so that the kernel writes it whole, whoever else writes into the pipe
 _START = "\x02"
+_LINE = re.compile(r"(\d+)([+.])(.*)\n")  # after the mark: whose piece it is, whether it is the last, and the piece
 
 
 class Listener(Protocol):
@@ -84,12 +87,16 @@ class PipeLine(Line):
         self._told, self._output, self._mark = told, output, mark
         self._places: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._is_waiting = False
+        self._saying = threading.Lock()
+        self.before_end: Callable[[], None] = lambda: None
+        """Is called before the process is ended because the launcher wants it to."""
         threading.Thread(target=self._serve, name="paceline launcher's line", daemon=True).start()
 
     def say(self, kind: str, **values: Any) -> None:
-        """Send the launcher a message."""
-        for line in framed(self._mark, {"kind": kind, **values}):
-            os.write(self._output, line.encode())
+        """Send the launcher a message, from any thread."""
+        with self._saying:
+            for line in framed(self._mark, {"kind": kind, **values}):
+                os.write(self._output, line.encode())
 
     def _ask(self, mine: Mapping[str, Any]) -> dict[str, Any]:
         self._is_waiting = True
@@ -110,16 +117,18 @@ class PipeLine(Line):
         if self._is_waiting:  # the script ends as by `sys.exit()`
             self._places.put(None)
         else:
+            with contextlib.suppress(OSError):  # the launcher is gone
+                self.before_end()
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(LEAVE_WITHIN_S)  # a script may catch the signal, but not stay
         os._exit(1)
 
 
 def framed(mark: str, message: Mapping[str, Any]) -> list[str]:
-    """A message as lines, each short enough to be written whole."""
-    text = json.dumps(message)
-    pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
-    return [f"{_START}{mark}{'.' if number == len(pieces) else '+'}{piece}\n" for number, piece in enumerate(pieces, 1)]
+    """A message as lines, each short enough to be written whole, which say of which process they are."""
+    text, start = json.dumps(message), f"{_START}{mark}{os.getpid()}"
+    pieces = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
+    return [f"{start}{'.' if number == len(pieces) else '+'}{piece}\n" for number, piece in enumerate(pieces, 1)]
 
 
 @final
@@ -132,20 +141,28 @@ class Unframer:
 
     def __init__(self, mark: str, hear: Callable[[dict[str, Any]], None]) -> None:
         self._start, self._hear = _START + mark, hear
-        self._pieces: list[str] = []
+        self._pieces: dict[str, list[str]] = {}  # of each process that shares the output
         self._begun = ""
 
     def output_of(self, line: str) -> str:
-        """What of a line is the script's. What it had begun before a message is given with its rest."""
-        own, start, piece = line.partition(self._start)
+        """What of a line is the script's. What it had begun before a message is given with its rest.
+
+        Raises:
+            Exception: the message cannot be read, or what `hear` raises; the next line can be given all the same.
+        """
+        own, start, said = line.partition(self._start)
         if not start:
             own, self._begun = self._begun + own, ""
             return own
         self._begun += own
-        self._pieces.append(piece[1:].removesuffix("\n"))
-        if piece[0] == ".":
-            text, self._pieces = "".join(self._pieces), []
-            self._hear(json.loads(text))
+        if (found := _LINE.fullmatch(said)) is None:
+            raise ValueError(f"a message is torn: {said!r}")
+        process, ending, piece = found.groups()
+        pieces = self._pieces.setdefault(process, [])
+        pieces.append(piece)
+        if ending == ".":
+            del self._pieces[process]
+            self._hear(json.loads("".join(pieces)))
         return ""
 
     def rest(self) -> str:

@@ -22,11 +22,11 @@ import cloudpickle
 from paceline.engines.scripting import Program, Script
 from paceline.errors import RunFailed
 from paceline.horovod.hosts import is_here
-from paceline.horovod.line import Unframer
+from paceline.horovod.line import LEAVE_WITHIN_S, Unframer
 
 _SSH = "ssh"
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
-_LEAVE_WITHIN_S = 10.0
+_LEAVE_WITHIN_S = 3 * LEAVE_WITHIN_S  # a command that hears neither the line nor SIGTERM takes two of them
 _output = threading.Lock()
 
 
@@ -70,6 +70,15 @@ class Job:
     is_elastic: bool = False
     keep: Callable[[int, list[list[Any]]], None] | None = None
     """Takes a worker's number and its records; none: workers do not record."""
+
+    def hear(self, worker: int, results: dict[int, str]) -> dict[str, Callable[..., None]]:
+        """What becomes of a worker's messages, by their kind: what its function returns is put among `results`."""
+
+        def keep(records: list[list[Any]]) -> None:
+            if self.keep is not None:
+                self.keep(worker, records)
+
+        return {"result": lambda value: results.update({worker: value}), "records": keep}
 
     def as_plain(self) -> dict[str, Any]:
         if isinstance(self.program, Command):
@@ -139,11 +148,11 @@ class WorkerProcess:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
-    def listen(self, label: Callable[[], str], hear: Callable[[dict[str, Any]], None]) -> None:
-        """Copy its output from here on, each line behind its label, and hear its messages."""
+    def listen(self, label: Callable[[], str], hear: Mapping[str, Callable[..., None]]) -> None:
+        """Copy its output from here on, each line behind its label, and hear its messages, each by its kind."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        messages = Unframer(self._mark, hear)
+        messages = Unframer(self._mark, lambda said: hear[said.pop("kind")](**said))
         for name, source, target in (
             ("stdout", self._process.stdout, sys.stdout), ("stderr", self._process.stderr, sys.stderr)
         ):  # fmt: skip
@@ -187,9 +196,16 @@ def value_of(text: str) -> Any:
 
 
 def _copy(source: TextIO, target: TextIO, name: str, label: Callable[[], str], messages: Unframer | None) -> None:
+    has_told = False
     with source:
         for line in source:
-            own = line if messages is None else messages.output_of(line)
+            try:
+                own = line if messages is None else messages.output_of(line)
+            except Exception as error:  # whatever the worker says, it is not to wait for somebody who reads
+                own = ""
+                if not has_told:
+                    _write(sys.stderr, "stderr", label, f"a message of this worker's cannot be read: {error!r}\n")
+                has_told = True
             if own:
                 _write(target, name, label, own)
     if messages is not None and (rest := messages.rest()):

@@ -12,7 +12,7 @@ import cloudpickle
 from paceline.comm.hosts import own_ip_address
 from paceline.engines import aliases
 from paceline.engines.scripting import Program, Script, outcome_of, run_program
-from paceline.horovod import commands
+from paceline.horovod import commands, worker_line
 from paceline.horovod import line as lines
 
 
@@ -32,7 +32,7 @@ def main() -> None:
         if "command" in job:
             sys.exit(_run_command(job, told))
         line = lines.PipeLine(told, os.dup(1), job["mark"])
-        commands.use(line, job)
+        worker_line.use(line, job)
         run_program(_program(job, line))
     except Exception as error:
         outcome = outcome_of(error, num_steps=0)

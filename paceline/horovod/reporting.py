@@ -1,31 +1,37 @@
 """A worker's records on their way to the launcher that has started it."""
 
 import atexit
-import time
+import threading
 from typing import Any, ClassVar, final
 
 from paceline.horovod.line import PipeLine
 from paceline.records import Record, Reporter, to_plain
 
-_SEND_EVERY_S = 0.25
+_SEND_WITHIN_S = 0.25
 
 
 @final
 class LineReporter(Reporter):
-    """Sends what has come together every quarter of a second, and the rest when the process ends."""
+    """Sends a record within a quarter of a second, together with what has come meanwhile; the rest when the process
+    ends, or the launcher has it end."""
 
     keeps_files: ClassVar[bool] = False
 
     def __init__(self, line: PipeLine) -> None:
         self._line = line
         self._pending: list[list[Any]] = []
-        self._sent_s = 0.0
+        self._lock = threading.Lock()
         atexit.register(self._send)
+        line.before_end = self._send
 
     def emit(self, record: Record) -> None:
-        self._pending.append(to_plain(record))
-        if time.monotonic() - self._sent_s >= _SEND_EVERY_S:
-            self._send()
+        with self._lock:
+            self._pending.append(to_plain(record))
+            is_first = len(self._pending) == 1
+        if is_first:
+            timer = threading.Timer(_SEND_WITHIN_S, self._send)
+            timer.daemon = True
+            timer.start()
 
     def save(self, name: str, content: bytes | memoryview) -> None:
         """The script saves by itself."""
@@ -34,7 +40,8 @@ class LineReporter(Reporter):
         return False
 
     def _send(self) -> None:
-        pending, self._pending, self._sent_s = self._pending, [], time.monotonic()
+        with self._lock:
+            pending, self._pending = self._pending, []
         if pending:
             self._line.say("records", records=pending)
 

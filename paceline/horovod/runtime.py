@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from paceline.comm.base import Collective
@@ -11,8 +12,8 @@ from paceline.comm.connecting import connect_some
 from paceline.engines import torchrun
 from paceline.engines.world import World, alone, current, enter
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
-from paceline.horovod import commands, reporting
 from paceline.horovod import line as lines
+from paceline.horovod import reporting, worker_line
 from paceline.horovod.channel import Channel, Operation
 from paceline.horovod.elastic_jobs.joining import join as join_elastic
 from paceline.horovod.ledger import Ledger
@@ -183,13 +184,13 @@ def init() -> Runtime:
     """Meet all workers of the run, of torchrun's world, or of a world of one. A second call does nothing."""
     global _runtime, _own_world
     if _runtime is None:
-        commands.connect()
+        worker_line.connect()
         world, line = current(), lines.current()
         if line is not None:
             _runtime = _meet_anew(line)
             return _runtime
         if world is None:
-            world = _join() if "TORCHELASTIC_RUN_ID" in os.environ else alone()
+            world = _recorded(_join() if "TORCHELASTIC_RUN_ID" in os.environ else alone())
             enter(world)
             atexit.register(end)
             _own_world = world
@@ -198,18 +199,21 @@ def init() -> Runtime:
         if world.context.pacing.is_simulated:
             raise UsageError("Horovod's scripts run in real processes; use --engine ray")
         _runtime = Runtime(world, settings=Settings.read())
-        if world.strategy.traits.by_script and _recorder is None:
+        if world is not _own_world and world.strategy.traits.by_script and _recorder is None:
             seed_everything(derive(world.config.seed, "rank", world.context.rank))
         _record(world, Standing())
     return _runtime
 
 
-def _record(world: World, standing: Standing) -> None:
-    """Where the run was started for it, or by a launcher that keeps records."""
-    global _recorder
+def _recorded(world: World) -> World:
+    """As it is to be where a launcher keeps records."""
     reporter = reporting.current()
-    if reporter is not None and world is _own_world:
-        world.strategy, world.reporter = Horovod(), reporter
+    return world if reporter is None else replace(world, strategy=Horovod(), reporter=reporter)
+
+
+def _record(world: World, standing: Standing) -> None:
+    """Record this rank's steps from here on, if the run was started for that."""
+    global _recorder
     if world.strategy.traits.by_script and _recorder is None:
         _recorder = Recorder(world, _ledger.timing, standing)
 
@@ -236,7 +240,8 @@ def _meet_anew(line: lines.Line) -> Runtime:
     atexit.register(end)
     while True:
         try:
-            _own_world, furthest = join_elastic(line, Standing() if _recorder is None else _recorder.standing)
+            met_in, furthest = join_elastic(line, Standing() if _recorder is None else _recorder.standing)
+            _own_world = _recorded(met_in)
             enter(_own_world)
             met = Runtime(_own_world, settings=Settings.read())
             _record(_own_world, furthest)

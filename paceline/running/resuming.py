@@ -8,6 +8,7 @@ from paceline.checkpoint import FILE_NAME, Checkpoint, DamagedCheckpoint
 from paceline.elastic import Elastic
 from paceline.errors import UsageError
 from paceline.records import truncate
+from paceline.training.pauses import MODEL_FILE
 
 NEWEST, BEST = "newest", "best"
 
@@ -50,10 +51,11 @@ def require_fitting(found: Found, *, num_workers: int, seed: int, elastic: Elast
 
 
 def drop_later(found: Found) -> None:
-    """The run goes on from there in its directory: drop later checkpoints, and what was recorded later. Raises
-    OSError."""
+    """The run goes on from there in its directory: drop later checkpoints, what was recorded later, and the model of
+    its end. Raises OSError."""
     checkpoint_files.go_back(found.path, iteration=found.checkpoint.iteration)
     truncate(found.path.parent, iteration=found.checkpoint.iteration)
+    (found.path.parent / MODEL_FILE).unlink(missing_ok=True)
 
 
 def _newest_whole(directory: Path) -> Found:

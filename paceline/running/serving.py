@@ -23,6 +23,7 @@ from paceline.running.result import Result
 from paceline.served.server_core import Rules
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
+from paceline.training.pauses import MODEL_FILE
 
 Say = Callable[[str], None]
 _LOCK, _LOCK_S = "serving.lock", 6.0
@@ -260,6 +261,7 @@ def _begin(
         directory.mkdir(parents=True, exist_ok=True)
         if checkpoint is not None:
             truncate(directory, iteration=checkpoint.iteration)
+            (directory / MODEL_FILE).unlink(missing_ok=True)
         described = manifest.describe_run(
             program=program.path, arguments=program.arguments, strategy=strategy, num_workers=1, config=config
         )

@@ -198,7 +198,7 @@ def test_an_interrupt_saves_and_ends(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is handler
     result = Result(tmp_path / "run")
     assert 30 < result.iteration < 12_000
-    assert result.events[-1].name == "checkpoint"
+    assert [event.name for event in result.events[-2:]] == ["checkpoint", "interrupted"]
 
 
 def test_output_is_told_with_who_printed_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

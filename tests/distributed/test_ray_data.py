@@ -34,6 +34,13 @@ def dataset(ray_here: None) -> Any:
     return ray.data.from_items(rows, override_num_blocks=4)
 
 
+def test_a_loader_before_init_says_what_is_missing() -> None:
+    from paceline import ray_data
+
+    with pytest.raises(UsageError, match=r"call paceline.init\(\) before ray_data.loader\(\)"):
+        ray_data.loader([object(), object()])  # type: ignore[list-item]
+
+
 def descent(dataset: Any) -> torch.Tensor:
     """The weights that gradient descent over all rows finds in one process."""
     rows = dataset.take_all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import random
 import signal
@@ -21,6 +23,7 @@ from paceline.horovod.common.elastic import ObjectState, State, run_fn
 from paceline.horovod.elastic_jobs import joining
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.horovod.line import Line, Unframer, framed
+from paceline.horovod.processes import _copy
 from paceline.horovod.recording import Standing
 from paceline.horovod.torch.elastic import ElasticSampler, TorchState
 from paceline.horovod.torch.elastic.state import ModelStateHandler, get_handler_registry, set_handler_registry
@@ -209,6 +212,30 @@ def test_messages_go_past_the_script_s_output() -> None:
     assert heard == [{"kind": "ask"}, long]
     unframer.output_of(f"begun{framed('mark', {})[0]}")
     assert unframer.rest() == "begun"
+
+
+def test_processes_of_one_worker_speak_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    unframer = Unframer("mark", heard.append)
+    said = [{"kind": "records", "records": [letter * 5000]} for letter in "ab"]
+    pieces = []
+    for process, message in enumerate(said):
+        monkeypatch.setattr(os, "getpid", lambda process=process: 100 + process)
+        pieces.append(framed("mark", message))
+    for line in itertools.chain(*zip(*pieces, strict=True)):
+        assert unframer.output_of(line) == ""
+    assert heard == said
+
+
+def test_a_message_that_cannot_be_read_is_told_once_and_the_rest_is_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    def hear(said: dict[str, Any]) -> None:
+        raise KeyError(said["kind"])
+
+    source = io.StringIO("".join([*framed("mark", {"kind": "new"}) * 2, "\x02mark torn\n", "plain\n"]))
+    target = io.StringIO()
+    _copy(source, target, "stdout", lambda: "3", Unframer("mark", hear))
+    assert target.getvalue() == "[3]<stdout>:plain\n"
+    assert capsys.readouterr().err == "[3]<stderr>:a message of this worker's cannot be read: KeyError('new')\n"
 
 
 def test_a_first_rank_that_dies_before_it_keeps_the_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from paceline.engines import requests
 from paceline.engines.requests import Desk, ask, is_under_way, launcher_of
 from paceline.engines.standing import Progress
 from paceline.errors import UsageError
+from paceline.running import resuming
 from paceline.running.result import Result
 
 
@@ -93,7 +95,10 @@ def write_run(directory: Path, names=()) -> None:
         ([], [], "cut off"),
         (["failed"], [], "failed"),
         (["interrupted"], ["model.safetensors"], "interrupted"),
-        (["started", "interrupted", "started"], ["model.safetensors"], "ended"),
+        (["started", "ended"], [], "ended"),
+        (["started", "interrupted", "started", "ended"], ["model.safetensors"], "ended"),
+        (["started", "interrupted", "started"], [], "cut off"),
+        (["started", "ended", "started"], [], "cut off"),
     ],
 )
 def test_the_state_of_a_run(tmp_path: Path, names, files, state: str) -> None:
@@ -103,6 +108,14 @@ def test_the_state_of_a_run(tmp_path: Path, names, files, state: str) -> None:
     assert state_of(Result.open(tmp_path)) == state
     with desk_in(tmp_path, answered):
         assert state_of(Result.open(tmp_path)) == "under way"
+
+
+def test_a_run_that_goes_on_has_no_model_of_its_end_before(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(resuming.checkpoint_files, "go_back", lambda *_, **__: None)
+    resuming.drop_later(resuming.Found(tmp_path / "checkpoint.bin", b"", SimpleNamespace(iteration=1)))
+    write_run(tmp_path, ["started", "interrupted", "started"])
+    assert state_of(Result.open(tmp_path)) == "cut off"
 
 
 def test_runs_are_listed_and_found_by_name(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -151,6 +164,7 @@ def test_attach_to_a_run_that_is_over_shows_its_last_words(tmp_path, monkeypatch
 LAUNCHER = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from paceline.engines.requests import Desk
 asked = []
 def answer(request):

@@ -83,6 +83,7 @@ class Supervisor:
             self._start()
             self._attend()
             self._part()
+            self._controller.event("ended")
         except KeyboardInterrupt:
             self._save_and_stop()
             why = self._controller.progress.not_saved

@@ -63,6 +63,7 @@ class VirtualRun:
                     self._start()
                     self._simulate()
                     self._end()
+                self._reporter.event("interrupted" if self._reporter.stop_requested() else "ended")
             except (RunFailed, UsageError) as failure:
                 self._reporter.event("failed", error=str(failure))
                 raise

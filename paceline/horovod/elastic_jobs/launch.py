@@ -59,7 +59,11 @@ class ElasticLaunch:
             is_to_go = worker not in self._starting
             self._starting.discard(worker)
             if has_come:
-                process.listen(lambda: str(self._loop.ranks.get(worker, host)), lambda said: self._hear(worker, said))
+                own = self._job.hear(worker - 1, self._results)  # so that the first ones are known by their ranks
+                process.listen(
+                    lambda: str(self._loop.ranks.get(worker, host)),
+                    {**own, "ask": lambda mine: self._loop.asked(worker, mine)},
+                )
             elif not is_to_go:
                 print(process.why_not(self._job.start_within_s), file=sys.stderr)
             self._loop.ended(worker, process.wait() or 0)
@@ -76,14 +80,5 @@ class ElasticLaunch:
     def tell(self, worker: int, message: dict[str, Any]) -> None:
         self._processes[worker].tell(message)
 
-    def _hear(self, worker: int, said: dict[str, Any]) -> None:
-        if said["kind"] == "result":
-            self._results[worker] = said["value"]
-        elif said["kind"] == "records":
-            if self._job.keep is not None:
-                self._job.keep(worker - 1, said["records"])  # so that the first ones are known by their ranks
-        else:
-            self._loop.asked(worker, said["mine"])
-
     def _result(self, worker: int) -> Any:
-        return value_of(self._results[worker]) if worker in self._results else None
+        return value_of(self._results[worker - 1]) if worker - 1 in self._results else None

@@ -1,13 +1,14 @@
 """What `import horovod` finds first in processes of a command: an installed Horovod if there is one, or Paceline's."""
 
-import importlib
+import importlib.util
 import sys
 from pathlib import Path
-
-from paceline.engines import aliases
 
 _HERE = str(Path(__file__).parents[1])
 sys.path[:] = [each for each in sys.path if each != _HERE]
 del sys.modules["horovod"]
-aliases.install(["horovod"])
+if importlib.util.find_spec("horovod") is None:
+    from paceline.engines import aliases  # not before: a Python that has Horovod need not have Paceline
+
+    aliases.install(["horovod"])
 importlib.import_module("horovod")

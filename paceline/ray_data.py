@@ -21,10 +21,12 @@ def loader(parts: Sequence[Dataset | DataIterator], **batches: Any) -> DataLoade
     Each pass over the loader is one over the part, in batches as `iter_torch_batches` gives them.
 
     Raises:
-        UsageError: there are not as many parts as workers; or parts begin their passes together, as those of
-            `streaming_split` do, and workers do not.
+        UsageError: there are not as many parts as workers; `paceline.init` was not called before; or parts begin their
+            passes together, as those of `streaming_split` do, and workers do not.
     """
     world = current()
+    if world is None and len(parts) > 1:
+        raise UsageError("call paceline.init() before ray_data.loader: it says which of the parts is this worker's")
     rank, size = (0, 1) if world is None else (world.context.rank, world.context.size)
     if len(parts) != size:
         raise UsageError(f"{len(parts)} parts of Ray's data are given to {size} workers: split it into {size}")

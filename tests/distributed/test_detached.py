@@ -33,8 +33,8 @@ def begin(start: Callable[..., Command], out: Path, *options: object, epochs: in
     log.mkdir()
     given = ["--log", log, "--epochs", epochs, "--step-s", step_s]
     launcher: Command = start("run", SCRIPT, "--workers", 2, "--detach", "--out", out, *options, "--", *given)
-    assert wait_until(psutil.Process(launcher.process.pid).children, within_s=WITHIN_S)
-    time.sleep(0.5)
+    children = psutil.Process(launcher.process.pid).children
+    assert wait_until(lambda: any(os.getsid(child.pid) == child.pid for child in children()), within_s=WITHIN_S)
     launcher.process.kill()
     assert launcher.process.wait() == -signal.SIGKILL
     assert wait_until(lambda: is_training(out), within_s=WITHIN_S)

@@ -106,6 +106,14 @@ def test_the_virtual_engine_trains_on_parts(dataset: Any, tmp_path: Path) -> Non
     torch.testing.assert_close(torch.load(tmp_path / "weight.pt"), descent(dataset), atol=1e-5, rtol=1e-5)
 
 
+def test_parts_are_of_no_rank_before_init() -> None:
+    from paceline import ray_data
+
+    world.enter(None)
+    with pytest.raises(UsageError, match=r"call paceline\.init\(\) before ray_data\.loader"):
+        ray_data.loader([object(), object()])
+
+
 def test_a_script_alone_takes_the_whole_and_no_other_number_of_parts(dataset: Any, tmp_path: Path) -> None:
     train([dataset], tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "weight.pt"), descent(dataset), atol=1e-5, rtol=1e-5)

@@ -56,7 +56,8 @@ def attach(
 
 
 def _follow(directory: Path, launcher: int, line: ProgressLine, output: "_Output") -> None:
-    """Show what there is to see until the launcher's process has ended."""
+    """Show what there is to see until the run has ended: a detached one prints its last words after it has ceased to
+    answer, and then its process ends; others' processes may go on."""
     try:
         process = os.pidfd_open(launcher)
     except ProcessLookupError:
@@ -64,19 +65,28 @@ def _follow(directory: Path, launcher: int, line: ProgressLine, output: "_Output
     try:
         while not select.select([process], [], [], _LOOK_S)[0]:
             output.show()
-            with contextlib.suppress(UsageError):  # it ends, and answers no more
+            try:
                 line.on_progress(Progress.from_json(requests.ask(directory, {"do": "progress"})))
+            except UsageError:
+                if requests.launcher_of(directory) != launcher and not output.is_of(launcher):
+                    return
     finally:
         os.close(process)
 
 
 @final
 class _Output:
-    """What a detached run has printed, the last of it first; a run that has its command's terminal has no such file."""
+    """What a detached run prints, beginning with its last lines so far; other runs have no such file."""
 
     def __init__(self, path: Path, console: Console) -> None:
         self._path, self._console = path, console
         self._shown: int | None = None  # bytes
+
+    def is_of(self, process: int) -> bool:
+        """Whether it prints there, and not a run that was in this directory before."""
+        with contextlib.suppress(OSError):
+            return os.path.samefile(f"/proc/{process}/fd/1", self._path)
+        return False
 
     def show(self) -> None:
         """Show the lines that have come since."""

@@ -83,9 +83,13 @@ def compare(
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
     out = out or Path("studies") / script.stem
     study = conduct(spec, out, retry_failed=retry_failed, tracking=tracking, timelines=timelines, point=point)
-    if point is None or study.has_ended:
+    if point is None:
         finish([study])
-    elif runner.outcomes(out, [spec.at(point)])[spec.at(point)].status == FAILED:
+        return
+    if study.has_ended:
+        with runner.briefly_locked(out):  # of two that end at once, each finds all ended
+            write_report([study])
+    if runner.outcomes(out, [spec.at(point)])[spec.at(point)].status == FAILED:
         raise typer.Exit(exit_codes.FAILED)
 
 
@@ -144,10 +148,16 @@ def conduct(
     return study
 
 
-def finish(studies: Sequence[Study], out: Path | None = None) -> Path:
-    """Write the report of these studies and say where it lies. Raises typer.Exit if a trial has failed."""
+def write_report(studies: Sequence[Study], out: Path | None = None) -> Path:
+    """Write the report of these studies and say where it lies."""
     path = report.write([study.directory for study in studies], out)
     Console().print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
+    return path
+
+
+def finish(studies: Sequence[Study], out: Path | None = None) -> Path:
+    """As `write_report`. Raises typer.Exit if a trial has failed."""
+    path = write_report(studies, out)
     if any((study.frames.trials["status"] == FAILED).any() for study in studies):
         raise typer.Exit(exit_codes.FAILED)
     return path

@@ -21,7 +21,8 @@ OUTPUT_FILE = "output.txt"
 class Detached(Watcher):
     """A context in which a run needs nobody who looks on.
 
-    Once the run is under way, whoever waits for it is told, and what is printed goes to a file of its directory.
+    Once its processes are being started, whoever waits for the run is told, and what is printed goes to a file of its
+    directory.
     """
 
     def __init__(self, waiting: int, directory: Path) -> None:

@@ -15,9 +15,9 @@ from paceline.errors import RunFailed, UsageError
 from paceline.scheduler import Asked, Job, array_script, job_script
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-_JOBS_OWN = ("workers", "out", "resume", "address", "detach")
+_JOBS_OWN = ("resume", "address", "detach")
 """Options of `paceline run` that the job sets itself, or has no use for."""
-_ARRAYS_OWN = ("out", "point", "address")
+_ARRAYS_OWN = ("point", "address")
 """The same of `paceline compare`."""
 
 

@@ -112,8 +112,9 @@ def outcomes(study: Path, trials: Sequence[Trial]) -> dict[Trial, TrialOutcome]:
 def locked(study: Path) -> Iterator[None]:
     """Keep others from running the same study. Raises UsageError if another process does, or runs one of its trials."""
     with ExitStack() as stack:
-        for name in (_LOCK, *(path.name for path in sorted(study.glob(f"{_LOCK}-*")))):
-            stack.enter_context(_held(study / name, wait_s=0.0))
+        stack.enter_context(_held(study / _LOCK, wait_s=0.0))  # first: a trial that begins later waits for it
+        for lock in sorted(study.glob(f"{_LOCK}-*")):
+            stack.enter_context(_held(lock, wait_s=0.0))
         yield
 
 

@@ -57,6 +57,10 @@ class Command:
         self._output.seek(0)
         return self._output.read()
 
+    def says(self, text: str, *, within_s: float = 60.0) -> bool:
+        """Whether it has printed that in time."""
+        return wait_until(lambda: text in Path(self._output.name).read_text(), within_s=within_s)
+
     @property
     def status(self) -> int:
         return self.process.returncode

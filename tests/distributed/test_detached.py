@@ -33,8 +33,8 @@ def begin(start: Callable[..., Command], out: Path, *options: object, epochs: in
     log.mkdir()
     given = ["--log", log, "--epochs", epochs, "--step-s", step_s]
     launcher: Command = start("run", SCRIPT, "--workers", 2, "--detach", "--out", out, *options, "--", *given)
-    assert wait_until(psutil.Process(launcher.process.pid).children, within_s=WITHIN_S)
-    time.sleep(0.5)
+    children = psutil.Process(launcher.process.pid).children
+    assert wait_until(lambda: any(os.getsid(child.pid) == child.pid for child in children()), within_s=WITHIN_S)
     launcher.process.kill()
     assert launcher.process.wait() == -signal.SIGKILL
     assert wait_until(lambda: is_training(out), within_s=WITHIN_S)
@@ -66,6 +66,7 @@ def test_a_run_outlives_who_started_it_and_who_looks_on(start, tmp_path: Path) -
     launcher = begin(start, out, epochs=5, step_s=0.35)
     stays, interrupted = start("attach", out), start("attach", out)
     assert show_on_a_terminal_that_is_closed(out) == -signal.SIGHUP
+    assert interrupted.says("step ")
     interrupted.interrupt()
     assert f"{out} goes on; paceline stop {out} ends it" in interrupted.wait()
     assert interrupted.status == INTERRUPTED

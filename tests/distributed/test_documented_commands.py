@@ -27,7 +27,7 @@ from tests import ray_forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-RUN_HERE = ("paceline ", "python ", "torchrun ")
+RUN_HERE = ("paceline ", "python ", "torchrun ", "until ")
 # What continuous integration itself runs, or what would install or measure for minutes.
 NOT_HERE = ("make ", "pip install ", "git clone ", "cd ", "python benchmarks/", "sudo python benchmarks/")
 

@@ -219,6 +219,12 @@ def test_an_array_of_jobs_makes_one_report(slurm: Slurm, tmp_path: Path) -> None
         state = slurm.wait(f"{job}_{task}", "COMPLETED", "FAILED")
         assert state == "COMPLETED", (tmp_path / "studies" / f"train-{job}_{task}.log").read_text()
     results = tmp_path / "studies" / "train"
+    ended_s = [(results / "trials" / trial.id).stat().st_ctime for trial in Study.open(results).spec.trials]
+    last = 1 + ended_s.index(max(ended_s))
+    said = {task: (tmp_path / "studies" / f"train-{job}_{task}.log").read_text() for task in (1, 2)}
+    assert "Report:" in said[last], said
+    if abs(ended_s[0] - ended_s[1]) > 1.0:  # else both may have found that all had ended
+        assert "Report:" not in said[3 - last], said
     assert Study.open(results).frames.trials["status"].tolist() == ["finished", "finished"]
     assert (results / "report.html").exists()
     assert left_of(job, slurm) == []

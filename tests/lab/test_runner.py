@@ -19,6 +19,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from paceline import cli
 from paceline.cli import compare
 from paceline.engines.standing import Watcher
 from paceline.errors import RunFailed, UsageError
@@ -294,12 +295,13 @@ def point(spec: StudySpec, out: Path, number: int) -> Study:
     return Study.conduct_point(spec, out, number, watcher=None)
 
 
-def test_trials_that_are_run_alone_make_the_study_that_is_run_at_once(
-    machine: Machine, run: Callable[..., Study], tmp_path: Path
-) -> None:
-    spec = run().spec
-    shutil.rmtree(tmp_path / "out")
-    machine.started.clear()
+def spec_in(directory: Path) -> StudySpec:
+    (directory / "train.py").write_text("import paceline\n")
+    return StudySpec.create(directory / "train.py", **SETTINGS, seeds=[0, 1])
+
+
+def test_trials_that_are_run_alone_make_the_study_that_is_run_at_once(machine: Machine, tmp_path: Path) -> None:
+    spec = spec_in(tmp_path)
     before_the_last = [point(spec, tmp_path / "out", number).has_ended for number in range(len(ORDER), 1, -1)]
     assert not any(before_the_last)
     study = point(spec, tmp_path / "out", 1)
@@ -313,13 +315,8 @@ def test_trials_that_are_run_alone_make_the_study_that_is_run_at_once(
             point(spec, tmp_path / "out", wrong)
 
 
-def test_a_trial_that_is_run_alone_leaves_those_beside_it_alone(
-    machine: Machine, run: Callable[..., Study], tmp_path: Path
-) -> None:
-    spec = run().spec
-    out = tmp_path / "out"
-    shutil.rmtree(out)
-    machine.started.clear()
+def test_a_trial_that_is_run_alone_leaves_those_beside_it_alone(machine: Machine, tmp_path: Path) -> None:
+    spec, out = spec_in(tmp_path), tmp_path / "out"
     scratch = out / "trials" / f".{ORDER[1]}.partial"
 
     def beside(name: str) -> None:
@@ -337,11 +334,8 @@ def test_a_trial_that_is_run_alone_leaves_those_beside_it_alone(
     assert machine.started == [*ORDER[:1], ORDER[2]]
 
 
-def test_what_cannot_be_had_is_the_failure_of_a_trial_that_is_run_alone(
-    machine: Machine, run: Callable[..., Study], tmp_path: Path
-) -> None:
-    spec = run().spec
-    shutil.rmtree(tmp_path / "out")
+def test_what_cannot_be_had_is_the_failure_of_a_trial_that_is_run_alone(machine: Machine, tmp_path: Path) -> None:
+    spec = spec_in(tmp_path)
 
     def refuse(name: str) -> None:
         raise UsageError("not under this strategy")
@@ -349,3 +343,52 @@ def test_what_cannot_be_had_is_the_failure_of_a_trial_that_is_run_alone(
     machine.fault = refuse
     study = point(spec, tmp_path / "out", 2)
     assert study.frames.trials["status"].tolist().count("failed") == 1
+
+
+def test_a_trial_that_begins_while_the_study_is_being_locked_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = runner._held
+
+    @contextlib.contextmanager
+    def late(lock: Path, *, wait_s: float) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if lock.name == ".lock":
+                stack.enter_context(runner.locked_point(tmp_path, 1))
+            with held(lock, wait_s=wait_s):
+                yield
+
+    monkeypatch.setattr(runner, "_held", late)
+    with pytest.raises(UsageError, match="another process is running the study"), runner.locked(tmp_path):
+        pass
+
+
+def test_the_last_of_an_array_writes_the_report_while_no_other_does_and_exits_as_its_own_trial_did(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec_in(tmp_path)
+    out, written = tmp_path / "out", []
+
+    def fail(name: str) -> None:
+        raise RunFailed("no host")
+
+    def write(directories: list[Path], path: Path | None) -> Path:
+        with pytest.raises(UsageError, match="another process"), runner.briefly_locked(out):
+            pass
+        written.append(directories)
+        return out / "report.html"
+
+    def status(number: int) -> int:
+        study = ["--strategies", "all-reduce", "--workers", "1,2", "--seeds", "1", "--out", str(out)]
+        words = ["paceline", "compare", str(tmp_path / "train.py"), *study, "--point", str(number)]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    monkeypatch.setattr(compare.report, "write", write)
+    monkeypatch.setattr(runner, "_BRIEFLY_S", 0.05)
+    machine.fault = fail
+    assert (status(2), written) == (1, [])
+    machine.fault = lambda name: None
+    assert (status(1), written) == (0, [[out]])

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,7 +163,7 @@ def test_attach_to_a_run_that_is_over_shows_its_last_words(tmp_path, monkeypatch
 
 
 LAUNCHER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from paceline.engines.requests import Desk
@@ -172,6 +173,7 @@ def answer(request):
     return ANSWER
 desk, output = Desk(Path(sys.argv[1]), answer), Path(sys.argv[1], "output.txt").open("w", buffering=1)
 print("ready", flush=True)
+os.dup2(output.fileno(), 1)
 until_s = time.monotonic() + 60
 while len(asked) < 2 and time.monotonic() < until_s:
     desk.turn()
@@ -201,19 +203,48 @@ def test_attach_shows_a_run_to_the_end_of_its_process(tmp_path: Path, monkeypatc
     assert launcher.wait(timeout=10) == 0
 
 
+@pytest.mark.timeout(30)
+def test_attach_ends_with_a_run_whose_process_goes_on(tmp_path: Path, monkeypatch) -> None:
+    """As a notebook's does, even where a detached run was in this directory before."""
+    write_run(tmp_path)
+    for name in ("output.txt", "model.safetensors"):
+        (tmp_path / name).touch()
+    asked = threading.Event()
+
+    def answer(request) -> str:
+        asked.set()
+        return Progress().to_json()
+
+    def serve() -> None:
+        desk = Desk(tmp_path, answer)
+        is_open.set()
+        while not asked.is_set():
+            desk.turn()
+            time.sleep(0.01)
+        desk.close()
+
+    is_open, thread = threading.Event(), threading.Thread(target=serve)
+    thread.start()
+    assert is_open.wait(10.0)
+    assert status_of(monkeypatch, "attach", tmp_path) == 0
+    assert asked.is_set()
+    thread.join()
+
+
 def test_progress_is_the_same_after_its_way() -> None:
     progress = Progress(3, 1.5, 0.5, 96, 1.0, 0.25, 0.125, {"loss": 1e-30}, "training", "disk full")
     assert Progress.from_json(progress.to_json()) == progress
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [(["missing.py"], "missing.py"), (["missing.py", "--engine", "virtual"], "--detach is for runs on real processes")],
-)
-def test_who_detaches_hears_why_the_run_does_not_begin(tmp_path: Path, words: list[str], told: str) -> None:
+def test_who_detaches_hears_why_the_run_does_not_begin(tmp_path: Path) -> None:
     code = "import sys; from paceline.cli import main; sys.exit(main())"
-    given = [sys.executable, "-c", code, "run", *words, "--detach"]
+    given = [sys.executable, "-c", code, "run", "missing.py", "--detach"]
     ended = subprocess.run(given, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
     assert ended.returncode == 2
-    assert told in ended.stderr
+    assert "missing.py" in ended.stderr
     assert ended.stderr.count("error:") == 1
+
+
+def test_simulated_runs_cannot_be_detached(monkeypatch, capsys) -> None:
+    assert status_of(monkeypatch, "run", "missing.py", "--engine", "virtual", "--detach") == 2
+    assert "--detach is for runs on real processes" in capsys.readouterr().err

@@ -426,8 +426,8 @@ class Supervisor:
                     ray.kill(actor)
             self._sweep()
             self._watch.close()
-            self._desk.close()
             self._controller.close()
+            self._desk.close()  # last: whoever finds nobody here reads the records as the run's end
 
     def _sweep(self) -> None:
         """End what scripts started and left running: here, and where a member died without ending it itself."""

@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import sys
 import time
 from contextlib import suppress
@@ -28,7 +29,8 @@ def main() -> None:
     while True:
         with suppress(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as asking:
             asking.connect(address)
-            return _ask(asking)
+            if _is_ours(asking):
+                return _ask(asking)
         if time.monotonic() > until_s:
             sys.exit("the server of forks does not start")
         _start_server(address, manager)
@@ -68,12 +70,17 @@ def _serve(server: socket.socket, manager: int) -> None:
         with suppress(TimeoutError):
             asking, _ = server.accept()
             with asking:
-                if os.fork() == 0:
+                if _is_ours(asking) and os.fork() == 0:
                     server.close()
                     _become_worker(asking)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the other end is of this user: such addresses are anybody's."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] == os.geteuid()
 
 
 def _lives(process: int) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,6 +14,7 @@ _GRADIENT: Any = Tensor.grad
 _CLEARING = {inspect.unwrap(kind.zero_grad).__code__ for kind in (Optimizer, nn.Module)}
 """Looks at gradients to throw them away, which a script may do to those of an optimizer that it does not step."""
 _MARK = "_paceline_gradient_read"
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 @final
@@ -45,6 +47,8 @@ class _Watched(nn.Parameter):
     def grad(self) -> Any:
         reader = sys._getframe(1)
         if reader.f_code not in _CLEARING:
+            while reader.f_back is not None and reader.f_code.co_filename.startswith(_TORCH):
+                reader = reader.f_back
             self.__dict__[_MARK] = f"{os.path.basename(reader.f_code.co_filename)}:{reader.f_lineno}"
         return _GRADIENT.__get__(self)
 

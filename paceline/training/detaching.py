@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from paceline.training.trees import leaves_of, with_leaves
+from paceline.training.sharding.contents import tensors_in
+from paceline.training.trees import with_leaves
 
 
 @final
@@ -20,7 +21,7 @@ class Detaching:
 
     def given(self, what: str, tree: Any) -> Any:
         """The tree to exchange by the call `what`: no tensor in it requires a gradient."""
-        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(tree)):
+        if not any(tensor.requires_grad for tensor in tensors_in(tree)):
             return tree
         if torch.is_grad_enabled():
             self._tell(what)

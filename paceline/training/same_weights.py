@@ -74,5 +74,6 @@ class SameWeights:
                     f"in a backward pass parameter {culprit!r} was not the same on ranks 0 and {rank}, as it is before "
                     "and after it: the script changes weights for the pass by what its own rank has seen or drawn, and "
                     "puts them back. Change them alike on every rank: by gradients that backward() has computed, which "
-                    "are the mean of all workers', or with a torch.Generator of the same seed"
+                    "are the mean of all workers', or with a torch.Generator of the same seed. If each rank is to "
+                    "have its own, set loader.dataset.differs_by_rank = True before prepare"
                 )

@@ -19,7 +19,9 @@ def own_network(num_hosts: int) -> Iterator[Network]:
     """Hosts on a switch, which only root can make. Their names are always the same, so tests take turns."""
     with ExitStack() as until_then:
         path = Path(tempfile.gettempdir(), f"paceline-test-network-{os.getuid()}.lock")
-        fcntl.flock(until_then.enter_context(path.open("w")), fcntl.LOCK_EX)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        until_then.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             net = until_then.enter_context(network(num_hosts))
         except SystemExit as reason:

@@ -19,7 +19,7 @@ from benchmarks.namespaces import SWITCH, Host, Network
 from tests.distributed.harness import PACELINE, SCRIPTS, pids
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 SCRIPT = str(SCRIPTS / "survivors.py")

@@ -426,3 +426,40 @@ def test_what_cannot_be_divided_is_refused(name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(UsageError, match=message):
         Watched(make(), size=2)
+
+
+class Remembering(Sampler[int]):
+    """Draws by what it remembers, in each kind of thing that a sampler may remember something in."""
+
+    def __init__(self) -> None:
+        self.tensor, self.array, self.nested = torch.zeros(1), np.zeros(1), {"passes": [0]}
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        self.tensor += 1
+        self.array += 1
+        self.nested["passes"][0] += 1
+        self.numpy.random()
+        self.python.random()
+        return iter(range(8))
+
+    def known(self) -> list[Any]:
+        return [
+            float(self.tensor),
+            float(self.array[0]),
+            self.nested,
+            self.numpy.bit_generator.state,
+            self.python.getstate(),
+        ]
+
+
+def test_what_samplers_remember_is_as_it_was_when_a_loader_was_prepared() -> None:
+    sampler, fresh = Remembering(), Remembering()
+    watched = Watched(DataLoader(Numbers(8), batch_size=2, sampler=sampler))
+    assert sampler.known() == fresh.known()
+    assert len(list(watched.loader)) == 4
+    iter(fresh)
+    assert sampler.known() == fresh.known()

@@ -12,16 +12,16 @@ class Scales:
     """Of one round.
 
     Args:
-        count: strategies whose clients' changes count by the step.
+        are_counted: strategies whose clients' changes count by the step.
     """
 
-    def __init__(self, *, count: bool) -> None:
-        self.count = count
+    def __init__(self, *, are_counted: bool) -> None:
+        self.are_counted = are_counted
         self._said: list[tuple[float, float]] = []
 
     def require(self, scale: float) -> None:
         """Raises ValueError where a client says that its change is worth other steps than it can be."""
-        if not self.count and scale != 1.0:
+        if not self.are_counted and scale != 1.0:
             raise ValueError(f"it says that its change is worth {scale:g} steps, and steps do not count")
         if scale < _LEAST:
             raise ValueError(f"it says that its change is worth {scale:g} steps, less than one")

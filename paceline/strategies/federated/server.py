@@ -115,7 +115,7 @@ class ServerModel:
         self._joining = Joining(
             context, of_client, aggregator, num_changes=len(specs), masks=masks, rejecting=self._rejecting
         )
-        self._scales = Scales(count=normalises)
+        self._scales = Scales(are_counted=normalises)
 
     @property
     def upload_bytes(self) -> int:
@@ -325,7 +325,7 @@ class ServerModel:
             if self._clients is not None and joined.num_contributions:
                 if not self._allows_nonfinite and not all(map(is_finite, joined.gradients)):
                     raise UsageError("the sum of what clients changed is too large for numbers of its precision")
-                if self._scales.count:
+                if self._scales.are_counted:
                     joined.gradients[-1].fill_(self._scales.joint(self._clients.outweigh))
         except UsageError as error:
             if self._clients is None:
@@ -396,7 +396,7 @@ class ServerModel:
 
     def _step(self, gradients: Sequence[Tensor], *, share: float) -> None:
         remaining = iter(gradients[:-1])
-        scale = float(gradients[-1]) if self._scales.count and gradients[-1] else 1.0
+        scale = float(gradients[-1]) if self._scales.are_counted and gradients[-1] else 1.0
         for parameter, gradient in zip(self.parameters, remaining, strict=False):
             parameter.grad = gradient if scale == 1.0 else gradient.mul_(scale)
         self._optimizer.step()

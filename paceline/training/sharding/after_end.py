@@ -12,17 +12,18 @@ from torch.optim.swa_utils import update_bn
 
 @final
 class AfterEnd:
-    """Passes without gradients have batches, as a script needs them that finds the statistics of averaged weights; but
-    for those of a script all of whose passes are without, which may be training's.
+    """Passes without gradients have batches: a script needs them to find the statistics of averaged weights. Where all
+    passes of a script are without, they may be its training, and have none.
 
-    The script comes to the evaluations of its remaining epochs at one place, time and again: there the first pass has
-    batches, and later ones are empty, which is told. Those of torch's `update_bn` always have them, since it forgets
-    the statistics first.
+    A script that goes through its remaining epochs, whose training is empty, comes to their evaluations at one place
+    time and again: there the first pass has batches, and later ones are empty, which is told. Those of torch's
+    `update_bn` always have them, since it forgets the statistics first.
     """
 
     def __init__(self) -> None:
         self._has_gradients = self._has_told = False
-        self._places: set[tuple[tuple[CodeType, int], ...]] = set()
+        self._num_empty = 0  # passes of training since the end
+        self._places: dict[tuple[tuple[CodeType, int], ...], int] = {}  # and how many had been when a pass was there
 
     def begin(self) -> None:
         """A pass begins, before the end or after it."""
@@ -30,12 +31,15 @@ class AfterEnd:
 
     def has_batches(self) -> bool:
         """Of the pass that begins after the end; called by the loader's own iteration."""
-        if torch.is_grad_enabled() or not self._has_gradients:
+        if torch.is_grad_enabled():
+            self._num_empty += 1
+            return False
+        if not self._has_gradients:
             return False
         place = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe(2)))
-        is_first = place not in self._places
-        self._places.add(place)
-        if is_first or any(code is update_bn.__code__ for code, _ in place):
+        is_next_epoch = self._places.get(place, self._num_empty) < self._num_empty
+        self._places[place] = self._num_empty
+        if not is_next_epoch or any(code is update_bn.__code__ for code, _ in place):
             return True
         if not self._has_told:
             self._has_told = True

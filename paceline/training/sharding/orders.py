@@ -6,12 +6,14 @@ import copy
 import functools
 import hashlib
 import itertools
+import random
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -25,6 +27,9 @@ from paceline.training.sharding.rebuilding import rebuilt
 
 _DRAWN_AT_ONCE = 256
 """Batches; what is drawn at once shares one change of the random state, which takes half a millisecond."""
+
+_STATE = (list, dict, set, deque, Tensor, np.ndarray, np.random.Generator, np.random.RandomState, random.Random)
+"""What a sampler may remember of its draws. torch's generators are seeded for each epoch."""
 
 
 @final
@@ -99,10 +104,9 @@ class Orders:
         """Afterwards the samplers know nothing of what was drawn inside, on trial."""
         samplers = {id(sampler): sampler for sampler in self._samplers() if hasattr(sampler, "__dict__")}
         own = [(vars(sampler), dict(vars(sampler))) for sampler in samplers.values()]
-        for attributes, _ in own:
-            attributes.update(
-                {n: copy.copy(v) for n, v in attributes.items() if isinstance(v, (list, dict, set, Tensor))}
-            )
+        memo: dict[int, Any] = {id(each): each for each in (self._loader.dataset, *samplers.values())}
+        for attributes, before in own:
+            attributes.update({n: _copied(v, memo) for n, v in before.items() if isinstance(v, _STATE)})
         try:
             yield
         finally:
@@ -246,6 +250,10 @@ def _plain_batches(
     return [order[start : min(start + batch_size, end)] for start in range(0, end, batch_size)]
 
 
+_STATE = (list, dict, set, deque, Tensor, np.ndarray, np.random.Generator, np.random.RandomState, random.Random)
+"""What a sampler may remember of its draws. torch's generators are seeded for each epoch."""
+
+
 @final
 class IndexFeed:
     """The inner loader's sampler, which remembers what it has given and the loader has not yet fetched."""
@@ -265,3 +273,11 @@ class IndexFeed:
         for batch in batches:
             given.append(batch)
             yield list(batch.samples) if self._is_whole else batch.samples[0]
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Deeply, if it can be; `memo` has what stays as it is."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # whatever the script's own objects raise
+        return copy.copy(value)

@@ -191,6 +191,13 @@ def test_a_state_of_another_table_is_refused(change: Callable[[dict[str, Tensor]
     assert table.state()["keys"].tolist() == [1, 2]
 
 
+def test_a_state_with_keys_of_32_bits_fits() -> None:
+    table, other = Table(spec_of()), Table(spec_of())
+    table.update(gradients_of([1, 2], 0))
+    other.load({**table.state(), "keys": table.state()["keys"].int()})
+    assert torch.equal(other.read(torch.arange(4)), table.read(torch.arange(4)))
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "error"),
     [
@@ -221,6 +228,11 @@ def test_keys_have_the_slots_of_their_order(batches: list[set[int]]) -> None:
         assert slots.add(torch.tensor(new, dtype=torch.int64)).tolist() == [known[key] for key in new]
         assert slots.keys().tolist() == list(known)
         assert slots.find(slots.keys()).tolist() == list(range(len(slots)))
+
+
+def test_no_key_is_in_no_slot() -> None:
+    slots = Slots()
+    assert set(slots.find(torch.tensor([-1])).tolist()) == {-1}
 
 
 def test_full_buckets_go_on_in_the_next_ones() -> None:

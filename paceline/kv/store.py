@@ -97,8 +97,8 @@ class Store:
         return self._ask(Kind.INIT_VALUES, _plain(keys), values)
 
     def wait(self, *timestamps: int) -> None:
-        """Block until these requests are finished: a push has become part of an update, or the rule has dropped it. What
-        a pull got is kept until `result` takes it.
+        """Block until these requests are finished: a push has become part of an update, or the rule has dropped it.
+        What a pull got is kept until `result` takes it.
 
         Raises:
             DeadlineExceeded: servers have been silent for too long; the message names them and the request.

@@ -27,8 +27,10 @@ FORKS.set_forkserver_preload(LOADED)
 def having_loaded(*modules: str) -> Iterator[None]:
     """Meanwhile the server has loaded these, too; where one is not installed, it goes without."""
     _begin_anew([*LOADED, *modules])
-    yield
-    _begin_anew(LOADED)
+    try:
+        yield
+    finally:
+        _begin_anew(LOADED)
 
 
 def _begin_anew(modules: list[str]) -> None:

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from contextlib import suppress
 
 NODE = {"setup_worker_path": __file__}
@@ -101,7 +102,10 @@ def _become_worker(asking: socket.socket) -> None:
     length, streams, *_ = socket.recv_fds(asking, 4, 3)
     told = b""
     while len(told) < int.from_bytes(length, "big"):
-        told += asking.recv(1 << 20)
+        more = asking.recv(1 << 20)
+        if not more:
+            os._exit(1)  # whoever asked has ended
+        told += more
     said = json.loads(told)
     for stream, own in zip(streams, (0, 1, 2), strict=True):
         os.dup2(stream, own)
@@ -114,12 +118,18 @@ def _become_worker(asking: socket.socket) -> None:
     np.random.seed()  # as in a process of its own
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sys.path[0] = os.path.dirname(sys.argv[0])
+    status = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
 
 if __name__ == "__main__":

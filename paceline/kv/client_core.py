@@ -55,17 +55,11 @@ class ClientCore:
         within: range | None = None,
         after: Sequence[int] = (),
         clock: int = 0,
+        drops: bool = False,
     ) -> tuple[int, list[Send]]:
         """The request's timestamp, and what to send. Raises UsageError, which names what is wrong, if it cannot be
         asked."""
-        whole = range(self.spec.num_keys)
-        if within is None:
-            within = keys if isinstance(keys, range) and kind is Kind.PUSH_VALUES else whole
-        keys, values = self._checked(keys, values)
-        if within.step != 1 or not 0 <= within.start <= within.stop <= self.spec.num_keys:
-            raise UsageError(f"{within} is no range of a store's {self.spec.num_keys} keys")
-        if len(keys) and not within.start <= int(keys[0]) <= int(keys[-1]) < within.stop:
-            raise UsageError(f"keys {int(keys[0])} to {int(keys[-1])} are not all within {within}")
+        keys, values, within = self.checked(keys, values, within)
         parts = self._divided(keys)
         if kind in (Kind.PUSH_VALUES, Kind.LEAVE):
             asked = list(range(self.spec.servers))  # clocks of workers are the same everywhere
@@ -77,7 +71,6 @@ class ClientCore:
         pulled = None
         if kind is Kind.PULL_VALUES and isinstance(keys, Tensor):
             pulled = Pairs(keys, torch.empty(len(keys), self.spec.dim, dtype=self.spec.dtype))
-        self._open[timestamp] = _Open(kind, set(asked), pulled, {index: parts[index] for index in asked})
         sends = []
         for index in asked:
             own = slice(parts[index].start, max(parts[index].stop, parts[index].start))
@@ -91,17 +84,49 @@ class ClientCore:
                 self._cut(within, index),
                 [earlier for earlier in after if index in self._due(earlier)],
                 clock,
+                drops,
             )
             sends.append(Send(index, request.message(self._caches[index])))
+        self._open[timestamp] = _Open(kind, set(asked), pulled, {index: parts[index] for index in asked})
         if not asked:
             self._close(timestamp)
         return timestamp, sends
+
+    def checked(self, keys: Keys, values: Tensor | None, within: range | None) -> tuple[Keys, Tensor | None, range]:
+        """Copies of keys and values, which their owner may change while messages are under way, and the range that the
+        request is about. Raises UsageError, which names what does not fit the store."""
+        spec = self.spec
+        if isinstance(keys, Tensor):
+            if keys.dtype is not torch.int64 or keys.dim() != 1:
+                raise UsageError(f"keys are int64 in one dimension, not {keys.dtype} of shape {tuple(keys.shape)}")
+            keys = keys.clone(memory_format=torch.contiguous_format)
+            try:
+                require_ascending(keys)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+        elif keys.step != 1:
+            raise UsageError(f"{keys} has gaps: give its keys as a tensor")
+        if within is None:
+            within = keys if isinstance(keys, range) else range(spec.num_keys)
+        if within.step != 1 or not 0 <= within.start <= within.stop <= spec.num_keys:
+            raise UsageError(f"{within} is no range of a store's {spec.num_keys} keys")
+        if len(keys) and not within.start <= int(keys[0]) <= int(keys[-1]) < within.stop:
+            raise UsageError(f"keys {int(keys[0])} to {int(keys[-1])} are not all within {within}")
+        if values is None:
+            return keys, None, within
+        values = values.reshape(-1, 1) if spec.dim == 1 and values.dim() == 1 else values
+        if values.shape != (len(keys), spec.dim) or values.dtype is not spec.dtype:
+            raise UsageError(
+                f"{len(keys)} keys have values of shape {(len(keys), spec.dim)} and {spec.dtype}, not "
+                f"{tuple(values.shape)} and {values.dtype}"
+            )
+        return keys, values.detach().clone(memory_format=torch.contiguous_format), within
 
     def receive(self, index: int, answer: Message) -> None:
         """Raises UsageError for what a server refused, whoever asked for it here."""
         request = self._open.get(answer.clock)
         if request is None or index not in request.due:
-            return  # another server has refused it, too
+            return  # it is over: another server has refused it
         if answer.kind is Kind.ERROR:
             del self._open[answer.clock]
             raise UsageError(str(answer.body.get("error", f"server {index} refused a request")))
@@ -144,10 +169,10 @@ class ClientCore:
         return sorted(self._taken(timestamp, Kind.READ_CLOCKS).clocks)
 
     def _taken(self, timestamp: int, kind: Kind) -> _Open:
-        request = self._open.pop(timestamp, None)
+        request = self._open.get(timestamp)
         if request is None or request.kind is not kind:
-            raise UsageError(f"request {timestamp} was no pull, or its values have been taken already")
-        return request
+            raise UsageError(f"request {timestamp} was no {kind.name}, or its answer has been taken already")
+        return self._open.pop(timestamp)
 
     def _due(self, timestamp: int) -> set[int]:
         request = self._open.get(timestamp)
@@ -164,27 +189,6 @@ class ClientCore:
             unpack_values(answer.body, answer.payload, request.pulled.values[request.parts[index]])
         else:
             request.pairs[index] = unpack_pairs(answer.body, answer.payload, self.spec)
-
-    def _checked(self, keys: Keys, values: Tensor | None) -> tuple[Keys, Tensor | None]:
-        spec = self.spec
-        if isinstance(keys, Tensor):
-            if keys.dtype is not torch.int64 or keys.dim() != 1:
-                raise UsageError(f"keys are int64 in one dimension, not {keys.dtype} of shape {tuple(keys.shape)}")
-            try:
-                require_ascending(keys)
-            except ValueError as error:
-                raise UsageError(str(error)) from None
-        elif keys.step != 1:
-            raise UsageError(f"{keys} has gaps: give its keys as a tensor")
-        if values is None:
-            return keys, None
-        values = values.reshape(-1, 1) if spec.dim == 1 and values.dim() == 1 else values
-        if values.shape != (len(keys), spec.dim) or values.dtype is not spec.dtype:
-            raise UsageError(
-                f"{len(keys)} keys have values of shape {(len(keys), spec.dim)} and {spec.dtype}, not "
-                f"{tuple(values.shape)} and {values.dtype}"
-            )
-        return keys, values.detach()
 
     def _divided(self, keys: Keys) -> list[slice]:
         """Which of the keys each server owns; empty, or of no length, for those that own none."""

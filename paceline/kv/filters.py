@@ -36,7 +36,7 @@ class SignificantlyModified:
             self._kept = Rows(values.shape[1], values.dtype)
         kept = self._kept.read(keys)
         change = values + kept if self._increments else values - kept
-        is_sent = change.abs().amax(dim=1) > self.threshold
+        is_sent = ~(change.abs().amax(dim=1) <= self.threshold)  # NaN is sent, too
         if self._increments:
             self._kept.write(keys, change.masked_fill(is_sent.unsqueeze(1), 0))
         else:

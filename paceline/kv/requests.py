@@ -37,13 +37,15 @@ class Request:
     """Timestamps of earlier requests that are to be finished first."""
     clock: int = 0
     """Workers' clocks in the range of the keys are to have come to this first."""
+    drops: bool = False
+    """Of one who leaves: what of this worker's has not begun never will."""
 
     def message(self, cache: KeyCache) -> Message:
         """
         Args:
             cache: of this worker's lists that the server knows.
         """
-        about = {"after": list(self.after), "clock": self.clock}
+        about = {"after": list(self.after), "clock": self.clock, "drops": self.drops}
         body: dict[str, Any] = {name: value for name, value in about.items() if value}
         if self.kind is Kind.PUSH_VALUES:
             body |= {"function": self.function, "within": [self.within.start, self.within.stop]}
@@ -56,7 +58,7 @@ class Request:
             is_known = cache.knows(signature, self.keys)
             body |= {"signature": signature} if is_known else {"signature": signature, "count": len(self.keys)}
             tensors += [] if is_known else [self.keys]
-        tensors += [] if self.values is None else [self.values.contiguous()]
+        tensors += [] if self.values is None else [self.values]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         return Message(
             self.kind,
@@ -96,7 +98,18 @@ class Request:
                 raise ValueError(f"{within} is not within {owned}")
             if message.kind is Kind.PUSH_VALUES and len(keys) and (keys[0] < within.start or keys[-1] >= within.stop):
                 raise ValueError(f"keys {int(keys[0])} to {int(keys[-1])} are not all within {within}")
-            return cls(message.kind, message.sender, message.clock, keys, values, function, within, after, clock)
+            return cls(
+                message.kind,
+                message.sender,
+                message.clock,
+                keys,
+                values,
+                function,
+                within,
+                after,
+                clock,
+                drops=bool(body.get("drops")),
+            )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise WireError(f"refused {message.kind.name} of worker {message.sender}: {error}") from None
 

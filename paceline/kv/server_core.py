@@ -2,7 +2,8 @@
 
 Sans-IO. A request is finished when it is answered: a push, when it has become part of an update, or the rule has
 dropped it. It begins when those that it names in `after` are finished (Li et al., OSDI 2014, section 3.5:
-execute-after-finished dependencies) and, if it is a push or a pull, the admission rule lets the worker go on.
+execute-after-finished dependencies) and, if it is a push or a pull, the admission rule lets the worker go on. A
+worker's pushes begin in their order.
 """
 
 from collections import defaultdict
@@ -57,8 +58,13 @@ class ServerCore:
         """What to send for a worker's message. One that is refused is the worker's trouble alone."""
         worker = message.sender
         try:
-            if message.kind not in _KINDS or worker not in self._rule.active or message.clock <= self._latest[worker]:
-                raise WireError(f"refused {message.kind.name} {message.clock} of worker {worker}")
+            if message.kind not in _KINDS:
+                raise WireError(f"refused {message.kind.name} of worker {worker}: it is no request to a store")
+            if worker not in self._rule.active or message.clock <= self._latest[worker]:
+                raise WireError(
+                    f"refused {message.kind.name} {message.clock} of worker {worker}: it is none of the store's, has "
+                    "left, or was connected before; a worker's number serves for one connection"
+                )
             request = Request.of(message, self.spec, self._caches[worker], self.owned)
             if request.function not in self._changes:
                 raise WireError(f"there is no function {request.function!r}; known are {', '.join(self._changes)}")
@@ -79,7 +85,8 @@ class ServerCore:
             try:
                 self._begin(request)
             except Exception as error:  # the rule is the user's, too
-                self._held.pop(request.worker, None)
+                if request.worker in self._held and self._held[request.worker].push is request:
+                    del self._held[request.worker]
                 self._finish(request, Kind.ERROR, {"error": self._text(error)})
 
     def _may_begin(self, request: Request) -> bool:
@@ -87,14 +94,17 @@ class ServerCore:
         if not self._unfinished[worker].isdisjoint(request.after):
             return False
         if request.kind is Kind.LEAVE:
-            return all(each is request or each.worker != worker for each in self._waiting)
+            return request.drops or all(each is request or each.worker != worker for each in self._waiting)
         if request.kind is Kind.MEET:
             return self._rule.active <= {each.worker for each in self._waiting if each.kind is Kind.MEET}
         if request.kind in _RULED and not self._rule.is_admitted(worker):
             return False
-        if request.kind is Kind.PUSH_VALUES and worker in self._held:
-            return False
+        if request.kind is Kind.PUSH_VALUES and (worker in self._held or self._next_push(worker) is not request):
+            return False  # pushes keep their order, so that all servers count them alike
         return not request.clock or self._clocks.slowest(*_hull(request), self._rule.active) >= request.clock
+
+    def _next_push(self, worker: int) -> Request:
+        return next(each for each in self._waiting if each.worker == worker and each.kind is Kind.PUSH_VALUES)
 
     def _begin(self, request: Request) -> None:
         match request.kind:
@@ -110,6 +120,7 @@ class ServerCore:
                 ]
                 self._finish(request, Kind.ANSWER, {"clocks": found})
             case Kind.LEAVE:
+                self._waiting = [each for each in self._waiting if each.worker != request.worker]
                 self._finish(request, Kind.OK)
                 self._update(self._rule.leave(request.worker))
             case _:  # all meet
@@ -161,7 +172,8 @@ class ServerCore:
     def _pull(self, request: Request) -> None:
         if isinstance(request.keys, range):
             keys, rows = self.rows.between(request.keys.start, request.keys.stop)
-            body, payload = pack_pairs(Pairs(keys, rows[:, : self.spec.dim]))
+            values = rows[:, : self.spec.dim].clone(memory_format=torch.contiguous_format)  # sent while rows change
+            body, payload = pack_pairs(Pairs(keys, values))
         else:
             body, payload = pack_values(self.rows.read(request.keys)[:, : self.spec.dim].contiguous())
         self._finish(request, Kind.ANSWER, body, payload)

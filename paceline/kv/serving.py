@@ -21,6 +21,7 @@ from paceline.messages import Message, WireError
 
 _LOOK_MS = 200
 _START_S = 120.0
+_END_S = 10.0
 
 
 @final
@@ -113,6 +114,8 @@ def serve(spec: Spec) -> Iterator[Group]:
             ours.close()  # which is a server's word to end
         for process in processes:
             if process.pid is not None:
+                process.join(_END_S)
+                process.kill()  # it does nothing to one that has ended
                 process.join()
 
 

@@ -64,7 +64,7 @@ class Spec:
         rule_options: its arguments, by name, such as `staleness` of `ssp`.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: a number is out of range, or a setting would have no effect.
     """
 
     servers: int
@@ -82,6 +82,10 @@ class Spec:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MOST_KEYS:
                 raise UsageError(f"{name} of a store must be a whole number from {least} on, not {value!r}")
+        if taken := _GIVEN.keys() & self.functions.keys():
+            raise UsageError(f"a store has a function {min(taken)!r} already; give yours another name")
+        if self.rule == "asp" and self.rule_options:
+            raise UsageError(f"rule 'asp' has no options, not {dict(self.rule_options)}; 'ssp' has a staleness")
         if not self.dtype.is_floating_point:
             raise UsageError(f"a store holds floating-point numbers, not {self.dtype}")
 
@@ -92,11 +96,10 @@ class Spec:
 
     def change(self, name: str) -> Change:
         """The function of this name. Raises UsageError if there is none, or it cannot be imported."""
-        known: dict[str, Change] = {"add": _add, "assign": _assign}
-        if name in known:
-            return known[name]
+        if name in _GIVEN:
+            return _GIVEN[name]
         if name not in self.functions:
-            raise unknown("function", name, [*known, *self.functions])
+            raise unknown("function", name, [*_GIVEN, *self.functions])
         function = self.functions[name]
         return partial(load(function.path), **function.options)
 
@@ -135,3 +138,6 @@ def _add(rows: Tensor, pushed: Tensor) -> None:
 
 def _assign(rows: Tensor, pushed: Tensor) -> None:
     rows[:, : pushed.shape[1]] = pushed
+
+
+_GIVEN: Mapping[str, Change] = {"add": _add, "assign": _assign}

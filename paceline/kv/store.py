@@ -9,7 +9,7 @@ import zmq
 from torch import Tensor
 
 from paceline.comm.wire import Caller, Keys
-from paceline.errors import DeadlineExceeded
+from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.kv.client_core import ClientCore
 from paceline.kv.filters import Filter
 from paceline.kv.range_clocks import RangeClock
@@ -29,8 +29,8 @@ def identity_of(worker: int) -> str:
 class Store:
     """A worker's connection to a store's servers; `Group.connect` makes it. For one thread.
 
-    Requests go out at once and are answered in their own time: each gives a timestamp to wait for. An error of one is
-    raised by whatever is called when the servers' word of it comes, at the latest by `close`.
+    Requests go out at once, with copies of keys and values, and are answered in their own time: each gives a timestamp
+    to wait for. An error of one is raised by the next call that waits, for whichever request; at the latest by `close`.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class Store:
         self.worker, self._deadline_s = worker, deadline_s
         self._core = ClientCore(spec, worker)
         self._callers = [Caller(keys, endpoint=endpoint, identity=identity_of(worker)) for endpoint in endpoints]
+        self._refusals: list[PacelineError] = []
+        self._heard: set[int] = set()
         self._poller = zmq.Poller()
         self._index_of = {caller.socket: index for index, caller in enumerate(self._callers)}
         for caller in self._callers:
@@ -73,11 +75,11 @@ class Store:
             UsageError: keys or values do not fit the store.
         """
         if filters := tuple(filters):
-            pairs = Pairs(as_tensor(keys), values.reshape(len(keys), -1))
+            fitting, some, within = self._core.checked(_plain(keys), values, within)
+            assert some is not None
+            pairs = Pairs(as_tensor(fitting), some)
             for each in filters:
                 pairs = each(pairs)
-            if within is None and isinstance(keys, range):
-                within = keys
             keys, values = pairs
         return self._ask(Kind.PUSH_VALUES, _plain(keys), values, function=function, within=within, after=tuple(after))
 
@@ -95,19 +97,20 @@ class Store:
         return self._ask(Kind.INIT_VALUES, _plain(keys), values)
 
     def wait(self, *timestamps: int) -> None:
-        """Block until these requests are finished: pushes have become part of an update.
+        """Block until these requests are finished: a push has become part of an update, or the rule has dropped it.
+        What a pull got is kept until `result` takes it.
 
         Raises:
             DeadlineExceeded: servers have been silent for too long; the message names them and the request.
-            UsageError: a request was refused, or a function on the server failed.
+            UsageError: a request, of these or an earlier one, was refused, or a function on the server failed.
+            WireError: a server's answer cannot be read.
         """
         for timestamp in timestamps:
-            while not self._core.is_done(timestamp):
+            while not self._core.is_done(timestamp) and not self._refusals:
                 if not self._receive(self._deadline_s):
-                    raise DeadlineExceeded(
-                        f"{self._core.owing(timestamp)}, and were silent for {self._deadline_s:g} s. They wait for "
-                        "other workers, if these have ended without closing their store, or have died"
-                    )
+                    raise DeadlineExceeded(self._silence(timestamp))
+        if self._refusals:
+            raise self._refusals.pop(0)
 
     def result(self, timestamp: int) -> Pairs:
         """What a pull got, once it is there: of a list of keys all of them, with 0 for those that hold nothing. It can
@@ -129,11 +132,11 @@ class Store:
         """Leave: others wait for this worker no more. A second call does nothing.
 
         Args:
-            waits: for what is still under way. Raises as `wait`.
+            waits: for what is still under way. Raises as `wait`. Else servers drop what has not begun.
         """
         if self._callers:
             try:
-                leaving = self._ask(Kind.LEAVE)
+                leaving = self._ask(Kind.LEAVE, drops=not waits)
                 if waits:
                     self.wait(*self._core.unfinished(), leaving)
             finally:
@@ -162,8 +165,21 @@ class Store:
         for socket, _ in found:
             frames = socket.recv_multipart(copy=False)
             self.received_bytes += sum(map(len, frames))
-            self._core.receive(self._index_of[socket], Message.decode(frames, epoch=EPOCH))
+            self._heard.add(index := self._index_of[socket])
+            try:
+                self._core.receive(index, Message.decode(frames, epoch=EPOCH))
+            except PacelineError as error:
+                self._refusals.append(error)
         return bool(found)
+
+    def _silence(self, timestamp: int) -> str:
+        never = ", ".join(str(index) for index in range(len(self._callers)) if index not in self._heard)
+        return (
+            f"{self._core.owing(timestamp)}, and were silent for {self._deadline_s:g} s"
+            f"{f' (of server(s) {never} nothing was ever heard)' if never else ''}. Either they wait for other "
+            "workers, which have died or ended without closing their store; or another process is connected as worker "
+            f"{self.worker}; or these servers have ended"
+        )
 
 
 def as_tensor(keys: KeysLike) -> Tensor:

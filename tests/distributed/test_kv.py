@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from paceline import kv
 from paceline.errors import UsageError
+from paceline.kv import serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "kv.md"
 
@@ -55,3 +58,20 @@ def test_a_function_that_servers_cannot_import_is_refused() -> None:
         kv.serve(kv.Spec(servers=1, workers=1, functions=functions)),
     ):
         pass
+
+
+def hang(rows: torch.Tensor, pushed: torch.Tensor) -> None:
+    time.sleep(100)
+
+
+@pytest.mark.slow
+def test_a_server_whose_function_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_END_S", 0.5)
+    spec = kv.Spec(servers=1, workers=1, functions={"hang": kv.Function("tests.distributed.test_kv:hang")})
+    with kv.serve(spec) as group:
+        store = group.connect(0)
+        store.push([1], torch.ones(1), function="hang")
+        store.close(waits=False)
+        time.sleep(0.5)
+        began_s = time.monotonic()
+    assert 0.4 < time.monotonic() - began_s < 30

@@ -25,7 +25,7 @@ from paceline.kv.rows import Rows
 from paceline.kv.server_core import ServerCore
 from paceline.kv.spec import MOST_KEYS
 from paceline.membership import Membership
-from paceline.messages import Kind, Message
+from paceline.messages import Kind, Message, Raw
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 
 NUM_KEYS = 12
@@ -108,6 +108,14 @@ def test_what_a_filter_holds_back_is_sent_later(pushes: list[list[int]], increme
             assert abs(float(sent.read(tensor([key]))) - value[key]) <= 1.0 + 1e-12
 
 
+@pytest.mark.parametrize("increments", [False, True])
+def test_a_value_that_is_no_number_is_not_held_back(increments: bool) -> None:
+    changed = SignificantlyModified(1.0, increments=increments)
+    assert changed(Pairs(tensor([1, 2]), torch.tensor([[float("nan")], [0.5]]))).keys.tolist() == [1]
+    if increments:
+        assert changed(Pairs(tensor([1]), torch.tensor([[2.0]]))).values.item() == 2.0
+
+
 def test_gradients_that_leave_a_weight_at_0_are_left_out() -> None:
     weights = torch.tensor([[0.0], [0.0], [0.5]])
     pushed = Pairs(tensor([2, 5, 7]), torch.tensor([[0.4], [-0.6], [0.1]]))
@@ -127,7 +135,7 @@ class World:
     draw: random.Random
     servers: list[ServerCore] = field(init=False)
     clients: list[ClientCore] = field(init=False)
-    ways: dict[tuple[str, int, int], deque[Message]] = field(default_factory=dict)
+    ways: dict[tuple[str, int, int], deque[Sequence[Raw]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.servers = [ServerCore(self.spec, index) for index in range(self.spec.servers)]
@@ -140,8 +148,7 @@ class World:
         return timestamp
 
     def put(self, way: tuple[str, int, int], message: Message) -> None:
-        frames = [bytes(frame) for frame in message.encode()]
-        self.ways.setdefault(way, deque()).append(Message.decode(frames, epoch=None))
+        self.ways.setdefault(way, deque()).append(message.encode())  # not copied before it arrives, as ZeroMQ does
 
     def move(self) -> bool:
         """One message arrives; whether there was one."""
@@ -149,7 +156,7 @@ class World:
         if not ways:
             return False
         way = self.draw.choice(ways)
-        message = self.ways[way].popleft()
+        message = Message.decode([bytes(frame) for frame in self.ways[way].popleft()], epoch=None)
         end, worker, index = way
         if end == "from":
             self.clients[worker].receive(index, message)
@@ -236,9 +243,10 @@ def test_a_pull_has_what_it_waited_for_in_any_order_of_messages(
             assert server.rows.read(torch.arange(server.owned.start, server.owned.stop)).unique().tolist() == [total]
 
 
-def test_a_request_waits_for_those_that_it_names_and_overtakes_others() -> None:
+def test_a_request_waits_for_those_that_it_names_and_pulls_overtake_others() -> None:
     world = World(spec_of(servers=1), random.Random(0))
     one = torch.ones(1, dtype=torch.float64)
+    world.ask(0, Kind.PUSH_VALUES, tensor([4]), one)
     late = world.ask(0, Kind.PULL_VALUES, range(0, NUM_KEYS), clock=1)
     behind = world.ask(0, Kind.PUSH_VALUES, tensor([3]), one, after=[late])
     pull = world.ask(0, Kind.PULL_VALUES, tensor([3]), after=[behind])
@@ -248,11 +256,84 @@ def test_a_request_waits_for_those_that_it_names_and_overtakes_others() -> None:
     for _ in range(2):
         world.ask(1, Kind.PUSH_VALUES, tensor([5]), one)
     world.ask(1, Kind.LEAVE)
-    world.ask(0, Kind.PUSH_VALUES, tensor([4]), one)  # all have come to clock 1 now
     world.settle()
     assert world.clients[0].take_pairs(late).keys.tolist() == [4, 5]
     assert world.clients[0].take_pairs(pull).values.item() == 1
     assert world.clients[0].take_pairs(free).values.item() == 0
+
+
+def test_all_servers_count_a_workers_pushes_in_their_order() -> None:
+    world = World(spec_of(), random.Random(0))
+    late = world.ask(0, Kind.PULL_VALUES, range(0, 6), clock=1)  # which server 0 alone is asked
+    world.ask(1, Kind.PUSH_VALUES, range(0, 6), torch.ones(6, dtype=torch.float64))
+    world.ask(0, Kind.PUSH_VALUES, tensor([]), torch.empty(0, dtype=torch.float64))
+    world.settle()
+    world.clients[0].take_pairs(late)
+    late = world.ask(0, Kind.PULL_VALUES, range(0, 6), clock=2)
+    pushes = []
+    for value, after in ((1.0, [late]), (2.0, [])):
+        values = torch.full((NUM_KEYS,), value, dtype=torch.float64)
+        pushes.append(world.ask(0, Kind.PUSH_VALUES, range(NUM_KEYS), values, function="assign", after=after))
+    world.settle()
+    assert not any(world.clients[0].is_done(push) for push in pushes)  # neither overtakes the other on server 0
+    world.ask(0, Kind.LEAVE, drops=True)
+    world.settle()
+    assert len(world.servers[0].rows.keys) == 6
+    assert world.servers[1].rows.read(tensor([6]))[0].item() == 2
+
+
+def test_what_is_asked_may_be_changed_at_once() -> None:
+    world = World(spec_of(), random.Random(0))
+    keys, values = tensor([1, 2, 8, 9]), torch.ones(4, dtype=torch.float64)
+    world.ask(0, Kind.PUSH_VALUES, keys, values)
+    pull = world.ask(0, Kind.PULL_VALUES, keys)
+    keys += 1
+    values.zero_()
+    world.settle()
+    found = world.clients[0].take_pairs(pull)
+    assert found.keys.tolist() == [1, 2, 8, 9]
+    assert found.values[:, 0].tolist() == [1, 1, 1, 1]
+    again = world.ask(0, Kind.PULL_VALUES, keys)  # other keys have another name
+    world.settle()
+    assert world.clients[0].take_pairs(again).values[:, 0].tolist() == [1, 0, 1, 0]
+
+
+def test_an_answer_on_its_way_is_not_changed_by_later_pushes() -> None:
+    world = World(spec_of(servers=1), random.Random(0))
+    ones = torch.ones(NUM_KEYS, dtype=torch.float64)
+    for kind in (Kind.PUSH_VALUES, Kind.PULL_VALUES, Kind.PUSH_VALUES):
+        _, sends = world.clients[0].ask(kind, range(NUM_KEYS), ones if kind is Kind.PUSH_VALUES else None)
+        for send in sends:
+            for to, answer in world.servers[0].receive(send.message):
+                world.put(("from", to, 0), answer)
+    world.settle()
+    assert world.clients[0].take_pairs(2).values.unique().tolist() == [1]
+
+
+def test_keys_with_gaps_in_memory() -> None:
+    world = World(spec_of(servers=1), random.Random(0))
+    pull = world.ask(0, Kind.PULL_VALUES, torch.arange(NUM_KEYS)[::2])
+    world.settle()
+    assert len(world.clients[0].take_pairs(pull).keys) == NUM_KEYS // 2
+
+
+def test_whoever_leaves_at_once_drops_what_could_never_begin() -> None:
+    world = World(spec_of(), random.Random(0))
+    world.ask(0, Kind.PULL_VALUES, tensor([1]), clock=5)
+    world.ask(0, Kind.LEAVE, drops=True)
+    meeting = world.ask(1, Kind.MEET)
+    world.settle()
+    assert world.clients[1].is_done(meeting)
+
+
+def test_a_number_serves_for_one_connection() -> None:
+    world = World(spec_of(servers=1), random.Random(0))
+    world.ask(0, Kind.PULL_VALUES, tensor([1]))
+    world.settle()
+    world.clients[0] = ClientCore(world.spec, 0)
+    world.ask(0, Kind.PULL_VALUES, tensor([1]))
+    with pytest.raises(UsageError, match="was connected before; a worker's number serves for one connection"):
+        world.settle()
 
 
 def test_the_clock_of_a_range_is_asked_for_by_range() -> None:
@@ -420,6 +501,8 @@ def test_keys_and_values_that_do_not_fit_are_named(keys: Any, values: Tensor, co
         ({"rule": "bsp", "rule_options": {"backup_workers": 1}}, "decides alike"),
         ({"rule": "bsp", "rule_options": {"late": 1}}, "unexpected keyword"),
         ({"functions": {"f": Function("math:nothing")}}, "servers cannot import 'math:nothing'"),
+        ({"functions": {"add": Function("math:sqrt")}}, "has a function 'add' already"),
+        ({"rule": "asp", "rule_options": {"staleness": 0}}, "'asp' has no options"),
         ({"servers": 0}, "servers of a store must be a whole number from 1"),
         ({"dtype": torch.int64}, "floating-point"),
     ],

@@ -22,13 +22,15 @@ from paceline.messages import Kind, Message
 def served(**settings: Any) -> Iterator[Group]:
     spec, keys = Spec(**{"servers": 2, "workers": 2, "num_keys": 100, **settings}), Keys.generate()
     servers = [Server(spec, index, keys, host="127.0.0.1") for index in range(spec.servers)]
-    threads = [threading.Thread(target=server.serve) for server in servers]
+    threads = [threading.Thread(target=server.serve, daemon=True) for server in servers]
     for thread in threads:
         thread.start()
-    yield Group(spec, keys, tuple(server.endpoint for server in servers))
-    for server, thread in zip(servers, threads, strict=True):
-        server.stop()
-        thread.join()
+    try:
+        yield Group(spec, keys, tuple(server.endpoint for server in servers))
+    finally:
+        for server, thread in zip(servers, threads, strict=True):
+            server.stop()
+            thread.join()
 
 
 @pytest.mark.parametrize("rule", ["asp", "bsp"])
@@ -54,7 +56,7 @@ def test_what_workers_push_is_there(rule: str) -> None:
 def test_servers_end_when_all_workers_have_left() -> None:
     spec, keys = Spec(servers=1, workers=1), Keys.generate()
     server = Server(spec, 0, keys, host="127.0.0.1")
-    thread = threading.Thread(target=server.serve)
+    thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     store = Group(spec, keys, (server.endpoint,)).connect(0)
     store.push([2**62], torch.ones(1))
@@ -68,7 +70,10 @@ def test_a_wait_for_a_worker_that_is_not_there_ends_and_names_the_request() -> N
     with served(rule="bsp") as group:
         store = group.connect(0, deadline_s=0.2)
         push = store.push([3], torch.ones(1))
-        with pytest.raises(DeadlineExceeded, match=r"server\(s\) 0, 1 owe worker 0 the answer to PUSH_VALUES 1"):
+        with pytest.raises(
+            DeadlineExceeded,
+            match=r"server\(s\) 0, 1 owe worker 0 the answer to PUSH_VALUES 1.*Either.*connected as worker 0; or",
+        ):
             store.wait(push)
         store.close(waits=False)
         with pytest.raises(UsageError, match="none of number 2"):
@@ -80,8 +85,52 @@ def test_an_error_of_a_request_is_raised() -> None:
         with pytest.raises(UsageError, match="there is no function 'subtract'; known are add, assign"):
             store.wait(store.push([3], torch.ones(1), function="subtract"))
         assert store.result(store.pull([3])).values.item() == 0
-        with pytest.raises(UsageError, match="was no pull"):
+        with pytest.raises(UsageError, match="was no PULL_VALUES"):
             store.result(store.push([3], torch.ones(1), filters=[SignificantlyModified(2.0)]))
+
+
+def test_buffers_are_free_when_push_returns() -> None:
+    num_keys = 1_000_000
+    with served(num_keys=num_keys) as group, group.connect(0) as store:
+        keys, values = torch.arange(num_keys), torch.ones(num_keys)
+        pushes = [store.push(keys, values), store.push(range(num_keys), values)]
+        keys.zero_()
+        values.zero_()
+        store.wait(*pushes)
+        assert store.result(store.pull(range(num_keys))).values.unique().tolist() == [2]
+
+
+def test_whoever_closes_with_an_error_pending_has_left() -> None:
+    with served() as group, group.connect(1) as other:
+        store = group.connect(0)
+        store.push([3], torch.ones(1), function="subtract")
+        assert all(caller.socket.poll(10_000) for caller in store._callers)  # the errors are there, and not taken
+        with pytest.raises(UsageError, match="no function 'subtract'"):
+            store.close()
+        other.barrier()
+        with pytest.raises(KeyError, match="own"):
+            fail_after_a_refusal(group)
+
+
+def fail_after_a_refusal(group: Group) -> None:
+    with group.connect(0) as store:
+        store.push([3], torch.ones(1))  # which is refused: the number has served
+        assert store._callers[0].socket.poll(10_000)
+        raise KeyError("the program's own")
+
+
+def test_an_error_of_one_request_does_not_stop_the_next() -> None:
+    with served() as group, group.connect(0) as store:
+        store.push([3], torch.ones(1), function="subtract")
+        assert all(caller.socket.poll(10_000) for caller in store._callers)
+        changed = SignificantlyModified(0.5)
+        with pytest.raises(UsageError, match="shape"):
+            store.push([3], torch.ones(2), filters=[changed])
+        push = store.push([3], torch.ones(1), filters=[changed])
+        with pytest.raises(UsageError, match="no function 'subtract'"):
+            store.wait(push)
+        assert store.result(store.pull([3])).values.item() == 1
+        store.wait(store.push([], torch.empty(0), filters=[changed]))
 
 
 def test_nobody_speaks_for_another_worker() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import select
 import threading
 import time
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.comm.servers.line import Bell, BellAddress, ServerLine, WorkerLine
+from paceline.comm.shared_memory.block import SharedBlock
 from paceline.errors import PeerLost
 
 
@@ -113,10 +116,54 @@ def test_tensors_of_any_size_go_both_ways(bell: Bell) -> None:
     server.close()
 
 
-def test_a_request_whose_worker_has_gone_is_none(bell: Bell) -> None:
+def test_tensors_that_cannot_be_had_are_named_and_the_line_goes_on(bell: Bell, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = WorkerLine(bell.address)
+    server = ServerLine(worker.address)
+    numbers = worker._segment.buffer[:128].cast("q")
+    fd = os.memfd_create("paceline-0000000000000001", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 2**62)
+    for address, complaint in (
+        ((os.getpid(), fd, 2**62, 1), "is not sealed"),
+        ((os.getpid(), fd, 2**62, 1), "cannot map"),
+        ((os.getpid(), 2**20, 100, 1), "cannot open"),
+        ((os.getpid(), fd, 3, 1), "announced 7 bytes in a block of 3"),
+    ):
+        worker.send([b"push", b"", b"tensors"])
+        for place, number in enumerate(address, 2):
+            numbers[place] = number
+        with pytest.raises(PeerLost, match=complaint):
+            server.receive()
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        server.send([b"refused", b""])
+        assert worker.receive(timeout_s=1) == [b"refused", b""]
+    os.close(fd)
+    monkeypatch.setattr(SharedBlock, "create", _no_memory)
+    with pytest.raises(OSError, match="memory"):
+        worker.send([b"push", b"", bytes(100)])
+    monkeypatch.undo()
+    worker.send([b"push", b"", bytes(100)])
+    assert b"".join(server.receive()[2:]) == bytes(100)
+    numbers.release()
+    worker.close()
+    server.close()
+
+
+def _no_memory(num_bytes: int) -> SharedBlock:
+    raise OSError("no memory")
+
+
+def test_blocks_cannot_shrink() -> None:
+    block = SharedBlock.create(10_000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(block.address.fd, 1)
+    block.close()
+
+
+def test_a_request_whose_worker_has_gone_is_refused(bell: Bell) -> None:
     worker = WorkerLine(bell.address)
     server = ServerLine(worker.address)
     worker.send([b"push", b"", b"tensors"])
     worker.close()
-    assert server.receive() is None
+    with pytest.raises(PeerLost):
+        server.receive()
     server.close()

@@ -14,13 +14,14 @@ from paceline.comm.alone import AloneCollective
 from paceline.comm.servers import group as server_group
 from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.line import WorkerLine
+from paceline.comm.servers.payload import ReceivedPayload
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import WAKE_S, ServerAddress, SocketCarrier, connect_servers
 from paceline.comm.wire import Keys
-from paceline.errors import Aborted, DeadlineExceeded
+from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
-from paceline.messages import Kind, Message, WireError
+from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import NullReporter
 from paceline.server import client_core, server_core
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
@@ -91,6 +92,22 @@ def test_silent_servers_are_named_when_the_deadline_is_over() -> None:
             DeadlineExceeded, match=r"server\(s\) \[0\] did not answer within 0\.5 s to: exchange of clock 0"
         ):
             group.exchange(Push(pause_at=FOREVER))
+
+
+def test_a_request_on_a_line_whose_tensors_cannot_be_had_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ReceivedPayload.read
+
+    def no_descriptors(payload: ReceivedPayload) -> list[Raw]:
+        if threading.current_thread() is threading.main_thread():
+            return real(payload)
+        raise PeerLost("no descriptors are left")
+
+    with group_of_one(BulkSynchronous(Membership.first(1)), has_server_here=True) as group:
+        monkeypatch.setattr(ReceivedPayload, "read", no_descriptors)
+        group._carrier._deadline_s = 5.0  # type: ignore[attr-defined]
+        with pytest.raises(PacelineError, match="no descriptors are left"):
+            group.exchange(Push(pause_at=FOREVER))
+        monkeypatch.undo()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,12 @@ NUM_SAMPLES, NUM_FEATURES, L1 = 400, 60, 0.01
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(RECIPE))
-    return importlib.import_module("train")
+    names = [path.stem for path in RECIPE.glob("*.py")]  # other recipes have a train.py, too
+    for name in names:
+        sys.modules.pop(name, None)
+    yield importlib.import_module("train")
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def optimum(samples: Any) -> tuple[float, np.ndarray[Any, Any]]:

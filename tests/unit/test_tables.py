@@ -191,6 +191,13 @@ def test_a_state_of_another_table_is_refused(change: Callable[[dict[str, Tensor]
     assert table.state()["keys"].tolist() == [1, 2]
 
 
+def test_a_state_with_keys_of_32_bits_fits() -> None:
+    table, other = Table(spec_of()), Table(spec_of())
+    table.update(gradients_of([1, 2], 0))
+    other.load({**table.state(), "keys": table.state()["keys"].int()})
+    assert torch.equal(other.read(torch.arange(4)), table.read(torch.arange(4)))
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "error"),
     [
@@ -221,6 +228,33 @@ def test_keys_have_the_slots_of_their_order(batches: list[set[int]]) -> None:
         assert slots.add(torch.tensor(new, dtype=torch.int64)).tolist() == [known[key] for key in new]
         assert slots.keys().tolist() == list(known)
         assert slots.find(slots.keys()).tolist() == list(range(len(slots)))
+
+
+def test_no_key_is_in_no_slot() -> None:
+    torch.use_deterministic_algorithms(True)  # fills memory that was not written with the largest number
+    try:
+        slots = Slots()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert slots.find(torch.tensor([-1])).tolist() == [-1]
+
+
+def test_rows_are_read_by_the_keys_that_were_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker on this host can change its memory meanwhile."""
+    memory, checked = torch.tensor([3, 4]), TableSpec.checked
+
+    def and_then_changed(spec: TableSpec, keys: Tensor) -> Tensor:
+        found = checked(spec, keys)
+        memory.fill_(-1)
+        return found
+
+    shards = TableShards()
+    shards.receive(Message(Kind.OPEN_TABLES, 1, 0, body={"tables": [spec_of().plain()]}))
+    wanted = Table(spec_of()).read(memory.clone())
+    monkeypatch.setattr(TableSpec, "checked", and_then_changed)
+    asked = Message(Kind.READ_ROWS, 1, 0, body={"table": 0, "count": 2}, payload=[memoryview(memory.numpy()).cast("B")])
+    [rows] = shards.receive(asked)["payload"]
+    assert bytes(rows) == wanted.numpy().tobytes()
 
 
 def test_full_buckets_go_on_in_the_next_ones() -> None:

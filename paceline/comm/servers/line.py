@@ -154,17 +154,14 @@ class ServerLine:
 
     def receive(self) -> list[Raw] | None:
         """The request that has come since the last one, whose tensors are one frame that stays as it is until the
-        answer; none if none has, or the worker has gone with them."""
+        answer; none if none has. Raises PeerLost if they cannot be had: the request is to be answered by an error."""
         number = self._words[_REQUESTED]
         if number == self._number:
             return None
         futex.fence()
         self._number = number
         head = _split(self._segment.buffer[_REQUEST_START : _REQUEST_START + self._words[_REQUEST_BYTES]])
-        try:
-            return head + self._received.read()
-        except (PeerLost, ValueError):
-            return None
+        return head + self._received.read()
 
     def send(self, frames: Sequence[Raw]) -> None:
         """Answer the last request. Raises ValueError if the answer's body is too large for a line."""

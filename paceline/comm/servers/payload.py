@@ -5,6 +5,7 @@ from dataclasses import astuple
 from typing import final
 
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.errors import PeerLost
 from paceline.messages import Raw, raw_bytes
 
 # Five 64-bit words of a line say where one side's tensors are: their bytes, then the block's address.
@@ -44,9 +45,9 @@ class SentPayload:
             self._block.close()
 
     def _renew(self, num_bytes: int) -> None:
-        if self._block is not None:
-            self._block.close()
-        self._block = SharedBlock.create(num_bytes)
+        before, self._block = self._block, SharedBlock.create(num_bytes)
+        if before is not None:
+            before.close()
         for place, number in enumerate(astuple(self._block.address), _ADDRESS):
             self._numbers[place] = number
 
@@ -67,12 +68,14 @@ class ReceivedPayload:
         """What was written last, as one frame of that memory; none if it was nothing.
 
         Raises:
-            PeerLost: the block is not there.
+            PeerLost: the block is not there, cannot be mapped, or is smaller than what is to be in it.
         """
         num_bytes = self._numbers[_BYTES]
         if not num_bytes:
             return []
         address = BlockAddress(*self._numbers[_ADDRESS:_STOP])
+        if not 0 < num_bytes <= address.num_bytes:
+            raise PeerLost(f"process {address.pid} announced {num_bytes} bytes in a block of {address.num_bytes}")
         if self._block is None or self._block.address != address:
             self._close_block()
             self._block = SharedBlock.open(address)

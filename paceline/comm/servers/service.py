@@ -11,6 +11,7 @@ from paceline.comm.servers.copies import NextCopies, identity_of_server
 from paceline.comm.servers.holding import Holding
 from paceline.comm.servers.line import Bell, BellAddress
 from paceline.comm.wire import Keys, Listener
+from paceline.errors import PeerLost
 from paceline.records import NullReporter, Reporter
 from paceline.server.chains import Chain
 from paceline.server.spec import ServerSpec
@@ -152,7 +153,11 @@ class ParameterService:
         self._bell.silence()
         for holding in self._holdings:
             for identity, neighbour in list(holding.neighbours.items()):
-                frames = neighbour.line.receive()
+                try:
+                    frames = neighbour.line.receive()
+                except PeerLost as error:
+                    neighbour.line.send(holding.core.failure(error).encode())
+                    continue
                 if frames is not None:
                     neighbour.asked_on_line = True
                     holding.handle(identity, frames)

@@ -1,5 +1,6 @@
 """A piece of memory without a name that processes of one host share."""
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -65,9 +66,10 @@ class SharedBlock:
         if num_bytes <= 0:
             raise ValueError(f"a block needs at least one byte, not {num_bytes}")
         address = BlockAddress(os.getpid(), -1, num_bytes, secrets.randbits(63))
-        fd = os.memfd_create(address.name, os.MFD_CLOEXEC)
+        fd = os.memfd_create(address.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             return cls(fd, replace(address, fd=fd), keep_descriptor=True)
         except BaseException:
             os.close(fd)
@@ -75,12 +77,19 @@ class SharedBlock:
 
     @classmethod
     def open(cls, address: BlockAddress) -> "SharedBlock":
-        """Another process's block. Raises PeerLost as `open_descriptor`, or if it has another size."""
+        """Another process's block. Raises PeerLost as `open_descriptor`, or if it has another size, could shrink
+        while it is mapped, or cannot be mapped."""
         fd = open_descriptor(address.pid, address.fd, link=f"/memfd:{address.name} (deleted)", flags=os.O_RDWR)
         try:
             if os.fstat(fd).st_size != address.num_bytes:
                 raise PeerLost(f"shared memory of process {address.pid} has not the size that was announced")
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise PeerLost(
+                    f"shared memory of process {address.pid} is not sealed: it could shrink under its readers"
+                )
             return cls(fd, address, keep_descriptor=False)
+        except (OSError, ValueError) as error:
+            raise PeerLost(f"cannot map {address.num_bytes} bytes of process {address.pid}: {error}") from None
         finally:
             os.close(fd)
 

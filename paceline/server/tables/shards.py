@@ -91,7 +91,7 @@ class TableShards:
 
     def _read(self, message: Message) -> Fields:
         count = _count(message.body["count"], message)
-        keys = view_of(message.payload, dtype=torch.int64, shape=(count,))
+        keys = view_of(message.payload, dtype=torch.int64, shape=(count,)).clone()  # the worker can change its memory
         rows = self._table(message).read(keys)
         return {"payload": to_frames([rows]), "tensor_bytes": rows.nbytes}
 

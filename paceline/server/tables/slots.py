@@ -86,4 +86,5 @@ class Slots:
 def _places(least_keys: int) -> tuple[Tensor, Tensor]:
     """Of keys and their slots, shape (buckets, _WIDTH), where the buckets are a power of two."""
     num_buckets = max(_LEAST_BUCKETS, 1 << (-(-least_keys // _WIDTH) - 1).bit_length())
-    return torch.full((num_buckets, _WIDTH), _NONE), torch.empty(num_buckets, _WIDTH, dtype=torch.int64)
+    keys = torch.full((num_buckets, _WIDTH), _NONE)
+    return keys, keys.clone()

@@ -87,23 +87,23 @@ class Table:
         state is of another one."""
         spec = self.spec
         try:
-            keys, updates, seed = state[_KEYS], int(state[_UPDATES]), int(state[_SEED])
+            keys, updates, seed = spec.checked(state[_KEYS]), int(state[_UPDATES]), int(state[_SEED])
             columns = self._empty(max(_LEAST_ROWS, len(keys)))
             for name, column in columns.items():
                 if state[name].shape != (len(keys), column.shape[1]) or state[name].dtype != spec.dtype:
                     raise UsageError(f"its {name!r} are {state[name].dtype} of shape {tuple(state[name].shape)}")
                 column[: len(keys)] = state[name]
-            if len(spec.checked(keys).unique()) < len(keys):
+            if len(keys.unique()) < len(keys):
                 raise UsageError("a key comes twice")
             if unknown := state.keys() - columns.keys() - {_KEYS, _UPDATES, _SEED}:
                 raise UsageError(f"it has {min(unknown)!r}, and the optimizer {spec.optimizer} none")
+            slots = Slots()
+            slots.add(keys)
         except KeyError as error:
             raise UsageError(f"a state that is loaded into table {spec.name!r} has no {error}") from None
         except (UsageError, TypeError, RuntimeError) as error:
             raise UsageError(f"a state does not fit table {spec.name!r}: {error}") from None
-        self._columns, self.num_updates, self._seed = columns, updates, seed
-        self._slots = Slots()
-        self._slots.add(keys)
+        self._columns, self._slots, self.num_updates, self._seed = columns, slots, updates, seed
 
     def _made(self, keys: Tensor) -> Tensor:
         """The slots of these keys, which all have one from here on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ def each(worker: Any, tensor: Tensor) -> list[Tensor]:
         *worker.all_to_all(many),
         worker.all_reduce_tree({"loss": (tensor, 1.0)})["loss"][0],
         worker.broadcast_tree([tensor])[0],
-        *(each[0] for each in worker.all_gather_object([tensor])),
-        worker.broadcast_object({"loss": tensor})["loss"],
+        *(each[1] for each in worker.all_gather_object([1.0, tensor])),
+        worker.broadcast_object(OrderedDict(losses=(1, [tensor])))["losses"][1][0],
         worker.all_reduce(tensor.clone()),
         worker.broadcast(tensor.clone()),
     ]

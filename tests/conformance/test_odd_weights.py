@@ -396,7 +396,7 @@ def test_passes_without_gradients_end_at_once_when_the_run_has_ended(tmp_path: P
 
 
 def test_after_the_end_several_passes_from_one_place_have_batches(tmp_path: Path) -> None:
-    """No epoch has come between them, as it does where a script goes through its remaining ones."""
+    """Until an epoch has come between, as where a script goes through its remaining ones."""
     counts: list[int] = []
 
     def script() -> None:
@@ -404,10 +404,11 @@ def test_after_the_end_several_passes_from_one_place_have_batches(tmp_path: Path
             with torch.no_grad():
                 counts.extend(sum(1 for _ in run.loader) for _ in range(2))
 
-        train(paceline.init(), passed=passed, num_epochs=1)
+        train(paceline.init(), passed=passed, num_epochs=3)
 
-    virtual_engine.run(script, strategy="single", workers=1, out=tmp_path, max_steps=5)
-    assert counts == [24, 24]
+    with pytest.warns(UserWarning, match="the run has ended"):
+        virtual_engine.run(script, strategy="single", workers=1, out=tmp_path, max_steps=5)
+    assert counts == [24, 24, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -23,7 +23,7 @@ class AfterEnd:
     def __init__(self) -> None:
         self._has_gradients = self._has_told = False
         self._num_empty = 0  # passes of training since the end
-        self._places: dict[tuple[tuple[CodeType, int], ...], int] = {}  # and how many had been when a pass was there
+        self._places: dict[tuple[tuple[CodeType, int], ...], int] = {}  # and how many had been at the first pass there
 
     def begin(self) -> None:
         """A pass begins, before the end or after it."""
@@ -37,8 +37,7 @@ class AfterEnd:
         if not self._has_gradients:
             return False
         place = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe(2)))
-        is_next_epoch = self._places.get(place, self._num_empty) < self._num_empty
-        self._places[place] = self._num_empty
+        is_next_epoch = self._places.setdefault(place, self._num_empty) < self._num_empty
         if not is_next_epoch or any(code is update_bn.__code__ for code, _ in place):
             return True
         if not self._has_told:

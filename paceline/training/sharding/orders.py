@@ -250,10 +250,6 @@ def _plain_batches(
     return [order[start : min(start + batch_size, end)] for start in range(0, end, batch_size)]
 
 
-_STATE = (list, dict, set, deque, Tensor, np.ndarray, np.random.Generator, np.random.RandomState, random.Random)
-"""What a sampler may remember of its draws. torch's generators are seeded for each epoch."""
-
-
 @final
 class IndexFeed:
     """The inner loader's sampler, which remembers what it has given and the loader has not yet fetched."""

@@ -1,6 +1,7 @@
-"""What is asked of tensors in every step, as cheaply as it can be asked."""
+"""What is done with tensors in every step or round, as cheaply as it can be done."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,3 +27,14 @@ def is_finite(tensor: Tensor) -> bool:
     # One pass: a sum is finite only if every term is, or it overflows, which the second look settles.
     total = tensor.sum(dtype=torch.float32) if tensor.dtype in _HALF else tensor.sum()
     return math.isfinite(abs(total.item())) or bool(tensor.isfinite().all())
+
+
+def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies without history."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@torch.no_grad()
+def overwrite(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Give the targets the sources' values."""
+    torch._foreach_copy_([target.detach() for target in targets], [source.detach() for source in sources])

@@ -76,7 +76,7 @@ def _follow(directory: Path, launcher: int, line: ProgressLine, output: "_Output
 
 @final
 class _Output:
-    """What a detached run prints, beginning with its last lines so far; other runs have no such file."""
+    """Shows what a detached run prints, from its last lines so far. Other runs have no such file."""
 
     def __init__(self, path: Path, console: Console) -> None:
         self._path, self._console = path, console

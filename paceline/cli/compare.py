@@ -156,7 +156,7 @@ def write_report(studies: Sequence[Study], out: Path | None = None) -> Path:
 
 
 def finish(studies: Sequence[Study], out: Path | None = None) -> Path:
-    """As `write_report`. Raises typer.Exit if a trial has failed."""
+    """Write the report as `write_report` does, then have the command exit with 1 if a trial has failed."""
     path = write_report(studies, out)
     if any((study.frames.trials["status"] == FAILED).any() for study in studies):
         raise typer.Exit(exit_codes.FAILED)

@@ -208,7 +208,7 @@ def _run(
 
 
 def _program(command: list[str], script: tuple[Path, list[str]] | None, *, alias: bool) -> "Script | Command":
-    """What the launcher's processes run; says for what Paceline stands in."""
+    """What the launcher's processes run. The user is told which packages Paceline stands in for."""
     from paceline.engines import aliases
     from paceline.engines.scripting import read_script
     from paceline.horovod.processes import Command

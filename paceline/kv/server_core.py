@@ -7,7 +7,7 @@ worker's pushes begin in their order.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -115,9 +115,8 @@ class ServerCore:
             case Kind.INIT_VALUES:
                 self._initialise(request)
             case Kind.READ_CLOCKS:
-                found = [
-                    [start, stop, *map(list, clocks.items())] for start, stop, clocks in self._read_clocks(request)
-                ]
+                ranges = self._clocks.within(*_hull(request))
+                found = [[start, stop, *map(list, clocks.items())] for start, stop, clocks in ranges]
                 self._finish(request, Kind.ANSWER, {"clocks": found})
             case Kind.LEAVE:
                 self._waiting = [each for each in self._waiting if each.worker != request.worker]
@@ -186,9 +185,6 @@ class ServerCore:
         rows[:, : self.spec.dim] = values[is_new]
         self.rows.write(keys[is_new], rows)
         self._finish(request, Kind.OK)
-
-    def _read_clocks(self, request: Request) -> Iterable[tuple[int, int, Any]]:
-        return self._clocks.within(*_hull(request))
 
     def _finish(self, request: Request, kind: Kind, body: Any = None, payload: Sequence[Any] = ()) -> None:
         self._unfinished[request.worker].discard(request.timestamp)

@@ -88,4 +88,4 @@ def _achieved(result: Result, spec: StudySpec, trial: Trial) -> str:
     reaching = first_reaching(result.evaluations, target, spec.hold)
     if reaching is None:
         return f"{metrics}, target not reached"
-    return f"{metrics} after {words.duration(reaching.evaluation.time_s, result.engine)}"
+    return f"{summarise(reaching.evaluation.metrics)} after {words.duration(reaching.evaluation.time_s, result.engine)}"

@@ -1,4 +1,4 @@
-"""The key-value store without sockets: its pieces beside naive ones, and its protocol under any order of messages."""
+"""The key-value store's protocol without sockets, under any order of messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,115 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.kv import Function, Pairs, SignificantlyModified, Spec, kkt
+from paceline.kv import Function, Spec
 from paceline.kv.client_core import ClientCore
-from paceline.kv.key_cache import KeyCache
-from paceline.kv.range_clocks import RangeClocks
-from paceline.kv.requests import Request, pack_values, unpack_values
-from paceline.kv.rows import Rows
 from paceline.kv.server_core import ServerCore
 from paceline.kv.spec import MOST_KEYS
 from paceline.membership import Membership
 from paceline.messages import Kind, Message, Raw
-from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
-
-NUM_KEYS = 12
-KEYS = st.lists(st.integers(0, NUM_KEYS - 1), unique=True, max_size=6).map(sorted)
-
-
-def spec_of(**settings: Any) -> Spec:
-    given_ = {"servers": 2, "workers": 2, "num_keys": NUM_KEYS, "dtype": torch.float64, **settings}
-    return Spec(**given_)
-
-
-def tensor(keys: Sequence[int]) -> Tensor:
-    return torch.tensor(keys, dtype=torch.int64)
-
-
-# --- pieces ----------------------------------------------------------------------------------------------------------
-
-
-@given(writes=st.lists(KEYS, max_size=8), asked=KEYS)
-def test_rows_are_a_dictionary(writes: list[list[int]], asked: list[int]) -> None:
-    rows, naive = Rows(2, torch.float64), dict[int, float]()
-    for number, keys in enumerate(writes, 1):
-        rows.write(tensor(keys), torch.full((len(keys), 2), float(number), dtype=torch.float64))
-        naive |= dict.fromkeys(keys, float(number))
-    assert rows.read(tensor(asked))[:, 1].tolist() == [naive.get(key, 0.0) for key in asked]
-    assert rows.missing(tensor(asked)).tolist() == [key not in naive for key in asked]
-    assert rows.between(3, 9).keys.tolist() == sorted(key for key in naive if 3 <= key < 9)
-
-
-POINTS = st.tuples(st.integers(0, NUM_KEYS), st.integers(0, NUM_KEYS)).map(sorted)
-
-
-@given(advances=st.lists(st.tuples(POINTS, st.integers(0, 1), st.integers(1, 4)), max_size=12), asked=POINTS)
-def test_clocks_by_range_are_clocks_by_key(advances: list[tuple[list[int], int, int]], asked: list[int]) -> None:
-    clocks, naive = RangeClocks(0, NUM_KEYS, (0, 1)), [[0, 0] for _ in range(NUM_KEYS)]
-    for (start, stop), worker, clock in advances:
-        clocks.advance(start, stop, worker, clock)
-        for key in range(start, stop):
-            naive[key][worker] = max(naive[key][worker], clock)
-    found = list(clocks.within(0, NUM_KEYS))
-    assert [[each.clocks[0], each.clocks[1]] for each in found for _ in range(each.start, each.stop)] == naive
-    assert all(one.clocks != other.clocks for one, other in pairwise(found))  # no more than needed
-    covered = [key for each in clocks.within(*asked) for key in range(each.start, each.stop)]
-    assert covered == list(range(*asked))
-    assert clocks.slowest(*asked, {0, 1}) == min((min(naive[key]) for key in range(*asked)), default=float("inf"))
-
-
-@given(lists=st.lists(st.integers(0, 50), max_size=200))
-def test_both_ends_forget_the_same_lists(lists: list[int]) -> None:
-    sender, receiver = KeyCache(), KeyCache()
-    for number in lists:
-        if sender.knows(str(number), tensor([number])):
-            assert receiver.recall(str(number)).tolist() == [number]
-        else:
-            receiver.note(str(number), tensor([number]))
-
-
-@given(rows=st.lists(st.sampled_from([0.0, 0.0, 1.5, -2.0]), min_size=1, max_size=40))
-def test_rows_of_zeros_need_not_go(rows: list[float]) -> None:
-    values = torch.tensor(rows, dtype=torch.float64).unsqueeze(1)
-    body, payload = pack_values(values)
-    found = torch.full_like(values, 7.0)
-    unpack_values(body, payload, found)
-    assert torch.equal(found, values)
-    assert sum(map(len, payload)) <= values.nbytes
-
-
-@given(st.lists(KEYS, max_size=6), st.booleans())
-def test_what_a_filter_holds_back_is_sent_later(pushes: list[list[int]], increments: bool) -> None:
-    generator = torch.Generator().manual_seed(1)
-    changed, sent, value = SignificantlyModified(1.0, increments=increments), Rows(1, torch.float64), [0.0] * NUM_KEYS
-    for keys in pushes:
-        drawn = torch.randn(len(keys), 1, generator=generator, dtype=torch.float64)
-        for key, draw in zip(keys, drawn[:, 0].tolist(), strict=True):
-            value[key] = value[key] + draw if increments else draw
-        some = changed(Pairs(tensor(keys), drawn))
-        assert (some.values.abs() > 1.0).all()
-        sent.write(some.keys, sent.read(some.keys) + some.values)
-        for key in keys:
-            assert abs(float(sent.read(tensor([key]))) - value[key]) <= 1.0 + 1e-12
-
-
-@pytest.mark.parametrize("increments", [False, True])
-def test_a_value_that_is_no_number_is_not_held_back(increments: bool) -> None:
-    changed = SignificantlyModified(1.0, increments=increments)
-    assert changed(Pairs(tensor([1, 2]), torch.tensor([[float("nan")], [0.5]]))).keys.tolist() == [1]
-    if increments:
-        assert changed(Pairs(tensor([1]), torch.tensor([[2.0]]))).values.item() == 2.0
-
-
-def test_gradients_that_leave_a_weight_at_0_are_left_out() -> None:
-    weights = torch.tensor([[0.0], [0.0], [0.5]])
-    pushed = Pairs(tensor([2, 5, 7]), torch.tensor([[0.4], [-0.6], [0.1]]))
-    kept = kkt(weights, l1=1.0, scale=2.0)(pushed)
-    assert kept.keys.tolist() == [5, 7]
-    assert kept.values.tolist() == [[pytest.approx(-0.6)], [pytest.approx(0.1)]]
-
-
-# --- the protocol under any order of messages ------------------------------------------------------------------------
+from paceline.server.admission import AdmissionRule
+from tests.unit.kv_spec import NUM_KEYS, spec_of, tensor
 
 
 @dataclass
@@ -470,97 +368,3 @@ def test_a_list_of_keys_goes_over_the_network_once() -> None:
             answer.message.kind is Kind.ANSWER for send in sends for answer in world.servers[0].receive(send.message)
         )
     assert sizes == [8000, 0]
-
-
-# --- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keys", "values", "complaint"),
-    [
-        (tensor([3, 3]), torch.ones(2, dtype=torch.float64), "3 follows 3"),
-        (tensor([-1]), torch.ones(1, dtype=torch.float64), "keys -1 to -1"),
-        (tensor([12]), torch.ones(1, dtype=torch.float64), "keys 12 to 12"),
-        (torch.ones(2), torch.ones(2, dtype=torch.float64), "keys are int64"),
-        (tensor([1]), torch.ones(2, dtype=torch.float64), r"values of shape \(1, 1\)"),
-        (tensor([1]), torch.ones(1), "float32"),
-        (range(0, 9, 2), torch.ones(5, dtype=torch.float64), "has gaps"),
-    ],
-)
-def test_keys_and_values_that_do_not_fit_are_named(keys: Any, values: Tensor, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
-        ClientCore(spec_of(), 0).ask(Kind.PUSH_VALUES, keys, values)
-
-
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"rule": "ssp"}, "needs a bound"),
-        ({"rule": "no.such:thing"}, "servers cannot import 'no.such:thing'"),
-        ({"rule": f"{HERE}:HERE"}, "names nothing to call"),
-        ({"rule": "bsp", "rule_options": {"backup_workers": 1}}, "decides alike"),
-        ({"rule": "bsp", "rule_options": {"late": 1}}, "unexpected keyword"),
-        ({"functions": {"f": Function("math:nothing")}}, "servers cannot import 'math:nothing'"),
-        ({"functions": {"add": Function("math:sqrt")}}, "has a function 'add' already"),
-        ({"rule": "asp", "rule_options": {"staleness": 0}}, "'asp' has no options"),
-        ({"servers": 0}, "servers of a store must be a whole number from 1"),
-        ({"dtype": torch.int64}, "floating-point"),
-    ],
-)
-def test_stores_that_cannot_be_are_refused(settings: Any, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
-        ServerCore(spec_of(**settings), 0)
-
-
-def plain(**about: Any) -> Message:
-    push = Request(Kind.PUSH_VALUES, 0, 1, tensor([1, 2]), torch.ones(2, 1, dtype=torch.float64), within=range(0, 6))
-    message = push.message(KeyCache())
-    body = {**message.body, **about.pop("body", {})}
-    return Message(
-        **{"kind": message.kind, "epoch": 1, "sender": 0, "clock": 1, "body": body, "payload": message.payload, **about}
-    )
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        plain(kind=Kind.EXCHANGE),
-        plain(sender=7),
-        plain(clock=0),
-        plain(body={"after": [1]}),
-        plain(body={"after": "abc"}),
-        plain(body={"clock": -1}),
-        plain(body={"within": [0, 99]}),
-        plain(body={"within": [2, 6]}),
-        plain(body={"within": None}),
-        plain(body={"range": [0, 2**62]}),
-        plain(body={"range": [0, "x"]}),
-        plain(body={"count": 10**15}),
-        plain(body={"count": True}),
-        plain(body={"function": "rm"}),
-        plain(payload=[b""]),
-        plain(payload=[tensor([2, 1]).numpy().tobytes(), bytes(16)]),
-        plain(payload=[tensor([1, 9]).numpy().tobytes(), bytes(16)]),
-    ],
-)
-def test_a_server_refuses_what_is_no_request_and_goes_on(message: Message) -> None:
-    server = ServerCore(spec_of(), 0)
-    [(_, answer)] = server.receive(message)
-    assert answer.kind is Kind.ERROR
-    assert answer.body["error"].startswith("server 0: ")
-    assert len(server.rows.keys) == 0
-    fine = plain(sender=1)
-    assert [send.message.kind for send in server.receive(fine)] == [Kind.OK]
-
-
-def test_a_forgotten_list_of_keys_is_refused() -> None:
-    server, cache, keys = ServerCore(spec_of(), 0), KeyCache(), tensor([1])
-    known = Request(Kind.PULL_VALUES, 0, 1, keys)
-    known.message(cache)
-    [(_, answer)] = server.receive(known.message(cache))
-    assert "no list of keys has the signature" in answer.body["error"]
-
-
-def test_rules_are_those_of_the_servers() -> None:
-    assert isinstance(spec_of(rule="bsp").admission_rule(), BulkSynchronous)
-    assert isinstance(spec_of().admission_rule(), StaleSynchronous)

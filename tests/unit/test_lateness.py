@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 from paceline.lateness import Buffered, First
 from paceline.running.serving import serve
 from paceline.strategies import build
-from tests.unit.test_federated import after
+from tests.unit.federated_rounds import after
 
 SIZES = (10,) * 40
 

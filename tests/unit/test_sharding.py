@@ -6,7 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -429,11 +429,15 @@ def test_what_cannot_be_divided_is_refused(name: str) -> None:
 
 
 class Remembering(Sampler[int]):
-    """Draws by what it remembers, in each kind of thing that a sampler may remember something in."""
+    """Draws by what it remembers, in each kind of thing that a sampler may remember something in. Data sets that it
+    holds are not copied."""
+
+    drawn_from: ClassVar[set[int]] = set()
 
     def __init__(self) -> None:
         self.tensor, self.array, self.nested = torch.zeros(1), np.zeros(1), {"passes": [0]}
         self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+        self.source, self.parts = torch.Generator().manual_seed(0), [Numbers(2)]
 
     def __len__(self) -> int:
         return 8
@@ -444,6 +448,8 @@ class Remembering(Sampler[int]):
         self.nested["passes"][0] += 1
         self.numpy.random()
         self.python.random()
+        torch.rand(1, generator=self.source)
+        self.drawn_from.update(map(id, self.parts))
         return iter(range(8))
 
     def known(self) -> list[Any]:
@@ -461,5 +467,6 @@ def test_what_samplers_remember_is_as_it_was_when_a_loader_was_prepared() -> Non
     watched = Watched(DataLoader(Numbers(8), batch_size=2, sampler=sampler))
     assert sampler.known() == fresh.known()
     assert len(list(watched.loader)) == 4
+    assert Remembering.drawn_from == {id(sampler.parts[0])}
     iter(fresh)
     assert sampler.known() == fresh.known()

@@ -65,7 +65,7 @@ class ReceivedPayload:
         self._block: SharedBlock | None = None
 
     def read(self) -> list[Raw]:
-        """What was written last, as one frame of that memory; none if it was nothing.
+        """The bytes that the other end wrote last, as one frame over its memory; no frame if it wrote none.
 
         Raises:
             PeerLost: the block is not there, cannot be mapped, or is smaller than what is to be in it.

@@ -172,9 +172,9 @@ class Place:
     num_cpus: float
     num_gpus: float
     bundle: int | None = None
-    """Of the placement group that the launcher is in; none: it is in no group."""
+    """Which bundle of the launcher's placement group the process goes into; None where the launcher is in no group."""
     host_cores: int | None = None
-    """Of the node, with which the run may compute; none: all."""
+    """How many of the node's cores the run may compute with; None: all of them."""
 
 
 def place(

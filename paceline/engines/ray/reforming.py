@@ -16,7 +16,7 @@ from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.shared_memory.descriptors import open_descriptor
 from paceline.elastic import Form, Member, Report, StaleEpoch
 from paceline.engines.ray.control import ControlLine
-from paceline.errors import BudgetReached, DeadlineExceeded, PeerLost
+from paceline.errors import DeadlineExceeded, PeerLost
 from paceline.membership import Membership
 from paceline.messages import Kind, Raw
 from paceline.strategies.regrouping import Formed, ResultHandedOn
@@ -77,7 +77,7 @@ class Reforming:
     def take(self, *, rank: int, epoch: int) -> int | Path:
         """Raises BudgetReached if the run has ended."""
         while True:
-            said = self._heard(Kind.TAKE, {"rank": rank, "epoch": epoch})
+            said = self._line.ask(Kind.TAKE, {"rank": rank, "epoch": epoch})
             if "state" not in said:
                 return int(said["epoch"])
             state = said["state"]
@@ -144,11 +144,11 @@ class Reforming:
     def _told(
         self, member: Member, site: Site, last_result: Callable[[], Sequence[Raw]]
     ) -> tuple[Form, dict[int, Site]]:
-        said = self._heard(Kind.REPORT, {**asdict(member.report()), "site": asdict(site)})
+        said = self._line.ask(Kind.REPORT, {**asdict(member.report()), "site": asdict(site)})
         while True:
             if "hand" in said:
                 result = {"rank": member.rank, "epoch": member.membership.epoch, "step": member.applied}
-                said = self._heard(Kind.RESULT, result, last_result())
+                said = self._line.ask(Kind.RESULT, result, last_result())
             elif "result" in said:
                 member.with_result_handed_on(said["result"])
                 raise ResultHandedOn(said["payload"])
@@ -160,12 +160,6 @@ class Reforming:
         if form.membership.epoch <= member.membership.epoch:
             raise StaleEpoch(f"rank {member.rank} heard of epoch {form.membership.epoch} again")
         return form, {rank: site_of(said["sites"][str(rank)]) for rank in form.membership.ranks}
-
-    def _heard(self, kind: Kind, body: Mapping[str, Any], payload: Sequence[Raw] = ()) -> Mapping[str, Any]:
-        said = self._line.ask(kind, body, payload)
-        if "over" in said:
-            raise BudgetReached("the run has ended")
-        return said
 
 
 def form_of(body: Mapping[str, Any]) -> Form:

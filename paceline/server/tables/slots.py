@@ -10,7 +10,7 @@ from paceline.server.tables.hashing import mixed
 
 _WIDTH = 8  # keys of a bucket: a cache line
 _LEAST_BUCKETS = 64
-_FULLEST = 0.4  # of all places; then about 1 bucket in 100 is full, and a key in it is looked for in the next one, too
+_FULLEST = 0.4  # of all places; then 1 bucket in 60 is full (Poisson), and a key may lie in the one after it
 _NONE = -1
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import final
 
-import torch
 from torch import Tensor
 
+from paceline.arrays import clones
 from paceline.strategies.own_state import OwnState
 
 _PAST = "past."
@@ -46,12 +46,3 @@ class Past:
             saved = f"{_PAST}{len(self._versions)}."
             tensors = [own[f"{saved}{index}"].clone() for index in range(num_parameters + num_buffers)]
             self._versions.append((tensors[:num_parameters], tensors[num_parameters:]))
-
-
-def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
-
-
-@torch.no_grad()
-def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    torch._foreach_copy_([target.detach() for target in targets], [source.detach() for source in sources])

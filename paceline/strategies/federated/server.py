@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import Aggregator, Contribution, Validation
-from paceline.arrays import is_finite
+from paceline.arrays import clones, is_finite, overwrite
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.outer import Outer
@@ -21,7 +21,7 @@ from paceline.strategies.elsewhere import ClientUpdate, ServerElsewhere
 from paceline.strategies.federated.buffers import change_of, moved, real_dtype
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joined, Joining
-from paceline.strategies.federated.past import Past, Version, clones, copy
+from paceline.strategies.federated.past import Past, Version
 from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.scales import Scales
 from paceline.strategies.federated.secured import Masks
@@ -157,7 +157,7 @@ class ServerModel:
     def _fetch(self, server: ServerElsewhere) -> bool:
         state = [torch.empty_like(tensor) for tensor in self._state]
         is_over = server.next_turn(state)
-        copy([*self.parameters, *self._shared_buffers, *self.controls], state)
+        overwrite([*self.parameters, *self._shared_buffers, *self.controls], state)
         return is_over
 
     def require_judge(self) -> None:
@@ -173,7 +173,7 @@ class ServerModel:
             TensorMismatch: workers have other parameters.
         """
         require_same(self._names, self.trained, self._collective, when="before the first round")
-        copy([*self.parameters, *self._shared_buffers], [*self.trained, *self._buffers])
+        overwrite([*self.parameters, *self._shared_buffers], [*self.trained, *self._buffers])
         if self._shared_buffers:  # statistics of a batch of one rank's own, as of a first forward pass
             copy_tensors_from_first(self._shared_buffers, self._collective)
             self.load()
@@ -194,7 +194,7 @@ class ServerModel:
 
     def _put(self, version: Version) -> None:
         parameters, buffers = version
-        copy([*self.trained, *self._buffers], [*parameters, *buffers])
+        overwrite([*self.trained, *self._buffers], [*parameters, *buffers])
 
     @torch.no_grad()
     def changes(self) -> list[Tensor]:
@@ -345,7 +345,7 @@ class ServerModel:
         try:
             yield
         finally:
-            copy(local, own)
+            overwrite(local, own)
 
     @contextmanager
     @torch.no_grad()

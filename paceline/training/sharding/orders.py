@@ -28,8 +28,8 @@ from paceline.training.sharding.rebuilding import rebuilt
 _DRAWN_AT_ONCE = 256
 """Batches; what is drawn at once shares one change of the random state, which takes half a millisecond."""
 
-_STATE = (list, dict, set, deque, Tensor, np.ndarray, np.random.Generator, np.random.RandomState, random.Random)
-"""What a sampler may remember of its draws. torch's generators are seeded for each epoch."""
+_STATE = (Tensor, np.ndarray, np.random.Generator, np.random.RandomState, random.Random)
+"""What a sampler may remember of its draws, besides torch's generators."""
 
 
 @final
@@ -104,9 +104,9 @@ class Orders:
         """Afterwards the samplers know nothing of what was drawn inside, on trial."""
         samplers = {id(sampler): sampler for sampler in self._samplers() if hasattr(sampler, "__dict__")}
         own = [(vars(sampler), dict(vars(sampler))) for sampler in samplers.values()]
-        memo: dict[int, Any] = {id(each): each for each in (self._loader.dataset, *samplers.values())}
+        known: dict[int, Any] = {id(self._loader.dataset): self._loader.dataset}
         for attributes, before in own:
-            attributes.update({n: _copied(v, memo) for n, v in before.items() if isinstance(v, _STATE)})
+            attributes.update({name: _copied(value, known) for name, value in before.items()})
         try:
             yield
         finally:
@@ -271,9 +271,22 @@ class IndexFeed:
             yield list(batch.samples) if self._is_whole else batch.samples[0]
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Deeply, if it can be; `memo` has what stays as it is."""
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # whatever the script's own objects raise
-        return copy.copy(value)
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """What a sampler remembers, in containers too, as a copy. Objects of other kinds stay: they may be data sets.
+
+    Args:
+        known: by its identity, what each thing is in the copy.
+    """
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, torch.Generator):
+        known[id(value)] = value.clone_state()
+    elif isinstance(value, _STATE):
+        known[id(value)] = copy.deepcopy(value)
+    elif isinstance(value, dict | list | deque | set):
+        found: Any = copy.copy(value)
+        known[id(value)] = found
+        if not isinstance(value, set):
+            for place, each in value.items() if isinstance(value, dict) else enumerate(value):
+                found[place] = _copied(each, known)
+    return known.get(id(value), value)

@@ -113,12 +113,25 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
         else:
             _require_listener(address)
             until_disconnected.enter_context(users_token(address, insecure=insecure))
-            ray.init(address=address, **common)
+            _join(address, common)
     except UsageError:
         raise
     except Exception as error:
         where = "start a local Ray" if address is None else f"connect to Ray at {address}"
         raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    """Connect to a cluster. The server of Ray's client forks a process for each client, which dies of that now and then
+    (ray-project/ray, issue 63202): then it is asked again."""
+    for is_last in (False, False, True):
+        try:
+            ray.init(address=address, **options)
+            return
+        except ConnectionAbortedError:
+            if is_last:
+                raise
+            ray.shutdown()
 
 
 def _system_config(num_ready: int) -> dict[str, Any]:

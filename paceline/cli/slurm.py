@@ -63,12 +63,11 @@ def slurm(
     rest = jobs.for_the_run(context)
     if compare:
         out = out or Path("studies") / script.stem
-        given = [*(["--workers", workers] if workers else []), *rest]
-        text = _array(asked, script, given, out)
+        text = _array(asked, script, [*(["--workers", workers] if workers else []), *rest], out)
         logs = f"{out}-%A_%a.log"
     else:
         out = out or Path("runs/slurm")
-        jobs.require_a_run(script, rest, jobs_own=_JOBS_OWN)
+        given = jobs.require_a_run(script, rest, jobs_own=_JOBS_OWN)
         if workers is not None and not (workers.isdecimal() and int(workers) > 0):
             raise UsageError(f"--workers {workers}: give a number above 0; several are for --compare")
         text = job_script(
@@ -78,6 +77,7 @@ def slurm(
                 directory=str(out),
                 checkpoint=_checkpoint_file(),
                 interrupted=exit_codes.INTERRUPTED,
+                outlives_hosts="elastic" in given,
             )
         )
         logs = f"{out}-%j.log"

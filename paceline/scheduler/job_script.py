@@ -45,12 +45,15 @@ class Job:
     """The file in there that a run goes on from."""
     interrupted: int
     """The status of a run that was interrupted, which alone has something left to do."""
+    outlives_hosts: bool = False
+    """The run goes on when one of its hosts dies, and so does the job, unless that host is the first."""
 
 
 def job_script(job: Job) -> str:
     """A script for bash. SLURM tells it 90 s before the job's time is over: the run then saves where it is and ends,
     and the job goes back into the queue. Started again, it goes on from there."""
-    head = _head(job.asked, {"signal": f"B:USR1@{_NOTICE_S}", "requeue": "", "open-mode": "append"})
+    lives_on = {"no-kill": ""} if job.outlives_hosts else {}
+    head = _head(job.asked, {"signal": f"B:USR1@{_NOTICE_S}", "requeue": "", "open-mode": "append", **lives_on})
     program, first, *rest = job.command
     return f"""{head}
 

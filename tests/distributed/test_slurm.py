@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 
 from paceline.lab.study import Study
 from paceline.scheduler import expand
+from tests.distributed.harness import events
 from tests.unit.test_scheduler import hostlists
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -63,6 +65,42 @@ class Slurm:
 
     def __init__(self, home: Path, environment: dict[str, str]) -> None:
         self.home, self.environment = home, environment
+        self.daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *command: str) -> None:
+        """A daemon, whose words go to a file called after it."""
+        with (self.home / f"{command[0]}{command[-1] if command[0] == 'slurmd' else ''}.out").open("ab") as log:
+            self.daemons.append(
+                subprocess.Popen(
+                    command, env=self.environment, stdout=log, stderr=log, start_new_session=True, cwd=self.home
+                )
+            )
+
+    @contextmanager
+    def dead(self, host: str) -> Iterator[None]:
+        """All that runs on the host is killed at once, its daemon too, and it is back afterwards."""
+        for process in self._on(host):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.ask("scontrol", "update", f"nodename={host}", "state=down", "reason=dead")
+        try:
+            yield
+        finally:
+            self.start("slurmd", "-D", "-N", host)
+            self.ask("scontrol", "update", f"nodename={host}", "state=resume")
+
+    def _on(self, host: str) -> Iterator[psutil.Process]:
+        """Jobs' processes there, who started them, and the daemon."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                its = process.environ()
+                if its.get("SLURM_CONF") != self.environment["SLURM_CONF"]:
+                    continue
+                if its.get("SLURMD_NODENAME") == host:
+                    yield from (parent for parent in [process.parent()] if parent and parent.name() == "slurmstepd")
+                    yield process
+                elif process.cmdline()[-2:] == ["-N", host]:
+                    yield process
 
     def ask(self, *command: str, **settings: Any) -> str:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, **settings)
@@ -110,15 +148,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         ["slurmd", "-D", "-N", "n1"],
         ["slurmd", "-D", "-N", "n2"],
     ]
-    started = []
+    made = Slurm(home, environment)
     for command in commands:
-        log = (home / f"{command[0]}{command[-1] if command[0] == 'slurmd' else ''}.out").open("wb")
-        started.append(
-            subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=home)
-        )
+        made.start(*command)
         if command[0] == "munged":
             wait_for(home / "munge.socket")
-    made = Slurm(home, environment)
     try:
         give_up_s = time.monotonic() + 60.0
         while (
@@ -128,9 +162,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
             time.sleep(0.2)
         yield made
     finally:
-        for process in reversed(started):
+        for process in reversed(made.daemons):
             process.terminate()
-        for process in started:
+        for process in made.daemons:
             try:
                 process.wait(20.0)
             except subprocess.TimeoutExpired:
@@ -230,11 +264,42 @@ def test_an_array_of_jobs_makes_one_report(slurm: Slurm, tmp_path: Path) -> None
     assert left_of(job, slurm) == []
 
 
-def wait_for_steps(path: Path) -> None:
+def wait_for_steps(path: Path, *, workers: int = 1) -> None:
+    """Until each worker has recorded ten lines or more."""
     give_up_s = time.monotonic() + WITHIN_S
-    while not path.exists() or len(path.read_text().splitlines()) < 10:
+    while not path.exists() or len(path.read_text().splitlines()) < 10 * workers:
         assert time.monotonic() < give_up_s
         time.sleep(0.2)
+
+
+def elastic_job(slurm: Slurm, directory: Path) -> str:
+    """One that trains on both hosts."""
+    script = write_script(directory, epochs=20, pause_s=0.1)
+    job = slurm.submit(script, "--nodes", "2", "--cores", "2", "--elastic", "1:2", cwd=directory)
+    wait_for_steps(directory / "runs" / f"slurm-{job}" / "steps.csv", workers=2)
+    return job
+
+
+def test_an_elastic_job_goes_on_when_a_host_dies(slurm: Slurm, tmp_path: Path) -> None:
+    job = elastic_job(slurm, tmp_path)
+    with slurm.dead("n2"):
+        state = slurm.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "PENDING")
+    assert state == "COMPLETED", (tmp_path / "runs" / f"slurm-{job}.log").read_text()
+    results = tmp_path / "runs" / f"slurm-{job}"
+    assert [event["who"] for event in events(results) if event["name"] == "lost"] == ["worker-1"]
+    assert (results / "model.safetensors").exists()
+    assert left_of(job, slurm) == []
+
+
+def test_an_elastic_job_whose_first_host_dies_is_queued_again(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(slurm.environment, "RAY_gcs_rpc_server_reconnect_timeout_s", "3")  # instead of a minute
+    job = elastic_job(slurm, tmp_path)
+    with slurm.dead("n1"):
+        slurm.wait(job, "PENDING")
+    slurm.ask("scancel", job)
+    assert left_of(job, slurm) == []
 
 
 def test_a_host_that_does_not_come_ends_the_job_with_the_reason(slurm: Slurm, tmp_path: Path) -> None:

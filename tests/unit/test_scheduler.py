@@ -118,6 +118,8 @@ def test_a_job_script_asks_for_what_it_was_given_and_is_bash() -> None:
     assert not any("gpus" in line for line in asked)
     assert "#SBATCH --gpus-per-node=2" in job_script(job(asked=replace(ASKED, gpus=2)))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert "#SBATCH --no-kill" not in asked
+    assert "#SBATCH --no-kill" in job_script(job(outlives_hosts=True)).splitlines()
 
 
 def test_each_task_of_an_array_is_given_its_number_before_the_scripts_arguments(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ them, CORES."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 
+from paceline.engines.ray import slurm
 from paceline.engines.ray.local_directory import RAYS_OWN, same_directory
 
 # Tensors never go through Ray's object store, so a cluster that is started here gets the smallest that Ray allows.
@@ -45,14 +48,31 @@ def _start(given: str) -> Sequence[str]:
     return [*ray, f"--num-cpus={cores}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
 
 
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def main() -> None:
     """Ray on a host that joins the cluster at ADDRESS, until the step is ended; its files in DIRECTORY go with it."""
     address, directory = sys.argv[1], Path(sys.argv[2])
     cores = sys.argv[3] if len(sys.argv) > 3 else str(len(os.sched_getaffinity(0)))
+    is_told = Event()
     with same_directory(directory):
         process = subprocess.Popen([*_start(cores), f"--address={address}", *_ANY_PORT])
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+
+        def end(*_: object) -> None:
+            is_told.set()
+            process.terminate()
+
+        signal.signal(signal.SIGTERM, end)
         status = process.wait()
+    host, _, port = address.rpartition(":")
+    if "SLURM_JOB_ID" in os.environ and not listens(host, int(port)):
+        slurm.queue_again_without_first_host(is_told)
     sys.exit(status)
 
 

@@ -11,7 +11,7 @@ from typing import final
 
 import ray
 
-from paceline.engines.ray import allocated_node
+from paceline.engines.ray import allocated_node, slurm
 from paceline.engines.ray.remote_start import shared_environment
 from paceline.errors import RunFailed
 from paceline.scheduler import Allocation
@@ -45,7 +45,7 @@ def cluster_over(allocation: Allocation, directory: Path, connect: Callable[[str
             (_start(stack, directory / f"others-{number}.log", command), hosts)
             for number, (command, hosts) in enumerate(_on_others(stack, allocation, address, directory))
         ]
-        _wait_for([(head, first)], lambda: _listens(host, port))
+        _wait_for([(head, first)], lambda: allocated_node.listens(host, port))
         connect(address)
         _wait_for(joining, lambda: _num_hosts() == len(allocation.hosts))
         yield
@@ -89,7 +89,7 @@ def _on_others(
     """The commands that start Ray on all hosts but the first, each with the hosts that it is for."""
     node = [sys.executable, "-m", allocated_node.__name__, address, str(directory)]
     if allocation.prefixes is None:
-        yield [*_srun(allocation), *node], ", ".join(allocation.hosts[1:])
+        yield [*slurm.srun(allocation), *node], ", ".join(allocation.hosts[1:])
         return
     # pbsdsh starts a program in an environment that has nothing of this one, not even the cluster's token. A command
     # line could be read by everybody on the host, so a file of the job's directory has it, which only the user reads.
@@ -98,20 +98,6 @@ def _on_others(
     others = zip(allocation.hosts[1:], allocation.cores[1:], allocation.prefixes[1:], strict=True)
     for host, cores, prefix in others:
         yield [*prefix, *program, *node, str(cores)], host
-
-
-def _srun(allocation: Allocation) -> list[str]:
-    number = len(allocation.hosts) - 1
-    return [
-        "srun",
-        f"--nodes={number}",
-        f"--ntasks={number}",
-        "--ntasks-per-node=1",
-        f"--exclude={allocation.hosts[0]}",
-        f"--cpus-per-task={min(allocation.cores[1:])}",
-        "--kill-on-bad-exit=0",
-        "--overlap",
-    ]
 
 
 def _own_address(allocation: Allocation) -> str:
@@ -123,18 +109,11 @@ def _own_address(allocation: Allocation) -> str:
 
 def _address_of(allocation: Allocation, host: str) -> str:
     """As the scheduler reaches the host; raises RunFailed if nobody knows it."""
-    name, said = _as_slurm_has_it(host) if allocation.prefixes is None else (host, "")
+    name, said = slurm.address_of(host) if allocation.prefixes is None else (host, "")
     try:
         return socket.gethostbyname(name)
     except OSError as error:
         raise RunFailed(f"no address is known of host {host!r} of this job: {error}{said}") from error
-
-
-def _as_slurm_has_it(host: str) -> tuple[str, str]:
-    """The host's address, and what was said against it."""
-    shown = subprocess.run(["scontrol", "show", "node", "-o", host], capture_output=True, text=True, check=False)
-    fields = dict(field.partition("=")[::2] for field in shown.stdout.split())
-    return fields.get("NodeAddr", host), f"; {shown.stderr.strip()}"
 
 
 def _free_port(host: str) -> int:
@@ -157,11 +136,3 @@ def _wait_for(joining: Sequence[tuple[_Process, str]], have_come: Callable[[], b
 def _num_hosts() -> int:
     """That have come to the cluster, and are there."""
     return sum(node["Alive"] for node in ray.nodes())
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True

@@ -184,7 +184,13 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Rows as the table of that name: its columns in order, each of its type. What a row lacks is 0, NaN or empty."""
     columns = COLUMNS[name]
     empty = {name: _EMPTY[kind] for name, kind in columns.items() if kind in _EMPTY}
-    return pd.DataFrame([{**empty, **row} for row in rows], columns=list(columns)).astype(dict(columns))
+    whole = [{name: _storable(value) for name, value in {**empty, **row}.items()} for row in rows]
+    return pd.DataFrame(whole, columns=list(columns)).astype(dict(columns))
+
+
+def _storable(value: Any) -> Any:
+    """Text as a file would have it: what is no text becomes an escape. Where pyarrow is installed, pandas asks for it."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _load(path: Path, columns: Columns) -> pd.DataFrame:

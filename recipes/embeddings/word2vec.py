@@ -28,10 +28,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=4, help="words to each side, at most")
     parser.add_argument("--negatives", type=int, default=5, help="words drawn for each that stands there")
     parser.add_argument("--dim", type=int, default=32, help="elements of a word's vector")
-    parser.add_argument("--optimizer", default="adagrad:lr=0.2:initial=0.01", help="of the rows")
+    parser.add_argument("--optimizer", default="adagrad:lr=0.1", help="of the rows")
     parser.add_argument("--lr", type=float, default=0.01, help="of what is no row")
-    parser.add_argument("--batch-size", type=int, default=512, help="pairs of words a step")
-    parser.add_argument("--passes", type=int, default=2, help="over all pairs")
+    parser.add_argument("--batch-size", type=int, default=256, help="pairs of words a step")
+    parser.add_argument("--passes", type=int, default=3, help="over all pairs")
     parser.add_argument("--nearest", nargs="*", default=[], help="words whose neighbours to print at the end")
     return parser.parse_args()
 
@@ -41,9 +41,8 @@ class SkipGrams(nn.Module):
 
     def __init__(self, num_words: int, dim: int, optimizer: str) -> None:
         super().__init__()
-        self.words, self.contexts = (
-            ShardedEmbedding(num_words, dim, optimizer=optimizer, name=name, std=0.1) for name in ("words", "contexts")
-        )
+        self.words = ShardedEmbedding(num_words, dim, optimizer=optimizer, name="words", std=0.1)
+        self.contexts = ShardedEmbedding(num_words, dim, optimizer=optimizer, name="contexts", std=0.02)
         self.weights = nn.Linear(dim, 1)
         nn.init.ones_(self.weights.weight)
         nn.init.zeros_(self.weights.bias)

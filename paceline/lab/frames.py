@@ -83,6 +83,7 @@ COLUMNS: Mapping[str, Columns] = {
         "iteration": "int64",
         "time_s": "float64",
         "samples": "int64",
+        "moved_bytes": "int64",  # by all workers, about
         "metric": "str",
         "value": "float64",
     },
@@ -204,6 +205,8 @@ def _load(path: Path, columns: Columns) -> pd.DataFrame:
     if "synchronous" in frame:  # tables of versions that had two units
         frame["synchronous"] = frame["synchronous"].map({True: "update", False: "gradient"})
         frame = frame.rename(columns={"synchronous": "unit"})
+    if "value" in frame and "moved_bytes" not in frame:  # evaluations of versions that did not know
+        frame.insert(list(columns).index("moved_bytes"), "moved_bytes", 0)
     if list(frame.columns) != list(columns):
         raise UsageError(f"{path} is no table of this version of Paceline: its columns are {', '.join(frame.columns)}")
     return frame

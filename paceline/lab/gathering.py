@@ -58,14 +58,13 @@ def _read(
     }
     measured["ended_by"] = _ended_by(spec, totals, is_reached="reached" in measured)
     rows["trials"].append({**facts, **measured})
-    rows["evaluations"] += [
-        {**key, "iteration": e.iteration, "time_s": e.time_s, "samples": e.samples, "metric": metric, "value": value}
-        for e in evaluations
-        for metric, value in e.metrics.items()
-    ]
+    for e in evaluations:
+        reached = {"iteration": e.iteration, "time_s": e.time_s, "samples": e.samples}
+        reached["moved_bytes"] = totals.bytes_at(e.time_s)
+        rows["evaluations"] += [{**key, **reached, "metric": name, "value": value} for name, value in e.metrics.items()]
     rows["workers"] += [{**key, **row} for row in totals.workers.reset_index().to_dict("records")]
     rows["staleness"] += [{**key, "staleness": s, "count": totals.staleness[s]} for s in sorted(totals.staleness)]
-    rows["pace"] += [{**key, **row} for row in totals.pace.to_dict("records")]
+    rows["pace"] += [{**key, **row} for row in totals.pace[["time_s", "iteration"]].to_dict("records")]
 
 
 def _key(spec: StudySpec, trial: Trial, name: str) -> dict[str, Any]:

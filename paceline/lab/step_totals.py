@@ -19,6 +19,7 @@ from paceline.records import EventRecord, StepRecord, read_records, record_path
 PACE_POINTS = 300
 _BLOCK_ROWS = 250_000
 _SUMS = ("compute_s", "communication_s", "waiting_s", "hidden_s", "moved_bytes")
+_PACE = ["time_s", "iteration", "moved_bytes"]
 _TYPES = {name: f"{number.__name__}64" for name, number in get_type_hints(StepRecord).items() if number in (int, float)}
 
 
@@ -34,7 +35,13 @@ class StepTotals:
     workers: pd.DataFrame
     """Rows: workers, by rank. Columns: `steps`, compute_s, communication_s, waiting_s, hidden_s, moved_bytes."""
     pace: pd.DataFrame
-    """time_s, iteration: about `PACE_POINTS` rows, the last step among them; both never fall."""
+    """time_s, iteration, and moved_bytes of all workers until then: about `PACE_POINTS` rows, the last step among them;
+    none of the three ever falls."""
+
+    def bytes_at(self, time_s: float) -> int:
+        """Moved until then, about."""
+        times, moved = ([0.0, *self.pace[column]] for column in ("time_s", "moved_bytes"))
+        return round(float(np.interp(time_s, times, moved)))
 
 
 def read(directory: Path) -> StepTotals:
@@ -51,12 +58,14 @@ def read(directory: Path) -> StepTotals:
         counts = block.loc[block["staleness"] >= 0, "staleness"].value_counts()
         staleness.update({int(value): int(count) for value, count in counts.items()})
         workers.append(_by_worker(block))
-        pace.append(_thin(block[["time_s", "iteration"]]))
+        pace.append(_thin(block[_PACE]))
     if not workers:
         empty = pd.DataFrame(columns=["steps", *_SUMS], index=pd.Index([], name="worker", dtype="int64"))
-        return StepTotals(0, 0.0, 0, staleness, empty, pd.DataFrame(columns=["time_s", "iteration"]))
+        return StepTotals(0, 0.0, 0, staleness, empty, pd.DataFrame(columns=_PACE))
     per_worker = pd.concat(workers).groupby(level="worker").sum()
-    return StepTotals(iterations, time_s, samples, staleness, per_worker, _thin(pd.concat(pace)))
+    thinned = _thin(pd.concat(pace))
+    thinned["moved_bytes"] = thinned["moved_bytes"].cumsum()
+    return StepTotals(iterations, time_s, samples, staleness, per_worker, thinned)
 
 
 def _by_worker(block: pd.DataFrame) -> pd.DataFrame:
@@ -65,10 +74,12 @@ def _by_worker(block: pd.DataFrame) -> pd.DataFrame:
 
 
 def _thin(points: pd.DataFrame) -> pd.DataFrame:
+    """Fewer points in the order of time, each with what was moved since the one before."""
     ordered = points.sort_values("time_s", kind="stable")
     ordered["iteration"] = ordered["iteration"].cummax()
     kept = np.unique(np.linspace(0, len(ordered) - 1, PACE_POINTS).round().astype(int))
-    return ordered.iloc[kept].reset_index(drop=True)
+    moved = ordered["moved_bytes"].to_numpy().cumsum()[kept]
+    return ordered.iloc[kept].assign(moved_bytes=np.diff(moved, prepend=0)).reset_index(drop=True)
 
 
 def _blocks(path: Path) -> Iterator[pd.DataFrame]:

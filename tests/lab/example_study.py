@@ -73,6 +73,7 @@ def _trial(
     values = np.minimum(values, best - 0.001 * (at < iterations))
     for iteration, value in zip(at.tolist(), values.tolist(), strict=True):
         row = {"iteration": iteration, "time_s": iteration * iteration_s, "samples": iteration * per_iteration}
+        row["moved_bytes"] = 10**8 * count * iteration // iterations
         parts["evaluations"].append({**key, **row, "metric": "accuracy", "value": value})
     whole_s = iterations * iteration_s
     for point in np.linspace(0, iterations, 60).round().astype(int).tolist():

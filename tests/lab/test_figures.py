@@ -131,7 +131,7 @@ def test_axes_of_iterations_say_what_one_is(subject: Subject) -> None:
 
 
 def test_lines_differ_in_dash_and_marker_and_bars_in_pattern(charts: dict[str, dict[str, Chart]]) -> None:
-    for chart in [*charts["convergence"].values(), *charts["synchrony"].values()]:
+    for chart in [*charts["convergence"].values(), *charts["synchrony"].values(), *charts["traffic"].values()]:
         lines = [trace for trace in chart.plot.data if trace.mode == "lines+markers"]
         assert len(lines) == 4
         assert len({line.line.dash for line in lines}) == 4
@@ -467,7 +467,7 @@ def test_a_figure_that_cannot_be_drawn_says_so_and_costs_no_other(monkeypatch: p
     drawn = {figure.key: figure for figure in figures([Subject("example", "train.py", example_study.frames())])}
     assert re.fullmatch(r"ZeroDivisionError: odd numbers \(efficiency\.py:\d+\)", drawn["efficiency"].failure)
     assert [figure.key for figure in drawn.values() if figure.failure] == ["efficiency"]
-    assert len(drawn) == 11
+    assert len(drawn) == 12
     assert all(figure.rows for figure in drawn.values() if not figure.failure)
 
 

@@ -56,8 +56,8 @@ def test_every_figure_is_drawn_with_titled_axes(loaded: Loaded) -> None:
     )
     kinds = {re.sub(r"-\d+$", "", plot["id"]) for plot in plots}
     assert kinds == {
-        "time-to-target", "speed-up", "convergence", "training", "iteration-rate", "synchrony", "efficiency", "cost",
-        "shares", "per-worker", "staleness",
+        "time-to-target", "speed-up", "convergence", "training", "iteration-rate", "synchrony", "traffic", "efficiency",
+        "cost", "shares", "per-worker", "staleness",
     }  # fmt: skip
     for plot in plots:
         assert plot["drawn"] > 0, plot

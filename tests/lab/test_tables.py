@@ -55,6 +55,7 @@ def test_a_trial_worked_out_by_hand(tmp_path: Path) -> None:
     }  # fmt: skip
     assert trial.to_dict() == {name: pytest.approx(value) for name, value in expected.items()}
     assert frames.evaluations["time_s"].tolist() == [0.0, 5.0, 7.5, 10.0]
+    assert frames.evaluations["moved_bytes"].tolist() == [0, 4000, 6000, 8000]
     assert frames.workers[["worker", "steps", "compute_s", "communication_s", "waiting_s"]].values.tolist() == [
         [worker, 4, pytest.approx(6.0), pytest.approx(1.0), pytest.approx(3.0)] for worker in (0, 1)
     ]

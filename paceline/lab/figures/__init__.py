@@ -88,6 +88,14 @@ _KINDS = (
         is_detail=True,
     ),
     _Kind(
+        "traffic",
+        "What a byte is worth",
+        f"As above, over the bytes that all workers have sent and received: what a slow network decides by. {_SPREAD} "
+        f"{_HELD}",
+        curves.traffic,
+        is_detail=True,
+    ),
+    _Kind(
         "efficiency",
         "Hardware against statistical efficiency",
         "Right is more samples a second, down is fewer samples to the target; along a dotted diagonal the time to "

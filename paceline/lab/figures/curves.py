@@ -82,14 +82,24 @@ def iteration_rate(subject: Subject) -> list[Chart]:
 
 def synchrony(subject: Subject) -> list[Chart]:
     """Strategies against each other at the largest number of workers that most of them finished."""
+    times = "time_s", "per second", subject.time_title
+    return _against(subject, [("samples", "per sample", "Samples trained on"), times])
+
+
+def traffic(subject: Subject) -> list[Chart]:
+    """The same over what all workers have moved."""
+    if not subject.frames.evaluations["moved_bytes"].any():
+        return []
+    return _against(subject, [("moved_bytes", "per byte", "Moved by all workers (bytes)")])
+
+
+def _against(subject: Subject, axes: Sequence[tuple[str, str, str]]) -> list[Chart]:
+    """For each column, its heading and its title, a chart with a line a strategy."""
     count = _common_count(subject)
     if count is None or subject.metric is None:
         return []
     charts = []
-    for x, title, x_title in (
-        ("samples", "per sample", "Samples trained on"),
-        ("time_s", "per second", subject.time_title),
-    ):
+    for x, title, x_title in axes:
         evaluations = _metric_rows(subject)
         bands: dict[str, Band] = {}
         styles: dict[str, Style] = {}
@@ -105,7 +115,9 @@ def synchrony(subject: Subject) -> list[Chart]:
         _draw(plot, bands, styles)
         heading = f"{words.workers(count)}, {title}"
         ends = "; ".join(f"{name} ends at {_shown(subject, found.mean[-1])}" for name, found in bands.items())
-        table = _table(bands, "strategy", x="samples" if x == "samples" else subject.seconds("time"), y=subject.metric)
+        table = _table(
+            bands, "strategy", x=subject.seconds("time") if x == "time_s" else x_title.lower(), y=subject.metric
+        )
         alternative = f"{subject.metric} of each strategy with {heading}. {ends}."
         charts.append(Chart(x, heading, plot, alternative, table, tuple(notes)))
     return charts
@@ -169,6 +181,8 @@ def _limit(subject: Subject, strategy: str, x: str) -> float:
     arrive."""
     arrivals = {"time_s": "time_to_target_s", "iteration": "iterations_to_target", "samples": "samples_to_target"}
     trials = subject.finished
+    if x not in arrivals:
+        return math.inf
     alike = trials[trials["unit"] == subject.unit_of(strategy)] if x == "iteration" else trials
     last = float(alike[arrivals[x]].max())
     trains_on = len(subject.reached) < trials["reached"].sum()

@@ -1,0 +1,171 @@
+"""The recipes of embeddings: what they read, and that they learn what was planted."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import paceline
+from paceline.training.row_tables import ROWS_FILE
+from paceline.training.snapshot import read_model_file
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "embeddings"
+SLOW = pytest.mark.slow
+
+
+def module(name: str) -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(RECIPES))
+        yield importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def criteo() -> Iterator[ModuleType]:
+    yield from module("criteo")
+
+
+@pytest.fixture(scope="module")
+def planted_clicks() -> Iterator[ModuleType]:
+    yield from module("planted_clicks")
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Iterator[ModuleType]:
+    yield from module("corpus")
+
+
+def line(label: str = "1", *, counts: list[str] | None = None, categories: list[str] | None = None) -> str:
+    return "\t".join([label, *(counts or [""] * 13), *(categories or [""] * 26)])
+
+
+counts = st.none() | st.integers(-3, 10**9)
+categories = st.none() | st.integers(0, 2**32 - 1)
+
+
+@given(label=st.sampled_from("01"), numbers=st.lists(counts, min_size=13, max_size=13),
+       chosen=st.lists(categories, min_size=26, max_size=26))  # fmt: skip
+def test_a_line_of_clicks_is_read(
+    criteo: ModuleType, label: str, numbers: list[int | None], chosen: list[int | None]
+) -> None:
+    text = line(
+        label,
+        counts=["" if number is None else str(number) for number in numbers],
+        categories=["" if number is None else f"{number:08x}" for number in chosen],
+    )
+    batch = criteo.parse([criteo.Line(1, line("0")), criteo.Line(2, text)], source="a file")
+    assert batch.labels.tolist() == [0.0, float(label)]
+    wanted = torch.tensor([max(number or 0, 0) for number in numbers], dtype=torch.float64).log1p().float()
+    torch.testing.assert_close(batch.counts, torch.stack([torch.zeros(13), wanted]))
+    bags = [
+        batch.keys[begin:end].tolist() for begin, end in zip(batch.offsets, [*batch.offsets[1:], None], strict=True)
+    ]
+    keys = [[] if number is None else [(column << 32) + number] for column, number in enumerate(chosen)]
+    assert bags == [[]] * 26 + keys
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        line("2"),
+        line("1") + "\t",
+        line(counts=["1.5", *[""] * 12]),
+        line(counts=["9" * 19, *[""] * 12]),
+        line(categories=["123456789", *[""] * 25]),
+        line(categories=["nothex", *[""] * 25]),
+        line(categories=["0x1f", *[""] * 25]),
+    ],
+)
+def test_a_bad_line_is_named(criteo: ModuleType, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "clicks.tsv"
+    file.write_bytes("\r\n".join([line(), line(), text, line()]).encode())
+    with pytest.raises(ValueError, match=r"clicks\.tsv, line 3: .* is no label \(0 or 1\), 13 whole numbers and 26"):
+        criteo.parse(list(criteo.Lines(file, begin=1)), source=file)
+    assert len(criteo.parse(list(criteo.Lines(file, end=2)), source=file).labels) == 2
+
+
+def test_planted_clicks_are_read_and_have_the_model_s_loss(criteo: ModuleType, planted_clicks: ModuleType) -> None:
+    """Nobody who knows the rate alone comes near the model, and the same seed plants the same."""
+    drawn = list(planted_clicks.PlantedClicks(seed=3).draw(2000))
+    assert drawn[:50] == list(planted_clicks.PlantedClicks(seed=3).draw(2000))[:50]
+    batch = criteo.parse([criteo.Line(n, each.text) for n, each in enumerate(drawn)], source="planted clicks")
+    rate = batch.labels.mean()
+    of_rate = F.binary_cross_entropy(rate.expand(2000), batch.labels)
+    assert 0.5 * of_rate < sum(each.log_loss for each in drawn) / 2000 < 0.9 * of_rate
+    keys, count = batch.keys.unique(return_counts=True)
+    assert int(count.sort(descending=True).values[:100].sum()) > len(batch.keys) / 2  # few keys have most of the lines
+    assert len(keys) > 5_000
+    few = criteo.shared(keys, 1000)
+    assert int(few.min()) >= 0
+    assert int(few.max()) < 1000
+    assert len(few.unique()) > 950
+
+
+def topics(num_sentences: int = 1500) -> str:
+    """Words of one topic stand together: the first letter of a word is its topic."""
+    draw = random.Random(0)
+    words = {topic: [topic + "".join(draw.choices("xyz", k=4)) for _ in range(8)] for topic in "abcde"}
+    return " ".join(word for _ in range(num_sentences) for word in draw.choices(words[draw.choice("abcde")], k=10))
+
+
+def test_pairs_of_words_are_near_each_other(corpus: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("One two, three! Four\nfive_six two ONE")
+    found = corpus.read([file], min_count=1)
+    assert [found.words[each] for each in found.text] == ["one", "two", "three", "four", "five", "six", "two", "one"]
+    assert corpus.read([file], min_count=2).words == ["one", "two"]
+    with pytest.raises(ValueError, match="no word comes up 3 times; lower --min-count"):
+        corpus.read([file], min_count=3)
+    places = corpus.Corpus([str(n) for n in range(10_000)], torch.ones(10_000), torch.arange(10_000))
+    words, contexts = corpus.pairs(places, window=3)
+    distances = (words - contexts).tolist()
+    for distance, share in ((1, 1.0), (2, 2 / 3), (3, 1 / 3)):
+        for signed in (distance, -distance):
+            assert distances.count(signed) == pytest.approx(share * 10_000, rel=0.05)
+    assert set(map(abs, distances)) == {1, 2, 3}
+
+
+@SLOW
+@pytest.mark.parametrize(("strategy", "most"), [("ps-bsp", 0.05), ("ps-asp", 0.08)])
+def test_clicks_are_predicted_nearly_as_well_as_by_the_planted_model(
+    strategy: str, most: float, tmp_path: Path
+) -> None:
+    """Who knows the rate alone has an excess of 0.30. The model has seen 40,000 lines once."""
+    result = paceline.run(
+        RECIPES / "clicks.py",
+        strategy=strategy,
+        workers=2,
+        engine="virtual",
+        cluster="lab-1gbe",
+        arguments=["--lines", "50000"],
+        out=tmp_path / "run",
+    )
+    assert -0.005 < result.evaluations[-1].metrics["excess"] < most
+
+
+@SLOW
+def test_words_of_a_topic_come_together(corpus: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "topics"
+    file.write_text(topics())
+    paceline.run(
+        RECIPES / "word2vec.py",
+        strategy="ps-bsp",
+        workers=2,
+        engine="virtual",
+        cluster="lab-1gbe",
+        arguments=["--corpus", str(file), "--passes", "2"],
+        out=tmp_path / "run",
+    )
+    words = corpus.read([file], min_count=5).words
+    vectors = F.normalize(read_model_file(tmp_path / "run" / ROWS_FILE)["words.rows"])
+    nearest = (vectors @ vectors.T - 2 * torch.eye(len(words))).argmax(dim=1).tolist()
+    assert sum(words[each][0] == word[0] for word, each in zip(words, nearest, strict=True)) > 0.9 * len(words)

@@ -17,6 +17,7 @@ from paceline.messages import Kind, Message, WireError, from_frames, raw_bytes, 
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
+from paceline.server.tables.storage import InFiles, InMemory, TableFiles
 from paceline.server.tables.table import Table
 
 Fields = Mapping[str, Any]
@@ -34,6 +35,8 @@ class _Waiting(NamedTuple):
 @final
 class TableShards:
     def __init__(self) -> None:
+        self.files: TableFiles | None = None
+        """Where the tables are to lie; none: in memory."""
         self._tables: list[Table] = []
         self._waiting: dict[int, _Waiting] = {}  # by worker
         self.handlers = {
@@ -86,7 +89,8 @@ class TableShards:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _open(self, message: Message) -> Fields:
-        self._tables = [Table(TableSpec.of_plain(plain)) for plain in message.body["tables"]]
+        storage = InMemory() if self.files is None else InFiles(self.files)
+        self._tables = [Table(TableSpec.of_plain(plain), storage) for plain in message.body["tables"]]
         return {}
 
     def _read(self, message: Message) -> Fields:

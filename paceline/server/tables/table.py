@@ -10,6 +10,7 @@ from paceline.errors import UsageError
 from paceline.server.tables.hashing import normal
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.storage import Column, InMemory, Storage
 
 _LEAST_ROWS = 64
 _ROWS, _KEYS, _UPDATES, _SEED = "rows", "keys", "updates", "seed"
@@ -19,12 +20,14 @@ _ROWS, _KEYS, _UPDATES, _SEED = "rows", "keys", "updates", "seed"
 class Table:
     """Rows lie in slots, in the order of their first update. No two keys share one."""
 
-    def __init__(self, spec: TableSpec) -> None:
+    def __init__(self, spec: TableSpec, storage: Storage | None = None) -> None:
         self.spec = spec
         self.num_updates = 0
         self._seed = spec.seed
-        self._slots = Slots()
-        self._columns = self._empty(_LEAST_ROWS)
+        self._storage = storage or InMemory()
+        self._piece = max(1, self._storage.piece_bytes // (spec.dim * spec.dtype.itemsize))
+        self._slots = Slots(self._storage)
+        self._keys, self._columns = self._empty(_LEAST_ROWS)
 
     def __len__(self) -> int:
         """How many rows take memory."""
@@ -34,25 +37,34 @@ class Table:
         """A copy of these keys' rows, shape (keys, dim). A row that was never updated has its first values, and is not
         made. Raises UsageError for a key that is none of the table's."""
         keys = self.spec.checked(keys)
-        slots = self._slots.find(keys)
-        is_new = slots < 0
-        if not is_new.any():
-            return self._columns[_ROWS].index_select(0, slots)
-        rows = self._columns[_ROWS][slots.clamp(min=0)]
-        rows[is_new] = self._first_values(keys[is_new])
+        rows = self.spec.empty_rows(len(keys))
+        for some, target in zip(keys.split(self._piece), rows.split(self._piece), strict=True):
+            slots = self._slots.find(some)
+            is_new = slots < 0
+            has_new = bool(is_new.any())
+            known = slots.clamp(min=0) if has_new else slots
+            torch.index_select(self._columns[_ROWS].values, 0, known, out=target)
+            if has_new:
+                target[is_new] = self._first_values(some[is_new])
+            self._storage.trim()
         return rows
 
     @torch.no_grad()
     def update(self, gradients: RowGradients) -> int:
         """One update, of these rows, which `require` has seen; returns how many bytes it has read and written."""
-        slots = self._made(gradients.keys)
         self.num_updates += 1
-        part = {name: column.index_select(0, slots) for name, column in self._columns.items()}
+        pieces = zip(gradients.keys.split(self._piece), gradients.values.split(self._piece), strict=True)
+        return sum(self._update(keys, values) for keys, values in pieces)
+
+    def _update(self, keys: Tensor, gradients: Tensor) -> int:
+        slots = self._made(keys)
+        part = {name: column.values.index_select(0, slots) for name, column in self._columns.items()}
         rows = part.pop(_ROWS)
-        self.spec.optimizer.step(rows, gradients.values, part, number=self.num_updates)
+        self.spec.optimizer.step(rows, gradients, part, number=self.num_updates)
         for name, changed in {_ROWS: rows, **part}.items():
-            self._columns[name].index_copy_(0, slots, changed)
-        return gradients.values.nbytes + 2 * (rows.nbytes + sum(state.nbytes for state in part.values()))
+            self._columns[name].values.index_copy_(0, slots, changed)
+        self._storage.trim()
+        return gradients.nbytes + 2 * (rows.nbytes + sum(state.nbytes for state in part.values()))
 
     def require(self, gradients: RowGradients) -> None:
         """Raises UsageError if `update` cannot take these: a key is none of the table's or comes twice, or a gradient
@@ -73,8 +85,8 @@ class Table:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that `load` takes, in the order of the keys, as copies."""
-        keys, order = self._slots.keys().sort()
-        columns = {name: column[: len(keys)][order] for name, column in self._columns.items()}
+        keys, order = self._keys.values[: len(self), 0].sort()
+        columns = {name: column.values[: len(keys)][order] for name, column in self._columns.items()}
         return {
             _KEYS: keys,
             **columns,
@@ -88,32 +100,38 @@ class Table:
         spec = self.spec
         try:
             keys, updates, seed = spec.checked(state[_KEYS]), int(state[_UPDATES]), int(state[_SEED])
-            columns = self._empty(max(_LEAST_ROWS, len(keys)))
+            own_keys, columns = self._empty(max(_LEAST_ROWS, len(keys)))
+            own_keys.values[: len(keys), 0] = keys
             for name, column in columns.items():
-                if state[name].shape != (len(keys), column.shape[1]) or state[name].dtype != spec.dtype:
+                if state[name].shape != (len(keys), column.values.shape[1]) or state[name].dtype != spec.dtype:
                     raise UsageError(f"its {name!r} are {state[name].dtype} of shape {tuple(state[name].shape)}")
-                column[: len(keys)] = state[name]
+                column.values[: len(keys)] = state[name]
             if len(keys.unique()) < len(keys):
                 raise UsageError("a key comes twice")
             if unknown := state.keys() - columns.keys() - {_KEYS, _UPDATES, _SEED}:
                 raise UsageError(f"it has {min(unknown)!r}, and the optimizer {spec.optimizer} none")
-            slots = Slots()
+            slots = Slots(self._storage)
             slots.add(keys)
         except KeyError as error:
             raise UsageError(f"a state that is loaded into table {spec.name!r} has no {error}") from None
         except (UsageError, TypeError, RuntimeError) as error:
             raise UsageError(f"a state does not fit table {spec.name!r}: {error}") from None
-        self._columns, self._slots, self.num_updates, self._seed = columns, slots, updates, seed
+        self._keys, self._columns, self._slots = own_keys, columns, slots
+        self.num_updates, self._seed = updates, seed
 
     def _made(self, keys: Tensor) -> Tensor:
         """The slots of these keys, which all have one from here on."""
         slots = self._slots.find(keys)
         is_new = slots < 0
         if is_new.any():
-            slots[is_new] = made = self._slots.add(keys[is_new])
-            if len(self._slots) > len(self._columns[_ROWS]):
-                self._grow(len(self._slots))
-            self._columns[_ROWS].index_copy_(0, made, self._first_values(keys[is_new]))
+            new = keys[is_new]
+            for column in (self._keys, *self._columns.values()):
+                column.reserve(len(self) + len(new))
+            slots[is_new] = made = self._slots.add(new)
+            self._keys.values[made, 0] = new
+            self._columns[_ROWS].values.index_copy_(0, made, self._first_values(new))
+            for name, (_, value) in self.spec.optimizer.state.items():
+                self._columns[name].values.index_fill_(0, made, value)
         return slots
 
     def _first_values(self, keys: Tensor) -> Tensor:
@@ -122,15 +140,10 @@ class Table:
             return torch.zeros(len(keys), spec.dim, dtype=spec.dtype)
         return (normal(keys, seed=self._seed, num=spec.dim) * spec.std).to(spec.dtype)
 
-    def _grow(self, num_rows: int) -> None:
-        wider = self._empty(2 * num_rows)
-        for name, column in self._columns.items():
-            wider[name][: len(column)] = column
-        self._columns = wider
-
-    def _empty(self, num_rows: int) -> dict[str, Tensor]:
-        spec = self.spec
-        columns = {_ROWS: torch.zeros(num_rows, spec.dim, dtype=spec.dtype)}
-        for name, (width, value) in spec.optimizer.state.items():
-            columns[name] = torch.full((num_rows, spec.dim if width == "element" else 1), value, dtype=spec.dtype)
-        return columns
+    def _empty(self, num_rows: int) -> tuple[Column, dict[str, Column]]:
+        """For their keys, and by name for rows and what the optimizer keeps of them."""
+        spec, new = self.spec, self._storage.column
+        columns = {_ROWS: new(num_rows, spec.dim, spec.dtype)}
+        for name, (width, _) in spec.optimizer.state.items():
+            columns[name] = new(num_rows, spec.dim if width == "element" else 1, spec.dtype)
+        return new(num_rows, 1, torch.int64), columns

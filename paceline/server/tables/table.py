@@ -1,18 +1,22 @@
 """A table, or a server's part of one: the rows that have been updated. All others are known by their keys."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.server.tables import row_files
 from paceline.server.tables.hashing import normal
+from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.storage import Column, InMemory, Storage
 
 _LEAST_ROWS = 64
+_SAVED_BYTES = 1 << 24
 _ROWS, _KEYS, _UPDATES, _SEED = "rows", "keys", "updates", "seed"
 
 
@@ -94,29 +98,62 @@ class Table:
             _SEED: torch.tensor(self._seed),
         }
 
+    def save(self, directory: Path, *, number: int = 0, server: int = 0, num_servers: int = 1) -> list[RowFile]:
+        """Write all rows to files there. Raises OSError. See `row_files.write`."""
+        return row_files.write(self._pieces(), directory, number=number, server=server, num_servers=num_servers)
+
+    def load_files(self, directory: Path, files: Iterable[RowFile], *, server: int = 0, num_servers: int = 1) -> None:
+        """As `load`, with those rows of the files that are this server's. Raises UsageError also for a damaged file."""
+        self._load(row_files.read(directory, files, server=server, num_servers=num_servers))
+
+    def _pieces(self) -> Iterator[dict[str, Tensor]]:
+        """The state, some rows at a time, at least once. Tensors are no copies."""
+        columns = {name: column.values for name, column in self._columns.items()}
+        step = max(1, _SAVED_BYTES // sum(values.shape[1] * values.itemsize for values in columns.values()))
+        for start in range(0, max(1, len(self)), step):
+            stop = min(start + step, len(self))
+            yield {
+                _KEYS: self._keys.values[start:stop, 0],
+                **{name: values[start:stop] for name, values in columns.items()},
+                _UPDATES: torch.tensor(self.num_updates),
+                _SEED: torch.tensor(self._seed),
+            }
+            self._storage.trim()
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from there, with the rows of the state and no others. Raises UsageError, which names the table, if the
         state is of another one."""
+        self._load([state])
+
+    def _load(self, pieces: Iterable[Mapping[str, Tensor]]) -> None:
+        other = Table(self.spec, self._storage)
+        for piece in pieces:
+            other._take(piece)
+        self._keys, self._columns, self._slots = other._keys, other._columns, other._slots
+        self.num_updates, self._seed = other.num_updates, other._seed
+
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        """Have the rows of the state besides those that are here."""
         spec = self.spec
         try:
             keys, updates, seed = spec.checked(state[_KEYS]), int(state[_UPDATES]), int(state[_SEED])
-            own_keys, columns = self._empty(max(_LEAST_ROWS, len(keys)))
-            own_keys.values[: len(keys), 0] = keys
-            for name, column in columns.items():
+            for name, column in self._columns.items():
                 if state[name].shape != (len(keys), column.values.shape[1]) or state[name].dtype != spec.dtype:
                     raise UsageError(f"its {name!r} are {state[name].dtype} of shape {tuple(state[name].shape)}")
-                column.values[: len(keys)] = state[name]
-            if len(keys.unique()) < len(keys):
+            if len(keys.unique()) < len(keys) or bool((self._slots.find(keys) >= 0).any()):
                 raise UsageError("a key comes twice")
-            if unknown := state.keys() - columns.keys() - {_KEYS, _UPDATES, _SEED}:
+            if unknown := state.keys() - self._columns.keys() - {_KEYS, _UPDATES, _SEED}:
                 raise UsageError(f"it has {min(unknown)!r}, and the optimizer {spec.optimizer} none")
-            slots = Slots(self._storage)
-            slots.add(keys)
         except KeyError as error:
             raise UsageError(f"a state that is loaded into table {spec.name!r} has no {error}") from None
         except (UsageError, TypeError, RuntimeError) as error:
             raise UsageError(f"a state does not fit table {spec.name!r}: {error}") from None
-        self._keys, self._columns, self._slots = own_keys, columns, slots
+        for column, values in ((self._keys, keys[:, None]), *((self._columns[n], state[n]) for n in self._columns)):
+            column.reserve(len(self) + len(keys))
+            column.values[len(self) : len(self) + len(keys)] = values
+        for some in keys.split(self._piece):
+            self._slots.add(some)
+            self._storage.trim()
         self.num_updates, self._seed = updates, seed
 
     def _made(self, keys: Tensor) -> Tensor:

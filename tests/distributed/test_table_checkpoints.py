@@ -98,6 +98,7 @@ def names_of_rows(directory: Path) -> set[str]:
     return {path.name for path in directory.glob("rows*")}
 
 
+@pytest.mark.slow
 def test_a_damaged_part_has_the_one_before_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     wanted = rows_of_memory(tmp_path / "memory", **VIRTUAL)
     out = tmp_path / "run"

@@ -55,6 +55,7 @@ def test_rows_are_those_of_memory(
             assert torch.equal(other.state()[name], tensor)
 
 
+@pytest.mark.slow
 def test_memory_stays_small_and_nothing_is_left_behind(tmp_path: Path) -> None:
     """50 MB of rows, of which 8 may be resident, in a process of its own."""
     connection, theirs = FORKS.Pipe()

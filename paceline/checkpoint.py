@@ -13,8 +13,8 @@ from paceline import sealing
 from paceline.errors import UsageError
 
 FILE_NAME = "checkpoint.pt"
-_FORMAT = 3
-_READABLE = (1, 2, 3)
+_FORMAT = 4
+_READABLE = (1, 2, 3, 4)
 _FIRST_SEALED = 3
 
 
@@ -72,12 +72,18 @@ class Checkpoint:
     """By the table's name, what `Table.state` gives: the keys of all rows that were ever updated, the rows, and their
     optimizer's state."""
 
+    rows_directory: str = ""
+    """Beside the checkpoint, where servers have written their rows themselves; empty: they have not."""
+    row_files: dict[str, list[list[Any]]] = field(default_factory=dict)
+    """Of these, by the table's name: each one's fields (`RowFile`)."""
+
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file, sealed (`sealing.py`) with iteration and metrics. Raises UsageError as
         `plain`."""
         buffer = io.BytesIO()
         torch.save({"format": _FORMAT, **self.plain()}, buffer)
-        sealing.seal(buffer, {"iteration": self.iteration, "metrics": self.metrics})
+        facts = {"iteration": self.iteration, "metrics": self.metrics, "rows": self.rows_directory}
+        sealing.seal(buffer, facts)
         return buffer.getvalue()
 
     def require_plain(self) -> None:

@@ -4,9 +4,10 @@ The newest is always `checkpoint.pt`. What is there says of itself which iterati
 nothing else has to be remembered from one run to the next.
 """
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from paceline import durable, sealing
 from paceline.checkpoint import FILE_NAME
@@ -14,6 +15,7 @@ from paceline.config import Best
 
 BEST_NAME = "checkpoint-best.pt"
 _NUMBERED = "checkpoint-[0-9]*.pt"
+_ROWS = "rows-[0-9]*-*"
 
 
 @final
@@ -41,6 +43,7 @@ class CheckpointFiles:
             surplus.unlink(missing_ok=True)
         if self._best is not None and self._is_best(self._best):
             durable.also(self._newest, self._directory / BEST_NAME)
+        _drop_unused_rows(self._directory)
 
     def _is_best(self, best: Best) -> bool:
         value = _metric_of(self._newest, best.metric)
@@ -70,12 +73,22 @@ def go_back(chosen: Path, *, iteration: int) -> None:
         later.append(best)
     for path in later:
         path.unlink(missing_ok=True)
+    _drop_unused_rows(directory)
 
 
 def drop_all(directory: Path) -> None:
     """Nobody will go on with the run of this directory."""
     for path in from_newest(directory):
         path.unlink(missing_ok=True)
+    _drop_unused_rows(directory)
+
+
+def _drop_unused_rows(directory: Path) -> None:
+    """Rows that servers have written, and no checkpoint that is here names."""
+    used = {_fact_of(path, "rows") for path in from_newest(directory)}
+    for path in directory.glob(_ROWS):
+        if path.name not in used:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _numbered(directory: Path) -> list[Path]:
@@ -90,16 +103,18 @@ def _number_of(path: Path) -> int:
 
 def iteration_of(path: Path) -> int | None:
     """What the file says of itself; none, where there is no file, or it does not say."""
-    try:
-        iteration = sealing.facts_of(path).get("iteration")
-    except (OSError, ValueError):
-        return None
+    iteration = _fact_of(path, "iteration")
     return iteration if isinstance(iteration, int) else None
 
 
 def _metric_of(path: Path, name: str) -> float | None:
-    try:
-        value = sealing.facts_of(path).get("metrics", {}).get(name)
-    except (OSError, ValueError, AttributeError):
-        return None
+    metrics = _fact_of(path, "metrics")
+    value = metrics.get(name) if isinstance(metrics, dict) else None
     return value if isinstance(value, float) else None
+
+
+def _fact_of(path: Path, name: str) -> Any:
+    try:
+        return sealing.facts_of(path).get(name)
+    except (OSError, ValueError):
+        return None

@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from paceline.elastic.spec import Elastic
@@ -128,6 +129,10 @@ class RunConfig:
     attacks: tuple[str, ...] = ()
     """What hostile workers do, as `sign-flip:workers=2`."""
 
+    directory: str | None = None
+    """The result directory, for servers that write there themselves; the launcher says it."""
+    resumed_from: str | None = None
+    """Where the checkpoint lies that the run goes on from, if it does."""
     elastic: Elastic | None = None
     """Workers may die, and the others go on."""
 
@@ -148,6 +153,11 @@ class RunConfig:
             raise UsageError(f"after-target must be stop or continue, not {self.after_target!r}")
         if (self.target is not None or self.keep_best is not None) and self.eval_every is None:
             object.__setattr__(self, "eval_every", DEFAULT_EVAL_EVERY)
+
+    def in_directory(self, directory: Path, *, resumed_from: Path | None) -> "RunConfig":
+        """The same, of the run that has its results there."""
+        before = None if resumed_from is None else str(resumed_from.resolve())
+        return replace(self, directory=str(directory.resolve()), resumed_from=before)
 
 
 DEFAULT_EVAL_EVERY = Interval(100)

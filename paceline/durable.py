@@ -34,12 +34,13 @@ def replace(source: Path, target: Path) -> None:
     """Give a file, or a directory with all that is in it, its final name once it is on the disk; both are on one
     file system."""
     for path in [*source.rglob("*"), source] if source.is_dir() else [source]:
-        _sync(path)
+        sync(path)
     os.replace(source, target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What was written to a file, or which names a directory has, is on the disk from here on. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

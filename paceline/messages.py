@@ -59,6 +59,8 @@ class Kind(IntEnum):
     PUSH_ROWS = 22
     GET_ROWS = 23
     SET_ROWS = 24
+    SAVE_ROWS = 25
+    LOAD_ROWS = 26
     RECORDS = 32
     PULSE = 33
     FILE = 34

@@ -7,6 +7,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
@@ -16,6 +17,7 @@ from paceline.errors import TensorMismatch
 from paceline.layout import Layout
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import OptimizerSpec, Push, Reply
+from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
@@ -361,3 +363,11 @@ class TableStore(ABC):
     @abstractmethod
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
         """Have the servers continue with the state that rank 0 gives. Collective call."""
+
+    @abstractmethod
+    def save(self, table: int, directory: Path) -> list[RowFile]:
+        """Have each server write its rows to files in a directory that all of them see. Raises NotWritten."""
+
+    @abstractmethod
+    def load_files(self, table: int, directory: Path, files: Sequence[RowFile]) -> None:
+        """Have the servers continue with the rows of these files. Collective call."""

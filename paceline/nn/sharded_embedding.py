@@ -1,7 +1,8 @@
 """An embedding whose rows are not among the model's parameters: servers hold them, or this process alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal, Protocol, final
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import UsageError
+from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.row_optimizers import RowOptimizer, of_text
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
 from paceline.server.tables.table import Table
@@ -25,6 +27,12 @@ class Home(Protocol):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has given."""
+
+    def save(self, directory: Path) -> list[RowFile]:
+        """See `TableStore.save`."""
+
+    def load_files(self, directory: Path, files: Sequence[RowFile]) -> None:
+        """See `TableStore.load_files`."""
 
 
 @final
@@ -136,6 +144,16 @@ class ShardedEmbedding(nn.Module):
     def extra_repr(self) -> str:
         spec = self.spec
         return f"{spec.num_rows}, {spec.dim}, name={spec.name!r}, optimizer={str(spec.optimizer)!r}"
+
+    def save_files(self, directory: Path) -> list[RowFile]:
+        """Have the servers write all rows to files in a directory that they see. Raises NotWritten."""
+        return self._home.save(directory)
+
+    def load_files(self, directory: Path, files: Sequence[RowFile]) -> None:
+        """Go on with the rows of these files. Under servers it is a collective call. Raises UsageError as `load_rows`,
+        or for a file that is damaged."""
+        self._found.clear()
+        self._home.load_files(directory, files)
 
     # --- for those who hold the rows, and say when to update them -----------------------------------------------
 

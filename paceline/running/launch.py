@@ -188,6 +188,7 @@ def run(
         described["cluster"] = asdict(virtual)
     else:  # a simulated clock does not mind who else computes
         described["load"] = machine_load.describe()
+    config = config.in_directory(directory, resumed_from=found.path.parent if found is not None else None)
     is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
     continued = found if is_continued else None
     watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)

@@ -8,6 +8,7 @@ from paceline.checkpoint import FILE_NAME, Checkpoint, DamagedCheckpoint
 from paceline.elastic import Elastic
 from paceline.errors import UsageError
 from paceline.records import truncate
+from paceline.server.tables.row_files import RowFile, require_whole
 from paceline.training.pauses import MODEL_FILE
 
 NEWEST, BEST = "newest", "best"
@@ -110,4 +111,9 @@ def _read(path: Path, *, at: int | None = None) -> Found:
     checkpoint = Checkpoint.decode(raw, where=str(path))
     if at is not None and checkpoint.iteration != at:
         raise UsageError(f"{path} is of iteration {checkpoint.iteration}, not {at}")
+    try:
+        for files in checkpoint.row_files.values():
+            require_whole(path.parent / checkpoint.rows_directory, [RowFile(*file) for file in files])
+    except UsageError as error:
+        raise DamagedCheckpoint(f"cannot resume from {path}: {error}") from None
     return Found(path, raw, checkpoint)

@@ -145,6 +145,7 @@ class ServerCore:
         self.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in self.parts)
         self._some_read_for_themselves = memory is not None
         self._is_timed = self.parts[-1].shard.rule.is_timed
+        self._tables.files = spec.table_files
         self._spec = spec
 
     def attach(

@@ -11,6 +11,7 @@ from paceline.codec import TensorCodec
 from paceline.layout import Layout
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
+from paceline.server.tables.storage import TableFiles
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class ServerSpec:
     """Of what workers elsewhere push."""
     number: int = 0
     """Of the run's optimizer that it is for."""
+    table_files: TableFiles | None = None
+    """For rows of tables; none: they lie in memory."""
 
 
 class Push(NamedTuple):

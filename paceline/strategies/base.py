@@ -22,6 +22,7 @@ from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.server.state import export_state, import_state
+from paceline.server.tables.storage import TableFiles
 from paceline.strategies.elsewhere import ClientsElsewhere, ServerElsewhere
 from paceline.strategies.global_model import averaged
 from paceline.strategies.meeting import gathered
@@ -367,6 +368,10 @@ class Strategy(ABC):
         """What servers decode that workers on other hosts push; none: gradients come as they are."""
         return None
 
+    def table_files(self) -> TableFiles | None:
+        """Where servers have the rows of tables; none: in their memory."""
+        return None
+
     @final
     def server_spec(
         self,
@@ -384,7 +389,8 @@ class Strategy(ABC):
         assert rule is not None
         limit = None if number else max_updates
         codec = self.codec_of_pushes()
-        return ServerSpec(layout, pieces, optimizer, rule, limit, self.aggregator(), codec, number)
+        files = self.table_files()
+        return ServerSpec(layout, pieces, optimizer, rule, limit, self.aggregator(), codec, number, files)
 
 
 def require_choice(name: str, value: object, known: tuple[object, ...]) -> None:

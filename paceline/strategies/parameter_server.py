@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, final, get_args
 
 from paceline.aggregate import MEAN, Aggregator, MajorityVote
@@ -9,6 +10,7 @@ from paceline.codec import Codec, TensorCodec
 from paceline.errors import UsageError
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.server.tables.storage import TableFiles
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.coding import CODEC_DOC, SCOPE_DOC, Scope, require_averaging
 from paceline.strategies.combining import Mode
@@ -19,6 +21,7 @@ from paceline.strategies.traits import AllReduced, Served, Traits
 
 Consistency = Literal["bsp", "ssp", "asp"]
 DEFAULT_STALENESS = 3
+DEFAULT_TABLE_MBYTES = 1024.0
 
 
 @final
@@ -60,6 +63,12 @@ class ParameterServer(Strategy):
     codec: Codec | None = option(None, CODEC_DOC)
     codec_scope: Scope = option("links", SCOPE_DOC)
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC)
+    table_dir: str | None = option(
+        None, "directory on each server's host, in whose files the rows of tables lie, instead of in memory"
+    )
+    table_mbytes: float | None = option(
+        None, f"of these files, what a server has in its memory at a time (default {DEFAULT_TABLE_MBYTES:g})"
+    )
 
     def validate(self) -> None:
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
@@ -84,6 +93,10 @@ class ParameterServer(Strategy):
             self._require_majority()
         if not self.aggregate.streams:
             self._require_comparable()
+        if self.table_dir is not None and not Path(self.table_dir).is_absolute():
+            raise UsageError(f"table_dir must be an absolute path, since it is on the servers' hosts: {self.table_dir}")
+        if self.table_mbytes is not None and not (self.table_dir and self.table_mbytes > 0):
+            raise UsageError(f"table_mbytes={self.table_mbytes:g} must be above 0, and needs table_dir=DIR")
 
     def check(self, *, num_workers: int) -> None:
         require_joint(self.aggregator(), num_workers - self.backup_workers)
@@ -125,6 +138,11 @@ class ParameterServer(Strategy):
         assert self.codec is None or isinstance(self.codec, TensorCodec)  # others are refused
         return self.codec
 
+    def table_files(self) -> TableFiles | None:
+        if self.table_dir is None:
+            return None
+        return TableFiles(self.table_dir, int((self.table_mbytes or DEFAULT_TABLE_MBYTES) * 1e6))
+
     def admission_rule_beside(self, members: Membership) -> AdmissionRule:
         """Under ssp the first optimizer's clocks keep workers together, and with them what every other one has done."""
         if self.backup_workers:
@@ -151,6 +169,8 @@ class ParameterServer(Strategy):
             )
         if replica.tables:
             self._require_rows_joined_alike(context)
+        elif self.table_dir is not None:
+            raise UsageError(f"table_dir={self.table_dir} has no effect without a ShardedEmbedding; leave it out")
         is_synchronous = self.consistency == "bsp"
         return ServerSynchronizer(
             context,

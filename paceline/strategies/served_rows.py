@@ -1,6 +1,7 @@
 """The rows of a model's tables while servers hold them, seen from one worker."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from paceline.comm.base import Store, TableStore
 from paceline.errors import UsageError
 from paceline.nn.sharded_embedding import ShardedEmbedding
+from paceline.server.tables.row_files import RowFile
 
 
 @final
@@ -50,6 +52,12 @@ class _Elsewhere:
 
     def state(self) -> dict[str, Tensor]:
         return self._store.state(self._number)
+
+    def save(self, directory: Path) -> list[RowFile]:
+        return self._store.save(self._number, directory)
+
+    def load_files(self, directory: Path, files: Sequence[RowFile]) -> None:
+        self._store.load_files(self._number, directory, files)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self._store.load(self._number, state)

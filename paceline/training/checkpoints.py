@@ -92,12 +92,16 @@ class Checkpoints:
         self._writing.wait()  # before the next copy is made: a slow disk is not to cost the memory of two
         workers = snapshot.gather_workers(run.context.collective, own)
         if run.context.is_first:
-            checkpoint = self.made(snapshot.weights_of(model), own, workers, time_s, metrics=metrics)
-            if is_last or not run.reporter.writes_beside:
-                self._write(checkpoint)
+            try:
+                checkpoint = self.made(snapshot.weights_of(model), own, workers, time_s, metrics=metrics)
+            except NotWritten as failure:
+                self._tell_not_saved(run.iteration, time_s, failure)
             else:
-                checkpoint.require_plain()  # raises here, and not beside training
-                self._writing.begin(partial(self._write, _apart(checkpoint)))
+                if is_last or not run.reporter.writes_beside:
+                    self._write(checkpoint)
+                else:
+                    checkpoint.require_plain()  # raises here, and not beside training
+                    self._writing.begin(partial(self._write, _apart(checkpoint)))
         self._saved_s = run.context.pacing.now_s()
 
     def close(self) -> None:
@@ -109,14 +113,23 @@ class Checkpoints:
         reporter = self._run.reporter
         try:
             reporter.save(FILE_NAME, checkpoint.encode())
-            name, details = "checkpoint", {"file": FILE_NAME}
         except NotWritten as failure:
             if self._run.context.clients is not None or self._run.context.server is not None:
                 raise  # others have done with the round, and could not do it again
-            name, details = "not_saved", {"file": FILE_NAME, "error": str(failure)}
-            said = f"the checkpoint of iteration {checkpoint.iteration} is not saved, and the run goes on: {failure}"
-            print(said, file=sys.stderr, flush=True)
-        reporter.emit(EventRecord(name, "run", checkpoint.iteration, checkpoint.time_s, details))
+            row_tables.drop_rows(self._run, checkpoint.rows_directory)
+            self._tell_not_saved(checkpoint.iteration, checkpoint.time_s, failure)
+        else:
+            saved = {"file": FILE_NAME}
+            reporter.emit(EventRecord("checkpoint", "run", checkpoint.iteration, checkpoint.time_s, saved))
+
+    def _tell_not_saved(self, iteration: int, time_s: float, failure: NotWritten) -> None:
+        print(
+            f"the checkpoint of iteration {iteration} is not saved, and the run goes on: {failure}",
+            file=sys.stderr,
+            flush=True,
+        )
+        details = {"file": FILE_NAME, "error": str(failure)}
+        self._run.reporter.emit(EventRecord("not_saved", "run", iteration, time_s, details))
 
     def of_this_worker(self, place: Place) -> Checkpoint:
         """A checkpoint of this worker alone, for those who join it, whose next batch is of this place. Parameters and
@@ -136,8 +149,9 @@ class Checkpoints:
         *,
         metrics: dict[str, float] | None = None,
     ) -> Checkpoint:
-        """The run as it is, with these weights and workers' states; `own` is this worker's part."""
+        """The run as it is, with these weights and workers' states; `own` is this worker's part. Raises NotWritten."""
         run = self._run
+        rows_directory, files = row_tables.write_rows(run)
         return Checkpoint(
             iteration=run.iteration,
             time_s=time_s,
@@ -151,7 +165,9 @@ class Checkpoints:
             data=feeds.identity_of(run.prepared.feeds),
             optimizers=run.prepared.optimizer_names,
             metrics=metrics or {},
-            rows=row_tables.rows_of(run.prepared.replica),
+            rows=row_tables.rows_of(run),
+            rows_directory=rows_directory,
+            row_files=files,
         )
 
     def take_up(self, checkpoint: Checkpoint, mine: WorkerState) -> None:
@@ -189,7 +205,7 @@ class Checkpoints:
         run.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
-        row_tables.load_rows(prepared.replica, checkpoint.rows)
+        row_tables.load_rows(run, checkpoint)
         feeds.resume(prepared.feeds, mine, checkpoint.data)
 
     def _taken(self) -> Snapshot:

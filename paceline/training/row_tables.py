@@ -1,15 +1,20 @@
 """The tables of a run's model, whose rows are no parameters: how a script's calls and a run's files include them."""
 
+import secrets
+import shutil
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.checkpoint import Checkpoint
+from paceline.errors import NotWritten, UsageError
 from paceline.nn.sharded_embedding import ShardedEmbedding
+from paceline.server.tables.row_files import RowFile
 from paceline.strategies.replica import Replica
 from paceline.training import snapshot
 from paceline.training.worker_run import WorkerRun
@@ -41,26 +46,57 @@ def take_in(run: WorkerRun, replica: Replica, optimizer: torch.optim.Optimizer) 
     _drop_with(optimizer, tables)
 
 
-def rows_of(replica: Replica) -> dict[str, dict[str, Tensor]]:
-    """All rows, by the table's name, for a checkpoint."""
-    return {table.spec.name: table.rows() for table in replica.tables}
+def rows_of(run: WorkerRun) -> dict[str, dict[str, Tensor]]:
+    """All rows, by the table's name, for a file; of servers that have them in files none, which might be too many."""
+    if _are_in_files(run):
+        return {}
+    return {table.spec.name: table.rows() for table in run.prepared.replica.tables}
 
 
-def load_rows(replica: Replica, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
+def write_rows(run: WorkerRun) -> tuple[str, dict[str, list[list[Any]]]]:
+    """Have servers that have the rows in files write them beside the checkpoint that is made: what it says of that.
+    Raises NotWritten."""
+    if not _are_in_files(run):
+        return "", {}
+    tables, directory = run.prepared.replica.tables, Path(run.config.directory or "")
+    name = f"rows-{run.iteration}-{secrets.token_hex(4)}"
+    try:
+        return name, {table.spec.name: [list(file) for file in table.save_files(directory / name)] for table in tables}
+    except NotWritten:
+        drop_rows(run, name)
+        raise
+
+
+def drop_rows(run: WorkerRun, name: str) -> None:
+    """No checkpoint has come of these, whose room the next ones need."""
+    if name and run.config.directory is not None:
+        shutil.rmtree(Path(run.config.directory, name), ignore_errors=True)
+
+
+def load_rows(run: WorkerRun, checkpoint: Checkpoint) -> None:
     """Go on with a checkpoint's rows. Collective call. Raises UsageError if it is of other tables."""
-    own = {table.spec.name: table for table in replica.tables}
-    for name in sorted(own.keys() ^ rows.keys()):
+    own = {table.spec.name: table for table in run.prepared.replica.tables}
+    for name in sorted(own.keys() ^ (checkpoint.rows.keys() | checkpoint.row_files.keys())):
         raise UsageError(f"the checkpoint is of another model: only one of the two has the table {name!r}")
     for name, table in own.items():
-        table.load_rows(rows[name])
+        if name in checkpoint.rows:
+            table.load_rows(checkpoint.rows[name])
+        else:
+            files = [RowFile(*file) for file in checkpoint.row_files[name]]
+            table.load_files(Path(run.config.resumed_from or "", checkpoint.rows_directory), files)
 
 
 def save_rows(run: WorkerRun) -> None:
     """Write the file of all rows beside the model's, where the names of a table's tensors have its own in front."""
-    rows = rows_of(run.prepared.replica)
+    rows = rows_of(run)
     if rows:
         named = {f"{table}.{name}": tensor for table, state in rows.items() for name, tensor in state.items()}
         run.reporter.save(ROWS_FILE, snapshot.as_model_file(named))
+
+
+def _are_in_files(run: WorkerRun) -> bool:
+    """Whether servers have the rows in files, and the run a directory where they can write them."""
+    return bool(run.prepared.replica.tables) and None not in (run.strategy.table_files(), run.config.directory)
 
 
 def _drop_with(optimizer: torch.optim.Optimizer, tables: Sequence[ShardedEmbedding]) -> None:

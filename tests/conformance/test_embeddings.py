@@ -142,7 +142,11 @@ def assert_same_rows(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("optimizer", TWINS)
 @pytest.mark.parametrize(
     ("strategy", "workers", "options"),
-    [("single", 1, {}), ("ps-bsp", 2, {"servers": 3}), pytest.param("ps-bsp", 2, {}, marks=SLOW)],
+    [
+        ("single", 1, {}),
+        ("ps-bsp", 2, {"servers": 3}),
+        pytest.param("ps-bsp", 2, {"servers": 2, "table_dir": "/tmp", "table_mbytes": 0.01}, marks=SLOW),
+    ],
 )
 def test_rows_equal_a_plain_embedding(
     run: Any, optimizer: str, strategy: str, workers: int, options: dict[str, Any], tmp_path: Path

@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.errors import NotWritten, UsageError
 from paceline.messages import Kind, Message, WireError
 from paceline.nn import ShardedEmbedding
 from paceline.server.shard import Applied
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import mixed, normal, owners
+from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.row_optimizers import FTRL, RowWiseAdagrad, of_text
 from paceline.server.tables.shards import TableShards
 from paceline.server.tables.slots import Slots
@@ -170,6 +173,50 @@ def test_a_state_goes_to_any_number_of_servers(batches: list[list[int]], before:
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
 
 
+@settings(max_examples=8, deadline=None)
+@given(batches=BATCHES, before=st.integers(1, 4), after=st.integers(1, 4))
+def test_files_of_rows_go_to_any_number_of_servers(batches: list[list[int]], before: int, after: int) -> None:
+    """Two rows a file, in this test."""
+    net, other = (Net(spec_of("adam:lr=0.1", seed=seed), num_servers=num) for seed, num in ((4, before), (5, after)))
+    for number, keys in enumerate(batches):
+        net.update({0: (1.0, gradients_of(keys, number))})
+    with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.server.tables.table._SAVED_BYTES", 2 * 3 * DIM * 8)
+        directory = Path(place, "rows-7-0123abcd")
+        files = net.save(directory)
+        assert len(files) >= len({key for keys in batches for key in keys}) / 2
+        assert {file.name for file in files} == {path.name for path in directory.iterdir()}
+        other.load_files(directory, files)
+    state = net.state()
+    for name, tensor in other.state().items():
+        assert torch.equal(tensor, state[name])
+
+
+def test_a_file_of_rows_that_is_damaged_or_gone_is_named(tmp_path: Path) -> None:
+    net = Net(spec_of(), num_servers=2)
+    net.update({0: (1.0, gradients_of([1, 2, 3, 4], 0))})
+    files = net.save(tmp_path / "rows-1-00000000")
+    damaged = tmp_path / "rows-1-00000000" / files[1].name
+    content = bytearray(damaged.read_bytes())
+    for change in (content[:-1], content[:40] + bytes([content[40] ^ 1]) + content[41:], None):
+        damaged.unlink() if change is None else damaged.write_bytes(change)
+        with pytest.raises(WireError, match=f"{damaged}"):
+            net.load_files(damaged.parent, files)
+    assert len(net.state()["keys"]) == 4
+
+
+@pytest.mark.parametrize("name", ["rows", "rows-1-00000000/../../x", "rows-1-0000000g"])
+def test_rows_go_to_no_other_directory(name: str, tmp_path: Path) -> None:
+    with pytest.raises(WireError, match="rows are not written to"):
+        Net(spec_of(), num_servers=1).save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_a_server_does_not_see_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotWritten, match=f"server 0: its host has no such directory in {tmp_path}/none"):
+        Net(spec_of(), num_servers=1).save(tmp_path / "none" / "rows-1-00000000")
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -226,17 +273,7 @@ def test_keys_have_the_slots_of_their_order(batches: list[set[int]]) -> None:
         new = [key for key in keys.tolist() if key not in known]
         known |= {key: slot for slot, key in enumerate(new, len(known))}
         assert slots.add(torch.tensor(new, dtype=torch.int64)).tolist() == [known[key] for key in new]
-        assert slots.keys().tolist() == list(known)
-        assert slots.find(slots.keys()).tolist() == list(range(len(slots)))
-
-
-def test_no_key_is_in_no_slot() -> None:
-    torch.use_deterministic_algorithms(True)  # fills memory that was not written with the largest number
-    try:
-        slots = Slots()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert slots.find(torch.tensor([-1])).tolist() == [-1]
+        assert slots.find(torch.tensor(list(known), dtype=torch.int64)).tolist() == list(range(len(slots)))
 
 
 def test_rows_are_read_by_the_keys_that_were_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +344,13 @@ class Net:
 
     def load(self, state: dict[str, Tensor]) -> None:
         self.ask(0, self.clients[0].set_state(0, state))
+
+    def save(self, directory: Path) -> list[RowFile]:
+        self.ask(0, self.clients[0].save(0, directory))
+        return self.clients[0].saved()
+
+    def load_files(self, directory: Path, files: list[RowFile]) -> None:
+        self.ask(0, self.clients[0].load(0, directory, files))
 
     def ask(self, worker: int, sends: Any) -> None:
         client = self.clients[worker]

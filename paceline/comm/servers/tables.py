@@ -1,6 +1,7 @@
 """A worker's way to the rows of a run's tables, whose servers it asks as `ServerGroup` does."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import final
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from paceline.comm.base import Collective, TableStore, Timing
 from paceline.comm.servers.carrier import Carrier
 from paceline.server.server_core import Send
 from paceline.server.tables.client_core import TableClient
+from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 
@@ -44,6 +46,15 @@ class ServedTables(TableStore):
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
         if self._collective.rank == 0:
             self._ask(self._client.set_state(table, state))
+        self._collective.barrier()
+
+    def save(self, table: int, directory: Path) -> list[RowFile]:
+        self._ask(self._client.save(table, directory))
+        return self._client.saved()
+
+    def load_files(self, table: int, directory: Path, files: Sequence[RowFile]) -> None:
+        if self._collective.rank == 0:
+            self._ask(self._client.load(table, directory, files))
         self._collective.barrier()
 
     def _timed(self, sends: Iterable[Send]) -> None:

@@ -4,15 +4,18 @@ Sans-IO, like `ClientCore`, and one conversation at a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 
+from paceline.errors import NotWritten
 from paceline.messages import Kind, Message, Raw, WireError, to_frames, view_of
 from paceline.server.server_core import Send
 from paceline.server.state import pack, unpack
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import owners
+from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 
@@ -81,6 +84,20 @@ class TableClient:
             requests.append(({"table": table, **body}, list(part.values())))
         return self._ask("all rows", Kind.SET_ROWS, requests)
 
+    def save(self, table: int, directory: Path) -> list[Send]:
+        """Have every server write its rows to files there."""
+        return self._ask("saving rows", Kind.SAVE_ROWS, self._about_files(table, directory, {}))
+
+    def load(self, table: int, directory: Path, files: Sequence[RowFile]) -> list[Send]:
+        """Have every server read its rows from these files, whoever wrote them."""
+        return self._ask("loading rows", Kind.LOAD_ROWS, self._about_files(table, directory, {"files": list(files)}))
+
+    def _about_files(
+        self, table: int, directory: Path, more: Mapping[str, Any]
+    ) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        same = {"table": table, "directory": str(directory), "num_servers": self._num_servers, **more}
+        return [({**same, "server": server}, []) for server in range(self._num_servers)]
+
     # --- answers ------------------------------------------------------------------------------------------------
 
     def receive(self, index: int, answer: Message) -> Iterator[Send]:
@@ -118,6 +135,14 @@ class TableClient:
                 part = view_of(answer.payload, dtype=spec.dtype, shape=(len(own), spec.dim))
                 rows.index_copy_(0, own, part)
         return rows
+
+    def saved(self) -> list[RowFile]:
+        """Raises NotWritten, which says why, if a server could not."""
+        bodies = [answer.body for answer in self._answers.values() if answer is not None]
+        for body in bodies:
+            if "error" in body:
+                raise NotWritten(f"cannot write rows: {body['error']}")
+        return [RowFile(*file) for body in bodies for file in body["files"]]
 
     def state(self) -> dict[str, Tensor]:
         """Of the table that was asked for, as `Table.state` gives it."""

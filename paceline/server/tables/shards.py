@@ -8,6 +8,7 @@ workers' rows, under ssp and asp one of each worker's. What a later push finds s
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -16,7 +17,9 @@ from paceline.errors import UsageError
 from paceline.messages import Kind, Message, WireError, from_frames, raw_bytes, to_frames, view_of
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
+from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
+from paceline.server.tables.storage import InFiles, InMemory, TableFiles
 from paceline.server.tables.table import Table
 
 Fields = Mapping[str, Any]
@@ -34,6 +37,8 @@ class _Waiting(NamedTuple):
 @final
 class TableShards:
     def __init__(self) -> None:
+        self.files: TableFiles | None = None
+        """Where the tables are to lie; none: in memory."""
         self._tables: list[Table] = []
         self._waiting: dict[int, _Waiting] = {}  # by worker
         self.handlers = {
@@ -42,6 +47,8 @@ class TableShards:
             Kind.PUSH_ROWS: self._push,
             Kind.GET_ROWS: self._get,
             Kind.SET_ROWS: self._set,
+            Kind.SAVE_ROWS: self._save,
+            Kind.LOAD_ROWS: self._load,
         }
 
     @property
@@ -86,7 +93,8 @@ class TableShards:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _open(self, message: Message) -> Fields:
-        self._tables = [Table(TableSpec.of_plain(plain)) for plain in message.body["tables"]]
+        storage = InMemory() if self.files is None else InFiles(self.files)
+        self._tables = [Table(TableSpec.of_plain(plain), storage) for plain in message.body["tables"]]
         return {}
 
     def _read(self, message: Message) -> Fields:
@@ -120,6 +128,24 @@ class TableShards:
     def _set(self, message: Message) -> Fields:
         state = unpack(message.body, message.payload)
         self._table(message).load({name.removeprefix("0."): tensor for name, tensor in state.items()})
+        return {}
+
+    def _save(self, message: Message) -> Fields:
+        """A disk that is full is no trouble of the server's, nor of the run's, which goes on."""
+        body, table = message.body, self._table(message)
+        directory, server = Path(body["directory"]), body["server"]
+        try:
+            files = table.save(directory, number=body["table"], server=server, num_servers=body["num_servers"])
+        except OSError as error:
+            return {"body": {"error": f"server {server}: {error.strerror} in {directory.parent}"}}
+        return {"body": {"files": files}}
+
+    def _load(self, message: Message) -> Fields:
+        body = message.body
+        files = [RowFile(*file) for file in body["files"]]
+        self._table(message).load_files(
+            Path(body["directory"]), files, server=body["server"], num_servers=body["num_servers"]
+        )
         return {}
 
     def _table(self, message: Message) -> Table:

@@ -1,17 +1,21 @@
 """Where a table's rows lie: a hash table from keys to slots, all keys of a batch at once."""
 
 import math
+from collections.abc import Iterator
 from typing import final
 
 import torch
 from torch import Tensor
 
 from paceline.server.tables.hashing import mixed
+from paceline.server.tables.storage import Column, InMemory, Storage
 
 _WIDTH = 8  # keys of a bucket: a cache line
 _LEAST_BUCKETS = 64
 _FULLEST = 0.4  # of all places; then 1 bucket in 60 is full (Poisson), and a key may lie in the one after it
+_FREE = 0  # keys lie with all bits inverted, since new memory is 0
 _NONE = -1
+_PIECE_BUCKETS = 1 << 11
 
 
 @final
@@ -22,9 +26,10 @@ class Slots:
     a key lies in the first bucket with a free place from the one that its hash says.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, storage: Storage | None = None) -> None:
         self._num = 0
-        self._keys, self._slots = _places(_LEAST_BUCKETS)
+        self._storage = storage or InMemory()
+        self._make_places(_LEAST_BUCKETS)
 
     def __len__(self) -> int:
         return self._num
@@ -32,12 +37,12 @@ class Slots:
     def find(self, keys: Tensor) -> Tensor:
         """The slot of each of these keys, at least 0; -1 where it has none."""
         slots = torch.full_like(keys, _NONE)
-        left, buckets = torch.arange(len(keys)), self._first_buckets(keys)
+        left, buckets, keys = torch.arange(len(keys)), self._first_buckets(keys), ~keys
         while len(left):
-            inside = self._keys.index_select(0, buckets)
+            inside = self._keys.values.index_select(0, buckets)
             row, column = (inside == keys.unsqueeze(1)).nonzero(as_tuple=True)
-            slots[left[row]] = self._slots.view(-1).index_select(0, buckets[row] * _WIDTH + column)
-            goes_on = inside[:, -1] != _NONE  # the bucket is full
+            slots[left[row]] = self._slots.values.view(-1).index_select(0, buckets[row] * _WIDTH + column)
+            goes_on = inside[:, -1] != _FREE  # the bucket is full
             goes_on[row] = False
             left, keys = left[goes_on], keys[goes_on]
             buckets = self._next_buckets(buckets[goes_on])
@@ -46,45 +51,43 @@ class Slots:
     def add(self, keys: Tensor) -> Tensor:
         """Give these keys slots, the next ones in their order. They are all different, and have none yet."""
         slots = torch.arange(self._num, self._num + len(keys))
-        self._num += len(keys)
-        if self._num > _FULLEST * self._keys.numel():
-            known, theirs = self._all()
-            self._keys, self._slots = _places(math.ceil(2 * self._num / _FULLEST))
-            self._place(known, theirs)
+        num = self._num + len(keys)
+        if num > _FULLEST * self._num_buckets * _WIDTH:
+            before = self._keys, self._slots
+            self._make_places(1 << math.ceil(math.log2(num / (_FULLEST * _WIDTH))))
+            for known, theirs in _taken(*before):
+                self._place(known, theirs)
+                self._storage.trim()
         self._place(keys, slots)
+        self._num = num
         return slots
 
-    def keys(self) -> Tensor:
-        """All of them, in the order of their slots."""
-        keys, slots = self._all()
-        return keys[slots.argsort()]
-
-    def _all(self) -> tuple[Tensor, Tensor]:
-        is_taken = self._keys != _NONE
-        return self._keys[is_taken], self._slots[is_taken]
+    def _make_places(self, num_buckets: int) -> None:
+        self._num_buckets = num_buckets
+        self._keys, self._slots = (self._storage.column(num_buckets, _WIDTH, torch.int64) for _ in range(2))
 
     def _place(self, keys: Tensor, slots: Tensor) -> None:
         buckets = self._first_buckets(keys)
         while len(keys):
             buckets, order = buckets.sort()
             keys, slots = keys[order], slots[order]
-            num_taken = (self._keys.index_select(0, buckets) != _NONE).sum(dim=1)
+            num_taken = (self._keys.values.index_select(0, buckets) != _FREE).sum(dim=1)
             column = num_taken + torch.arange(len(keys)) - torch.searchsorted(buckets, buckets)
             fits = column < _WIDTH
-            self._keys[buckets[fits], column[fits]] = keys[fits]
-            self._slots[buckets[fits], column[fits]] = slots[fits]
+            self._keys.values[buckets[fits], column[fits]] = ~keys[fits]
+            self._slots.values[buckets[fits], column[fits]] = slots[fits]
             keys, slots, buckets = keys[~fits], slots[~fits], self._next_buckets(buckets[~fits])
 
     def _first_buckets(self, keys: Tensor) -> Tensor:
         """By the low bits; the high ones say which server has a key."""
-        return mixed(keys) & (len(self._keys) - 1)
+        return mixed(keys) & (self._num_buckets - 1)
 
     def _next_buckets(self, buckets: Tensor) -> Tensor:
-        return (buckets + 1) & (len(self._keys) - 1)
+        return (buckets + 1) & (self._num_buckets - 1)
 
 
-def _places(least_keys: int) -> tuple[Tensor, Tensor]:
-    """Of keys and their slots, shape (buckets, _WIDTH), where the buckets are a power of two."""
-    num_buckets = max(_LEAST_BUCKETS, 1 << (-(-least_keys // _WIDTH) - 1).bit_length())
-    keys = torch.full((num_buckets, _WIDTH), _NONE)
-    return keys, keys.clone()
+def _taken(keys: Column, slots: Column) -> Iterator[tuple[Tensor, Tensor]]:
+    """All keys with their slots, some at a time."""
+    for some, theirs in zip(keys.values.split(_PIECE_BUCKETS), slots.values.split(_PIECE_BUCKETS), strict=True):
+        is_taken = some != _FREE
+        yield ~some[is_taken], theirs[is_taken]

@@ -1,17 +1,22 @@
 """A table, or a server's part of one: the rows that have been updated. All others are known by their keys."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.server.tables import row_files
 from paceline.server.tables.hashing import normal
+from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.storage import Column, InMemory, Storage
 
 _LEAST_ROWS = 64
+_SAVED_BYTES = 1 << 24
 _ROWS, _KEYS, _UPDATES, _SEED = "rows", "keys", "updates", "seed"
 
 
@@ -19,12 +24,14 @@ _ROWS, _KEYS, _UPDATES, _SEED = "rows", "keys", "updates", "seed"
 class Table:
     """Rows lie in slots, in the order of their first update. No two keys share one."""
 
-    def __init__(self, spec: TableSpec) -> None:
+    def __init__(self, spec: TableSpec, storage: Storage | None = None) -> None:
         self.spec = spec
         self.num_updates = 0
         self._seed = spec.seed
-        self._slots = Slots()
-        self._columns = self._empty(_LEAST_ROWS)
+        self._storage = storage or InMemory()
+        self._piece = max(1, self._storage.piece_bytes // (spec.dim * spec.dtype.itemsize))
+        self._slots = Slots(self._storage)
+        self._keys, self._columns = self._empty(_LEAST_ROWS)
 
     def __len__(self) -> int:
         """How many rows take memory."""
@@ -34,25 +41,34 @@ class Table:
         """A copy of these keys' rows, shape (keys, dim). A row that was never updated has its first values, and is not
         made. Raises UsageError for a key that is none of the table's."""
         keys = self.spec.checked(keys)
-        slots = self._slots.find(keys)
-        is_new = slots < 0
-        if not is_new.any():
-            return self._columns[_ROWS].index_select(0, slots)
-        rows = self._columns[_ROWS][slots.clamp(min=0)]
-        rows[is_new] = self._first_values(keys[is_new])
+        rows = self.spec.empty_rows(len(keys))
+        for some, target in zip(keys.split(self._piece), rows.split(self._piece), strict=True):
+            slots = self._slots.find(some)
+            is_new = slots < 0
+            has_new = bool(is_new.any())
+            known = slots.clamp(min=0) if has_new else slots
+            torch.index_select(self._columns[_ROWS].values, 0, known, out=target)
+            if has_new:
+                target[is_new] = self._first_values(some[is_new])
+            self._storage.trim()
         return rows
 
     @torch.no_grad()
     def update(self, gradients: RowGradients) -> int:
         """One update, of these rows, which `require` has seen; returns how many bytes it has read and written."""
-        slots = self._made(gradients.keys)
         self.num_updates += 1
-        part = {name: column.index_select(0, slots) for name, column in self._columns.items()}
+        pieces = zip(gradients.keys.split(self._piece), gradients.values.split(self._piece), strict=True)
+        return sum(self._update(keys, values) for keys, values in pieces)
+
+    def _update(self, keys: Tensor, gradients: Tensor) -> int:
+        slots = self._made(keys)
+        part = {name: column.values.index_select(0, slots) for name, column in self._columns.items()}
         rows = part.pop(_ROWS)
-        self.spec.optimizer.step(rows, gradients.values, part, number=self.num_updates)
+        self.spec.optimizer.step(rows, gradients, part, number=self.num_updates)
         for name, changed in {_ROWS: rows, **part}.items():
-            self._columns[name].index_copy_(0, slots, changed)
-        return gradients.values.nbytes + 2 * (rows.nbytes + sum(state.nbytes for state in part.values()))
+            self._columns[name].values.index_copy_(0, slots, changed)
+        self._storage.trim()
+        return gradients.nbytes + 2 * (rows.nbytes + sum(state.nbytes for state in part.values()))
 
     def require(self, gradients: RowGradients) -> None:
         """Raises UsageError if `update` cannot take these: a key is none of the table's or comes twice, or a gradient
@@ -73,8 +89,8 @@ class Table:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that `load` takes, in the order of the keys, as copies."""
-        keys, order = self._slots.keys().sort()
-        columns = {name: column[: len(keys)][order] for name, column in self._columns.items()}
+        keys, order = self._keys.values[: len(self), 0].sort()
+        columns = {name: column.values[: len(keys)][order] for name, column in self._columns.items()}
         return {
             _KEYS: keys,
             **columns,
@@ -82,38 +98,77 @@ class Table:
             _SEED: torch.tensor(self._seed),
         }
 
+    def save(self, directory: Path, *, number: int = 0, server: int = 0, num_servers: int = 1) -> list[RowFile]:
+        """Write all rows to files there. Raises OSError. See `row_files.write`."""
+        return row_files.write(self._pieces(), directory, number=number, server=server, num_servers=num_servers)
+
+    def load_files(self, directory: Path, files: Iterable[RowFile], *, server: int = 0, num_servers: int = 1) -> None:
+        """As `load`, with those rows of the files that are this server's. Raises UsageError also for a damaged file."""
+        self._load(row_files.read(directory, files, server=server, num_servers=num_servers))
+
+    def _pieces(self) -> Iterator[dict[str, Tensor]]:
+        """The state, some rows at a time, at least once. Tensors are no copies."""
+        columns = {name: column.values for name, column in self._columns.items()}
+        step = max(1, _SAVED_BYTES // sum(values.shape[1] * values.itemsize for values in columns.values()))
+        for start in range(0, max(1, len(self)), step):
+            stop = min(start + step, len(self))
+            yield {
+                _KEYS: self._keys.values[start:stop, 0],
+                **{name: values[start:stop] for name, values in columns.items()},
+                _UPDATES: torch.tensor(self.num_updates),
+                _SEED: torch.tensor(self._seed),
+            }
+            self._storage.trim()
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from there, with the rows of the state and no others. Raises UsageError, which names the table, if the
         state is of another one."""
+        self._load([state])
+
+    def _load(self, pieces: Iterable[Mapping[str, Tensor]]) -> None:
+        other = Table(self.spec, self._storage)
+        for piece in pieces:
+            other._take(piece)
+        self._keys, self._columns, self._slots = other._keys, other._columns, other._slots
+        self.num_updates, self._seed = other.num_updates, other._seed
+
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        """Have the rows of the state besides those that are here."""
         spec = self.spec
         try:
             keys, updates, seed = spec.checked(state[_KEYS]), int(state[_UPDATES]), int(state[_SEED])
-            columns = self._empty(max(_LEAST_ROWS, len(keys)))
-            for name, column in columns.items():
-                if state[name].shape != (len(keys), column.shape[1]) or state[name].dtype != spec.dtype:
+            for name, column in self._columns.items():
+                if state[name].shape != (len(keys), column.values.shape[1]) or state[name].dtype != spec.dtype:
                     raise UsageError(f"its {name!r} are {state[name].dtype} of shape {tuple(state[name].shape)}")
-                column[: len(keys)] = state[name]
-            if len(keys.unique()) < len(keys):
+            if len(keys.unique()) < len(keys) or bool((self._slots.find(keys) >= 0).any()):
                 raise UsageError("a key comes twice")
-            if unknown := state.keys() - columns.keys() - {_KEYS, _UPDATES, _SEED}:
+            if unknown := state.keys() - self._columns.keys() - {_KEYS, _UPDATES, _SEED}:
                 raise UsageError(f"it has {min(unknown)!r}, and the optimizer {spec.optimizer} none")
-            slots = Slots()
-            slots.add(keys)
         except KeyError as error:
             raise UsageError(f"a state that is loaded into table {spec.name!r} has no {error}") from None
         except (UsageError, TypeError, RuntimeError) as error:
             raise UsageError(f"a state does not fit table {spec.name!r}: {error}") from None
-        self._columns, self._slots, self.num_updates, self._seed = columns, slots, updates, seed
+        for column, values in ((self._keys, keys[:, None]), *((self._columns[n], state[n]) for n in self._columns)):
+            column.reserve(len(self) + len(keys))
+            column.values[len(self) : len(self) + len(keys)] = values
+        for some in keys.split(self._piece):
+            self._slots.add(some)
+            self._storage.trim()
+        self.num_updates, self._seed = updates, seed
 
     def _made(self, keys: Tensor) -> Tensor:
         """The slots of these keys, which all have one from here on."""
         slots = self._slots.find(keys)
         is_new = slots < 0
         if is_new.any():
-            slots[is_new] = made = self._slots.add(keys[is_new])
-            if len(self._slots) > len(self._columns[_ROWS]):
-                self._grow(len(self._slots))
-            self._columns[_ROWS].index_copy_(0, made, self._first_values(keys[is_new]))
+            new = keys[is_new]
+            for column in (self._keys, *self._columns.values()):
+                column.reserve(len(self) + len(new))
+            slots[is_new] = made = self._slots.add(new)
+            self._keys.values[made, 0] = new
+            self._columns[_ROWS].values.index_copy_(0, made, self._first_values(new))
+            for name, (_, value) in self.spec.optimizer.state.items():
+                self._columns[name].values.index_fill_(0, made, value)
         return slots
 
     def _first_values(self, keys: Tensor) -> Tensor:
@@ -122,15 +177,10 @@ class Table:
             return torch.zeros(len(keys), spec.dim, dtype=spec.dtype)
         return (normal(keys, seed=self._seed, num=spec.dim) * spec.std).to(spec.dtype)
 
-    def _grow(self, num_rows: int) -> None:
-        wider = self._empty(2 * num_rows)
-        for name, column in self._columns.items():
-            wider[name][: len(column)] = column
-        self._columns = wider
-
-    def _empty(self, num_rows: int) -> dict[str, Tensor]:
-        spec = self.spec
-        columns = {_ROWS: torch.zeros(num_rows, spec.dim, dtype=spec.dtype)}
-        for name, (width, value) in spec.optimizer.state.items():
-            columns[name] = torch.full((num_rows, spec.dim if width == "element" else 1), value, dtype=spec.dtype)
-        return columns
+    def _empty(self, num_rows: int) -> tuple[Column, dict[str, Column]]:
+        """For their keys, and by name for rows and what the optimizer keeps of them."""
+        spec, new = self.spec, self._storage.column
+        columns = {_ROWS: new(num_rows, spec.dim, spec.dtype)}
+        for name, (width, _) in spec.optimizer.state.items():
+            columns[name] = new(num_rows, spec.dim if width == "element" else 1, spec.dtype)
+        return new(num_rows, 1, torch.int64), columns

@@ -1,0 +1,97 @@
+"""A table's rows on the disk: each server's in files of its own, some rows a file, so that nobody holds them all.
+
+They are weights-only torch files; whoever names them says their digests.
+"""
+
+import errno
+import hashlib
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from pickle import PickleError
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline import durable
+from paceline.errors import UsageError
+from paceline.server.tables.hashing import owners
+
+_KEYS = "keys"
+_DIRECTORY = re.compile(r"rows-\d+-[0-9a-f]{8}")
+
+
+class RowFile(NamedTuple):
+    """Some rows of a table, with all that `Table.state` gives of them."""
+
+    name: str
+    server: int
+    num_servers: int
+    """Of whom it was one: which keys it may have follows."""
+    sha256: str
+
+
+def write(
+    pieces: Iterable[Mapping[str, Tensor]], directory: Path, *, number: int, server: int, num_servers: int
+) -> list[RowFile]:
+    """Write this server's rows of the table of this number, a file a piece. Raises OSError, and ValueError for a
+    directory with another name than checkpoints give."""
+    if not _DIRECTORY.fullmatch(directory.name):
+        raise ValueError(f"rows are not written to {directory}")
+    if not directory.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "its host has no such directory")
+    directory.mkdir(exist_ok=True)
+    files = []
+    for count, piece in enumerate(pieces):
+        buffer = io.BytesIO()
+        torch.save({name: value.clone() for name, value in piece.items()}, buffer)  # of a view torch saves the whole
+        content = buffer.getvalue()
+        path = directory / f"table-{number}-server-{server}-{count}.pt"
+        with durable.whole(path) as partial:
+            partial.write_bytes(content)
+        files.append(RowFile(path.name, server, num_servers, hashlib.sha256(content).hexdigest()))
+    durable.sync(directory.parent)
+    return files
+
+
+def read(directory: Path, files: Iterable[RowFile], *, server: int, num_servers: int) -> Iterator[dict[str, Tensor]]:
+    """What these files have of the rows of one server among so many, which may be others than wrote them.
+
+    Raises:
+        UsageError: a file cannot be read, or is not what was written; the message names it.
+    """
+    for file in files:
+        if not _may_share(file, server=server, num_servers=num_servers):
+            continue
+        try:
+            state = torch.load(io.BytesIO(_content(directory, file)), weights_only=True)
+            is_own = owners(state[_KEYS], num_servers) == server
+        except (PickleError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+            raise UsageError(f"{directory / file.name} has no rows: {error}") from None
+        yield {name: value[is_own] if value.dim() else value for name, value in state.items()}
+
+
+def require_whole(directory: Path, files: Sequence[RowFile]) -> None:
+    """Raises UsageError, which names the file, if one is not what was written."""
+    for file in files:
+        _content(directory, file)
+
+
+def _content(directory: Path, file: RowFile) -> bytes:
+    path = directory / Path(file.name).name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read rows from {path}: {error.strerror}") from None
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise UsageError(f"{path} is damaged: its bytes are not those that its checksum is of")
+    return content
+
+
+def _may_share(file: RowFile, *, server: int, num_servers: int) -> bool:
+    """Whether the ranges of hashed keys overlap: of the server that wrote the file, and of this one."""
+    return file.server * num_servers < (server + 1) * file.num_servers and (
+        server * file.num_servers < (file.server + 1) * num_servers
+    )

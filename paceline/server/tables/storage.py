@@ -1,0 +1,150 @@
+"""Memory for what a table holds, which grows: the process's own, or files whose pages come and go."""
+
+import mmap
+import os
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+_LEAST_FILE_BYTES = 1 << 20
+
+
+class Column(ABC):
+    """Entries of one width, in the order of their slots."""
+
+    values: Tensor
+    """Shape (entries, width); another tensor after `reserve`."""
+
+    @abstractmethod
+    def reserve(self, num: int) -> None:
+        """Have so many entries at least; new ones are 0. Raises UsageError if there is no room."""
+
+
+class Storage(ABC):
+    """Where a server's tables, or one process's, have their columns."""
+
+    piece_bytes: ClassVar[int]
+    """Of rows that are looked at between two calls of `trim`, at most."""
+
+    @abstractmethod
+    def column(self, num: int, width: int, dtype: torch.dtype) -> Column:
+        """A new one, of so many entries at least, which are 0. Raises UsageError if there is no room."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Give back pages, if more are resident than may be."""
+
+
+@final
+class _Own(Column):
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def reserve(self, num: int) -> None:
+        if num > len(self.values):
+            wider = self.values.new_zeros(2 * num, self.values.shape[1])
+            wider[: len(self.values)] = self.values
+            self.values = wider
+
+
+@final
+class InMemory(Storage):
+    piece_bytes = 1 << 62
+
+    def column(self, num: int, width: int, dtype: torch.dtype) -> Column:
+        return _Own(torch.zeros(num, width, dtype=dtype))
+
+    def trim(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class TableFiles:
+    """What a server is told of files for its tables."""
+
+    directory: str
+    """On the server's host."""
+    resident_bytes: int
+
+
+@final
+class InFiles(Storage):
+    """Columns are mapped files without a name, which are gone when the process is.
+
+    Entries are read and written in the page cache, which the kernel writes to the disk and takes back under pressure.
+    What this process has mapped is given back (madvise(2), MADV_DONTNEED) once it is more than `resident_bytes`.
+
+    Raises:
+        UsageError: there can be no file.
+    """
+
+    piece_bytes = 1 << 17  # a page that is read brings up to 15 more with it: 512 rows of 256 bytes 32 MiB
+
+    def __init__(self, files: TableFiles) -> None:
+        self._directory, self._resident_bytes = Path(files.directory), files.resident_bytes
+        self._columns: weakref.WeakSet[_Mapped] = weakref.WeakSet()
+        self._others_bytes = _mapped_bytes()  # of libraries and shared memory
+        self.column(1, 1, torch.uint8)
+
+    def column(self, num: int, width: int, dtype: torch.dtype) -> Column:
+        made = _Mapped(self._directory, num, width, dtype)
+        self._columns.add(made)
+        return made
+
+    def trim(self) -> None:
+        if _mapped_bytes() - self._others_bytes > self._resident_bytes:
+            for column in self._columns:
+                column.give_back()
+            self._others_bytes = _mapped_bytes()
+
+
+@final
+class _Mapped(Column):
+    def __init__(self, directory: Path, num: int, width: int, dtype: torch.dtype) -> None:
+        self._directory, self._width, self._dtype = directory, width, dtype
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as file:
+                self._file = os.dup(file.fileno())
+        except OSError as error:
+            raise self._refused(error, "a file") from None
+        weakref.finalize(self, os.close, self._file)
+        self._map(num)
+
+    def reserve(self, num: int) -> None:
+        if num > len(self.values):
+            self._map(num + num // 4)
+
+    def give_back(self) -> None:
+        self._map_of_values.madvise(mmap.MADV_DONTNEED)
+
+    def _map(self, num: int) -> None:
+        """The disk's room is taken now: a write into a page that finds none would kill the process."""
+        num_bytes = max(_LEAST_FILE_BYTES, num * self._width * self._dtype.itemsize)
+        try:
+            os.posix_fallocate(self._file, 0, num_bytes)
+            self._map_of_values = mmap.mmap(self._file, num_bytes)
+        except OSError as error:
+            raise self._refused(error, f"{num_bytes} bytes") from None
+        num = num_bytes // (self._width * self._dtype.itemsize)
+        flat = torch.frombuffer(self._map_of_values, dtype=self._dtype, count=num * self._width)
+        self.values = flat.view(num, self._width)
+
+    def _refused(self, error: OSError, what: str) -> UsageError:
+        return UsageError(
+            f"no room for {what} of a table in {self._directory}: {error.strerror}; make some, or give another "
+            "directory with --option table_dir=DIR"
+        )
+
+
+def _mapped_bytes() -> int:
+    """Resident pages of files and shared memory, the tables' among them (proc(5), statm)."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE

@@ -85,6 +85,7 @@ class Kind(IntEnum):
     CHAIN = 58
     SERVES = 59
     LOST = 60
+    LEASE = 61
     INIT_VALUES = 64
     PUSH_VALUES = 65
     PULL_VALUES = 66

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import SWITCH, Host, Network
-from tests.distributed.harness import PACELINE, SCRIPTS, pids
+from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = str(SCRIPTS / "survivors.py")
 SAMPLES = 200
+DEADLINE_S = 3.0
 
 
 def start(
@@ -61,6 +62,16 @@ def host_of(network: Network, pid: int) -> Host:
     return next(host for host in network.hosts if pid in pids_on(host))
 
 
+def require_end(pid: int, host: Host) -> None:
+    """It ends by itself, by the deadline."""
+    assert pid in pids_on(host)
+    began_s = time.monotonic()
+    assert wait_until(lambda: pid not in pids_on(host), within_s=10)
+    took_s = time.monotonic() - began_s
+    print(f"process {pid} ended {took_s:.2f} s after its host was cut off")
+    assert took_s < DEADLINE_S + 1
+
+
 def set_link(network: Network, host: Host, state: str) -> None:
     port = f"port{network.hosts.index(host) + 1}"
     subprocess.run(["ip", "-n", SWITCH, "link", "set", port, state], check=True)
@@ -84,13 +95,21 @@ def test_workers_and_hosts_die_and_are_cut_off(hosts: Network, tmp_path: Path) -
     other = pids(out)["worker-1"]
     cut_off = host_of(hosts, other)
     set_link(hosts, cut_off, "down")
+    require_end(other, cut_off)
     finish(process, out, workers=2)
     (lost,) = of(out, "lost")
     assert (lost["who"], "it was silent for" in lost["details"]["why"]) == ("worker-1", True)
     (reformed,) = of(out, "reformed")
     assert reformed["details"]["took_s"] < 1
-    set_link(hosts, cut_off, "up")
-    until_s = time.monotonic() + 60
-    while other in pids_on(cut_off):
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
+
+
+def test_nobody_goes_on_alone_on_the_other_side(hosts: Network, tmp_path: Path) -> None:
+    """It needs nobody else for its steps, and the launcher's run is over: there are never two."""
+    process, out = start(hosts, hosts.start_ray(), tmp_path / "alone", "--fail", "0:4:kill", workers=2)
+    other = pids(out)["worker-1"] if wait_until(lambda: of(out, "reformed"), within_s=60) else 0
+    alone = host_of(hosts, other)
+    set_link(hosts, alone, "down")
+    require_end(other, alone)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "0 workers are left" in output + errors

@@ -20,7 +20,7 @@ from paceline.comm.servers.sockets import Move, Moves, connect_servers
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.socket_mailbox import SocketMailbox
 from paceline.engines.ray.control import ControlLine, LauncherAddress
-from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
+from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process, end_this_process
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.output import captured
 from paceline.engines.ray.reforming import Reforming
@@ -113,6 +113,7 @@ class WorkerActor:
             awaits_others=awaits_others,
             epoch=lambda: world.epoch() if world is not None else 0,
             on_chain=move,
+            on_lease_ended=end_this_process,
         )
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends, moves)

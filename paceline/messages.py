@@ -72,6 +72,7 @@ class Kind(IntEnum):
     TAKE = 42
     RETIRED = 43
     RESULT = 44
+    PIECE = 45
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ import pytest
 from benchmarks.namespaces import SWITCH, Host, Network
 from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
+from tests.distributed.test_elastic_rounds import require_replayed
+from tests.distributed.test_joining import held, joined
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,18 +31,29 @@ DEADLINE_S = 3.0
 
 
 def start(
-    network: Network, address: str, directory: Path, *arguments: object, workers: int
+    network: Network,
+    address: str,
+    directory: Path,
+    *arguments: object,
+    workers: int,
+    samples: int = SAMPLES,
+    step_s: float = 0.1,
+    options: Sequence[str] = (),
 ) -> tuple[subprocess.Popen[str], Path]:
     log, out = directory / "log", directory / "out"
     log.mkdir(parents=True)
-    settings = ["--workers", str(workers), "--address", address, "--elastic", f"1:{workers}", "--out", str(out)]
-    given = [*map(str, arguments), "--samples", str(SAMPLES), "--step-s", "0.1", "--log", str(log)]
+    settings = ["--workers", str(workers), "--address", address, "--elastic", "1:5", "--out", str(out), *options]
+    given = [*map(str, arguments), "--samples", str(samples), "--step-s", str(step_s), "--log", str(log)]
     return network.start(network.hosts[0], [PACELINE, "run", SCRIPT, *settings, "--", *given]), out
 
 
-def finish(process: subprocess.Popen[str], out: Path, *, workers: int) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, output[-3000:] + errors[-3000:]
+
+
+def finish(process: subprocess.Popen[str], out: Path, *, workers: int) -> None:
+    end(process)
     require_each_sample_once(out, samples=SAMPLES)
     require_same_model(out, undisturbed(workers=workers, samples=SAMPLES))
 
@@ -103,13 +117,62 @@ def test_workers_and_hosts_die_and_are_cut_off(hosts: Network, tmp_path: Path) -
     assert reformed["details"]["took_s"] < 1
 
 
-def test_nobody_goes_on_alone_on_the_other_side(hosts: Network, tmp_path: Path) -> None:
+def scale(network: Network, out: Path, workers: int) -> str:
+    return network.run(network.hosts[0], [PACELINE, "scale", str(out), "--workers", str(workers)], timeout_s=60)
+
+
+def go_on(process: subprocess.Popen[str], out: Path, *, held_at: Sequence[int]) -> None:
+    """At each of these iterations, when one more worker is there."""
+    for number, iteration in enumerate(held_at, start=1):
+        assert wait_until(lambda number=number: len(of(out, "ready")) == number, within_s=60), process.communicate()
+        (out.parent / "log" / f"go-{iteration}").touch()
+
+
+def workers_join_on_a_host_that_comes(network: Network, address: str, directory: Path) -> None:
+    """A Ray node that comes while the run trains has the next worker. One that dies is replaced where it was."""
+    given = [*held(5, 15), "--fail", "1:9:kill"]
+    process, out = start(network, address, directory, *given, workers=2, step_s=0.02, options=["--replace", "1"])
+    wait_for(process, out, num_steps=5)
+    network.join_ray(network.hosts[2], address)
+    assert "2 workers train; 1 more start" in scale(network, out, 3)
+    go_on(process, out, held_at=(5, 15))
+    finish(process, out, workers=2)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert joined(out) == [2, 3]
+    places = {event["who"]: event["details"]["address"] for event in of(out, "starting")}
+    assert places == {"worker-2": network.hosts[2].address, "worker-3": network.hosts[1].address}
+    print("reformed after", [event["details"]["took_s"] for event in of(out, "reformed")])
+
+
+def workers_join_and_die_in_rounds(network: Network, address: str, directory: Path) -> None:
+    """One process replays what the workers have written down, and comes to the same model."""
+    given = ["--epochs", 3, *held(2), "--fail", "1:9:kill"]
+    options = ["--strategy", "diloco", "--option", "every=2"]
+    process, out = start(network, address, directory, *given, workers=3, samples=96, step_s=0.02, options=options)
+    wait_for(process, out, num_steps=4)
+    assert "3 workers train; 1 more start" in scale(network, out, 4)
+    go_on(process, out, held_at=(2,))
+    end(process)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert joined(out) == [3]
+    require_replayed(out, strategy="diloco")
+
+
+def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, directory: Path) -> None:
     """It needs nobody else for its steps, and the launcher's run is over: there are never two."""
-    process, out = start(hosts, hosts.start_ray(), tmp_path / "alone", "--fail", "0:4:kill", workers=2)
-    other = pids(out)["worker-1"] if wait_until(lambda: of(out, "reformed"), within_s=60) else 0
-    alone = host_of(hosts, other)
-    set_link(hosts, alone, "down")
+    process, out = start(network, address, directory, "--fail", "0:4:kill", workers=2)
+    assert wait_until(lambda: of(out, "reformed"), within_s=60), process.communicate()
+    other = pids(out)["worker-1"]
+    alone = host_of(network, other)
+    set_link(network, alone, "down")
     require_end(other, alone)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "0 workers are left" in output + errors
+
+
+def test_workers_join_and_none_is_left_alone(hosts: Network, tmp_path: Path) -> None:
+    address = hosts.start_ray(2)
+    workers_join_on_a_host_that_comes(hosts, address, tmp_path / "joins")
+    workers_join_and_die_in_rounds(hosts, address, tmp_path / "rounds")
+    nobody_goes_on_alone_on_the_other_side(hosts, address, tmp_path / "alone")

@@ -41,7 +41,7 @@ class Survival:
         say: Callable[[str], None],
     ) -> None:
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
-        self._elsewhere = elsewhere
+        self._elsewhere = set(elsewhere)
         self._coordinator = Coordinator.first(membership, at_least=elastic.at_least)
         self._sites: dict[str, Any] = {}
         self._seeking: set[int] = set()  # joiners that have asked for a state, and have none yet
@@ -74,9 +74,11 @@ class Survival:
     def pid(self, name: str) -> int | None:
         return self._pids.get(name)
 
-    def add(self, name: str, pid: int) -> None:
-        """A process that is to join."""
+    def add(self, name: str, pid: int, *, is_here: bool) -> None:
+        """A process that is to join, on this host or another."""
         self._pids[name] = pid
+        if not is_here:
+            self._elsewhere.add(name)
 
     def retire(self, rank: int) -> None:
         """Ask it to leave between two steps."""
@@ -175,8 +177,8 @@ class Survival:
             self._controller.tell(f"worker-{rank}", Kind.FORM, again=True)
 
     def end_silent(self) -> None:
-        """End the processes of workers that have said nothing for the deadline, so that they are known to be gone. Those
-        on other hosts have leases, and end by themselves if they are cut off."""
+        """End the processes of workers that have said nothing for the deadline, so that they are known to be gone.
+        Those on other hosts have leases, and end by themselves if they are cut off."""
         now_s = time.monotonic()
         if not self.has_begun:
             return

@@ -1,8 +1,8 @@
 """Workers that come while others train: in a dead one's place, and as many more as are asked for."""
 
 import contextlib
-import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -14,7 +14,7 @@ from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.liveness import Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
-from paceline.engines.ray.nodes import Node, Place, nodes, own_node_id
+from paceline.engines.ray.nodes import Node, Place, least_loaded, nodes, own_node_id
 from paceline.engines.ray.survival import Survival, rank_of
 from paceline.engines.ray.worker_actor import WorkerActor
 from paceline.engines.ray.world_spec import Newcomer, WorkerInfo, WorldSpec
@@ -140,20 +140,17 @@ class Newcomers:
         self._say(f"worker {rank} starts at {node.address}, to join the others")
 
     def _least_loaded(self) -> Node:
-        """The host with the fewest workers a core, which may have come to the cluster since; last of all one where a
-        worker was expelled, which may be cut off. A launcher within a placement group stays on its own."""
+        """A host of the cluster, which may have come since. A launcher within a placement group stays on its own."""
         hosts = nodes() if ray.util.get_current_placement_group() is None else nodes()[:1]
-        doubtful = {self._nodes[name] for name in self._controller.expelled if name in self._nodes}
+        return least_loaded(hosts, self._num_workers, doubtful=self._places_of(self._controller.expelled))
 
-        def load(node: Node) -> tuple[bool, float]:
-            share = (self._num_workers(node.node_id) + 1) / node.num_cpus if node.num_cpus else math.inf
-            return node.node_id in doubtful, share
+    @property
+    def _num_workers(self) -> Counter[str]:
+        """That train, or are about to, by node."""
+        return self._places_of(self._members.actors)
 
-        return min(hosts, key=load)
-
-    def _num_workers(self, node_id: str) -> int:
-        """That train there, or are about to."""
-        return sum(self._nodes.get(name) == node_id for name in self._members.actors)
+    def _places_of(self, names: Iterable[str]) -> Counter[str]:
+        return Counter(self._nodes[name] for name in names if name in self._nodes)
 
     def _begin(self, name: str, info: WorkerInfo) -> None:
         members, rank = self._members, rank_of(name)
@@ -162,7 +159,7 @@ class Newcomers:
         if is_here:
             self._watch.add(name, info.pid)
         self._survival.add(name, info.pid, is_here=is_here)
-        newcomer = Newcomer(rank, max(1, info.num_cores // self._num_workers(info.node_id)))
+        newcomer = Newcomer(rank, max(1, info.num_cores // self._num_workers[info.node_id]))
         spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer)
         members.pending[members.actors[name].run.remote(spec, rank, self._program, self._launcher, [])] = name
 

@@ -164,6 +164,8 @@ def workers_and_hosts_die_and_are_cut_off(network: Network, address: str, direct
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: len(of(out, "reformed")) == 2, within_s=60), process.communicate()
+    num_steps = len((out.parent / "log" / "rank-0").read_text().splitlines())
+    wait_for(process, out, num_steps=num_steps + 3)  # they have met by then
     cut_off = host_of(network, pids(out)["worker-4"])
     set_link(network, cut_off, "down")
     require_end(pids(out)["worker-4"], cut_off)

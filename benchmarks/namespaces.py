@@ -27,6 +27,8 @@ PREFIX = "plnet-"
 SWITCH = f"{PREFIX}switch"
 RAY_PORT = 6379
 _BINARIES = Path(sys.executable).parent
+_RAY = [str(_BINARIES / "ray"), "start", "--num-cpus=1", "--object-store-memory=80000000"]
+_RAY += ["--disable-usage-stats", "--include-log-monitor=false"]
 _HERE = Path(__file__).parent
 # A token bucket must hold what passes between two ticks of the kernel's clock. At 1 Gbit/s this is 625 KB, which a host
 # that was silent sends at once: little beside 45 MB.
@@ -112,23 +114,25 @@ class Network:
                     process.communicate()
         return outputs
 
-    def start_ray(self) -> str:
-        """One Ray node a host; returns the cluster's address once all have joined.
+    def start_ray(self, num_hosts: int | None = None) -> str:
+        """One Ray node a host, on the first so many; returns the cluster's address once all have joined.
 
         Raises:
             RuntimeError: a node did not start.
         """
-        ray = [str(_BINARIES / "ray"), "start", "--num-cpus=1", "--object-store-memory=80000000"]
-        quiet = ["--disable-usage-stats", "--include-log-monitor=false"]
-        head, *others = self.hosts
+        head, *others = self.hosts[:num_hosts]
         address = f"{head.address}:{RAY_PORT}"
         directory = f"--temp-dir={self.directory / 'ray'}"
         head_only = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", directory]
-        self.run(head, [*ray, *quiet, *head_only, f"--node-ip-address={head.address}"], timeout_s=_JOIN_S)
+        self.run(head, [*_RAY, *head_only, f"--node-ip-address={head.address}"], timeout_s=_JOIN_S)
         for host in others:
-            joining = [*ray, *quiet, f"--address={address}", f"--node-ip-address={host.address}"]
-            self.run(host, joining, timeout_s=_JOIN_S)
+            self.join_ray(host, address)
         return address
+
+    def join_ray(self, host: Host, address: str) -> None:
+        """One more node of the cluster. Raises RuntimeError if it did not start."""
+        joining = [*_RAY, f"--address={address}", f"--node-ip-address={host.address}"]
+        self.run(host, joining, timeout_s=_JOIN_S)
 
 
 @contextmanager

@@ -74,6 +74,7 @@ class Kind(IntEnum):
     TAKE = 42
     RETIRED = 43
     RESULT = 44
+    PIECE = 45
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50
@@ -87,6 +88,7 @@ class Kind(IntEnum):
     CHAIN = 58
     SERVES = 59
     LOST = 60
+    LEASE = 61
     INIT_VALUES = 64
     PUSH_VALUES = 65
     PULL_VALUES = 66

@@ -3,6 +3,7 @@ thread."""
 
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.cursor import Cursor, Deal, resized
+from paceline.elastic.lease import Lease
 from paceline.elastic.member import Member
 from paceline.elastic.messages import Form, Report, StaleEpoch
 from paceline.elastic.spec import Elastic, GlobalBatch
@@ -14,6 +15,7 @@ __all__ = [
     "Elastic",
     "Form",
     "GlobalBatch",
+    "Lease",
     "Member",
     "Report",
     "StaleEpoch",

@@ -13,6 +13,7 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing
 from paceline.errors import NonFiniteGradient, PeerLost, UsageError
+from paceline.messages import to_frames
 from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
 from paceline.strategies.base import (
@@ -41,6 +42,7 @@ from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
+from paceline.strategies.regrouping import ResultHandedOn
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import AllReduced, Traits
 
@@ -175,6 +177,10 @@ class _LocalSynchronizer(Synchronizer):
         )
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._left_out: set[int] = set()  # fragments under way that are not finite here
+        self._is_apart = False  # somebody is gone or comes, and those who are there have not met yet
+        self._last_mean: list[Tensor] = []
+        if context.recovery is not None:
+            context.recovery.last_result = lambda: to_frames(self._last_mean)
         self._begins_alike = strategy.fragments == 1 and strategy.alpha == 0
         self._steps = 0
         self._weight = 1.0
@@ -280,16 +286,21 @@ class _LocalSynchronizer(Synchronizer):
     def _repeat(self, recovery: Recovery) -> None:
         """Exchange what this worker has changed until nobody dies in it or joins, each time among those who are there.
         A round's local steps are as they were; what changes is how much they count."""
-        is_whole = not recovery.has_given
+        self._is_apart = self._is_apart or recovery.has_given
         while True:
             try:
-                if not is_whole:
+                if self._is_apart:
                     self.rejoin(recovery.regroup())
                     self._weights = [(recovery.weight, 1)]
                 self._exchange((0,), (0,))
                 break
             except PeerLost:
-                is_whole = False
+                self._is_apart = True
+            except ResultHandedOn as handed:  # the others are a round further, and wait for this worker
+                self._outer.take_mean(handed.frames)
+                self._weights = [(0.0, 0)]
+                self._join(0)
+                break
         recovery.commit()
 
     def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
@@ -297,6 +308,7 @@ class _LocalSynchronizer(Synchronizer):
         if facts is not None:
             self.facts = facts
         self._outer.exchange_among(context)
+        self._is_apart = False
 
     def enter(self) -> None:
         self._steps = self._schedule.num_steps(self.iteration + 1) - 1
@@ -324,6 +336,8 @@ class _LocalSynchronizer(Synchronizer):
 
     def _join(self, fragment: int) -> None:
         culprit = self._outer.wait(fragment)
+        if self.context.recovery is not None and not self.context.collective.completes_alike:
+            self._outer.copy_mean(self._last_mean)  # another worker may have missed it
         is_applied = culprit is None or self._strategy.nonfinite == "allow"
         if not is_applied and self._strategy.nonfinite == "raise":
             raise self._beyond_codec(f"the mean change of parameter {culprit!r}")

@@ -15,6 +15,7 @@ from paceline.arrays import is_finite
 from paceline.buckets import Bucket
 from paceline.comm.base import Timing, Work
 from paceline.layout import by_group
+from paceline.messages import Raw, from_frames
 from paceline.outer import Outer, dealt_out, mix, take_changes
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
@@ -68,9 +69,8 @@ class OuterModel:
 
     def exchange_among(self, context: Context, *, coding: Coding | None = None) -> None:
         """Exchange with these from here on. Collective call."""
-        buffer = allocated(context, self._layout.num_bytes)
-        self._changes = self._layout.views(buffer)
-        self._flats = flats = [segment.view(buffer) for segment in self._layout.segments]
+        self._lay_out(allocated(context, self._layout.num_bytes))
+        flats = self._flats
         none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]
         buckets = [Bucket(flat, flat, flags) for flat, flags in zip(flats, none, strict=True)]
         self._context = context
@@ -84,6 +84,10 @@ class OuterModel:
         )
         self.use(coding)
         self._works: dict[int, list[Work]] = {}
+
+    def _lay_out(self, buffer: Tensor) -> None:
+        self._changes = self._layout.views(buffer)
+        self._flats = [segment.view(buffer) for segment in self._layout.segments]
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -143,6 +147,20 @@ class OuterModel:
         for work in self._works.pop(fragment):
             work.wait()
         return self._not_finite(fragment) if self._is_coded else None
+
+    def copy_mean(self, into: list[Tensor]) -> None:
+        """Keep the mean of the whole model, which all workers are to join."""
+        if not into:
+            into += [torch.empty_like(flat) for flat in self._flats]
+        for kept, flat in zip(into, self._flats, strict=True):
+            kept.copy_(flat)
+
+    def take_mean(self, frames: Sequence[Raw]) -> None:
+        """The mean of the whole model, as another worker has it. `exchange_among` comes before the next exchange."""
+        # In other memory: what was under way may still write to the old one.
+        self._lay_out(torch.zeros(self._layout.num_bytes, dtype=torch.uint8))
+        from_frames(frames, self._flats)
+        self._works = {fragment: [] for fragment in range(len(self._members))}
 
     def join(self, fragment: int, *, alpha: float, is_applied: bool = True) -> None:
         """Step with the mean, unless it is not to be applied, and have this worker go on from there, or part of the

@@ -7,39 +7,62 @@ TensorFlow tests a preempted host as a worker that is killed, and torchft a repl
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.namespaces import SWITCH, Host, Network
-from tests.distributed.harness import PACELINE, SCRIPTS, pids
+from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
+from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
+from tests.distributed.test_elastic_rounds import require_replayed
+from tests.distributed.test_joining import held, joined
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 SCRIPT = str(SCRIPTS / "survivors.py")
 SAMPLES = 200
+DEADLINE_S = 3.0
+
+
+@pytest.fixture
+def four_hosts() -> Iterator[Network]:
+    with own_network(4) as network:
+        yield network
 
 
 def start(
-    network: Network, address: str, directory: Path, *arguments: object, workers: int
+    network: Network,
+    address: str,
+    directory: Path,
+    *arguments: object,
+    workers: int,
+    samples: int = SAMPLES,
+    step_s: float = 0.1,
+    options: Sequence[str] = (),
 ) -> tuple[subprocess.Popen[str], Path]:
     log, out = directory / "log", directory / "out"
     log.mkdir(parents=True)
-    settings = ["--workers", str(workers), "--address", address, "--elastic", f"1:{workers}", "--out", str(out)]
-    given = [*map(str, arguments), "--samples", str(SAMPLES), "--step-s", "0.1", "--log", str(log)]
+    settings = ["--workers", str(workers), "--address", address, "--elastic", "1:6", "--out", str(out), *options]
+    given = [*map(str, arguments), "--samples", str(samples), "--step-s", str(step_s), "--log", str(log)]
     return network.start(network.hosts[0], [PACELINE, "run", SCRIPT, *settings, "--", *given]), out
 
 
-def finish(process: subprocess.Popen[str], out: Path, *, workers: int) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, output[-3000:] + errors[-3000:]
-    require_each_sample_once(out, samples=SAMPLES)
+
+
+def finish(process: subprocess.Popen[str], out: Path, *, workers: int) -> None:
+    end(process)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 2 * SAMPLES
     require_same_model(out, undisturbed(workers=workers, samples=SAMPLES))
 
 
@@ -61,36 +84,107 @@ def host_of(network: Network, pid: int) -> Host:
     return next(host for host in network.hosts if pid in pids_on(host))
 
 
+def require_end(pid: int, host: Host) -> None:
+    """It ends by itself, by the deadline."""
+    assert pid in pids_on(host)
+    began_s = time.monotonic()
+    assert wait_until(lambda: pid not in pids_on(host), within_s=10)
+    took_s = time.monotonic() - began_s
+    print(f"process {pid} ended {took_s:.2f} s after its host was cut off")
+    assert took_s < DEADLINE_S + 1
+
+
 def set_link(network: Network, host: Host, state: str) -> None:
     port = f"port{network.hosts.index(host) + 1}"
     subprocess.run(["ip", "-n", SWITCH, "link", "set", port, state], check=True)
 
 
-def test_workers_and_hosts_die_and_are_cut_off(hosts: Network, tmp_path: Path) -> None:
+def scale(network: Network, out: Path, workers: int) -> str:
+    return network.run(network.hosts[0], [PACELINE, "scale", str(out), "--workers", str(workers)], timeout_s=60)
+
+
+def go_on(process: subprocess.Popen[str], out: Path, *, held_at: Sequence[int]) -> None:
+    """At each of these iterations, when one more worker is there."""
+    for number, iteration in enumerate(held_at, start=1):
+        assert wait_until(lambda number=number: len(of(out, "ready")) == number, within_s=60), process.communicate()
+        (out.parent / "log" / f"go-{iteration}").touch()
+
+
+def workers_join_on_a_host_that_comes(network: Network, address: str, directory: Path) -> None:
+    """A Ray node that comes while the run trains has the next worker. One that dies is replaced where it was."""
+    given = [*held(5, 15), "--fail", "1:9:kill"]
+    process, out = start(network, address, directory, *given, workers=3, step_s=0.02, options=["--replace", "1"])
+    wait_for(process, out, num_steps=5)
+    network.join_ray(network.hosts[3], address)
+    struck = host_of(network, pids(out)["worker-1"])
+    assert "3 workers train; 1 more start" in scale(network, out, 4)
+    go_on(process, out, held_at=(5, 15))
+    finish(process, out, workers=3)
+    require_each_sample_once(out, samples=SAMPLES)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert joined(out) == [3, 4]
+    places = {event["who"]: event["details"]["address"] for event in of(out, "starting")}
+    assert places == {"worker-3": network.hosts[3].address, "worker-4": struck.address}
+    print("reformed after", [event["details"]["took_s"] for event in of(out, "reformed")])
+
+
+def workers_join_and_die_in_rounds(network: Network, address: str, directory: Path) -> None:
+    """One process replays what the workers have written down, and comes to the same model."""
+    given = ["--epochs", 3, *held(2), "--fail", "1:9:kill"]
+    options = ["--strategy", "diloco", "--option", "every=2"]
+    process, out = start(network, address, directory, *given, workers=3, samples=96, step_s=0.02, options=options)
+    wait_for(process, out, num_steps=4)
+    assert "3 workers train; 1 more start" in scale(network, out, 4)
+    go_on(process, out, held_at=(2,))
+    end(process)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert joined(out) == [3]
+    require_replayed(out, strategy="diloco")
+
+
+def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, directory: Path) -> None:
+    """It needs nobody else for its steps, and the launcher's run is over: there are never two."""
+    process, out = start(network, address, directory, "--fail", "0:4:kill", workers=2, step_s=0.05)
+    assert wait_until(lambda: of(out, "reformed"), within_s=60), process.communicate()
+    other = pids(out)["worker-1"]
+    alone = host_of(network, other)
+    set_link(network, alone, "down")
+    require_end(other, alone)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "0 workers are left" in output + errors
+
+
+def workers_and_hosts_die_and_are_cut_off(network: Network, address: str, directory: Path) -> None:
     """A worker in mid-step, beside others on its host; a host with all that runs there; and a host that is cut off."""
-    address = hosts.start_ray()
-    process, out = start(hosts, address, tmp_path / "deaths", "--fail", "3:4:kill", workers=5)
-    wait_for(process, out, num_steps=9)
-    ended = host_of(hosts, pids(out)["worker-4"])
+    process, out = start(network, address, directory, "--fail", "3:4:kill", workers=6, step_s=0.05)
+    wait_for(process, out, num_steps=7)
+    ended = host_of(network, pids(out)["worker-5"])
     for pid in pids_on(ended):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    finish(process, out, workers=5)
-    assert [event["who"] for event in of(out, "lost")] == ["worker-3", "worker-4"]
-    assert [event["details"]["ranks"] for event in of(out, "reformed")] == [[0, 1, 2, 4], [0, 1, 2]]
+    assert wait_until(lambda: len(of(out, "reformed")) == 2, within_s=60), process.communicate()
+    num_steps = len((out.parent / "log" / "rank-0").read_text().splitlines())
+    wait_for(process, out, num_steps=num_steps + 3)  # they have met by then
+    cut_off = host_of(network, pids(out)["worker-4"])
+    set_link(network, cut_off, "down")
+    require_end(pids(out)["worker-4"], cut_off)
+    finish(process, out, workers=6)
+    lost = {event["who"]: event["details"]["why"] for event in of(out, "lost")}
+    assert list(lost) == ["worker-3", "worker-5", "worker-4"]
+    assert "it was silent for" in lost["worker-4"]
+    reformed = [event["details"] for event in of(out, "reformed")]
+    assert [each["ranks"] for each in reformed] == [[0, 1, 2, 4, 5], [0, 1, 2, 4], [0, 1, 2]]
+    assert reformed[-1]["took_s"] < 1
 
-    process, out = start(hosts, address, tmp_path / "cut", workers=2)
-    wait_for(process, out, num_steps=9)
-    other = pids(out)["worker-1"]
-    cut_off = host_of(hosts, other)
-    set_link(hosts, cut_off, "down")
-    finish(process, out, workers=2)
-    (lost,) = of(out, "lost")
-    assert (lost["who"], "it was silent for" in lost["details"]["why"]) == ("worker-1", True)
-    (reformed,) = of(out, "reformed")
-    assert reformed["details"]["took_s"] < 1
-    set_link(hosts, cut_off, "up")
-    until_s = time.monotonic() + 60
-    while other in pids_on(cut_off):
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
+
+def test_workers_and_hosts_die_and_are_cut_off(four_hosts: Network, tmp_path: Path) -> None:
+    workers_and_hosts_die_and_are_cut_off(four_hosts, four_hosts.start_ray(), tmp_path / "deaths")
+
+
+def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path) -> None:
+    """A run after the other on one cluster, which takes long to start."""
+    address = four_hosts.start_ray(3)
+    workers_join_on_a_host_that_comes(four_hosts, address, tmp_path / "joins")
+    workers_join_and_die_in_rounds(four_hosts, address, tmp_path / "rounds")
+    nobody_goes_on_alone_on_the_other_side(four_hosts, address, tmp_path / "alone")

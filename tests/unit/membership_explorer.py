@@ -37,6 +37,8 @@ class Rules:
     hands_on: bool = False
     """Who has applied a step hands its result on to those that lack it; all of an epoch end together. Who is silent is
     on another host: it is expelled, and may go on for all that is known."""
+    leases: bool = True
+    """Who is expelled ends by itself some time, since it does not hear from the coordinator any more."""
     holds_back: bool = True
     """Who has given its state gives its part of no further step in that epoch."""
     checks_epoch: bool = True
@@ -84,6 +86,8 @@ class World:
                 yield from self._of_member(member)
             if member.rank not in self.dead | self.gone:
                 yield from self._failing(member.rank)
+        for rank in self.expelled - self.dead - self.gone if self.rules.leases else ():
+            yield f"{rank}'s lease ends", replace(self, dead=self.dead | {rank})
         yield from self._of_joiner()
         yield from self._of_coordinator()
 
@@ -165,7 +169,7 @@ class World:
 
     def _of_joiner(self) -> Iterator[tuple[str, World]]:
         joiner = self.joiner
-        if joiner is None or joiner in self.dead | self.gone or joiner in self.coordinator.living:
+        if joiner is None or joiner in self.dead | self.gone | self.expelled or joiner in self.coordinator.living:
             return
         if joiner not in [member.rank for member in self.members]:
             yield from self._failing(joiner)
@@ -226,7 +230,7 @@ class World:
             left = replace(self, failures=self.failures - 1)
             yield f"{rank} dies", replace(left, dead=self.dead | {rank}, unknown=self.unknown | {rank})
             if self.rules.hands_on:
-                if rank in self.coordinator.living:
+                if rank in (*self.coordinator.living, *self.coordinator.joining):
                     yield (
                         f"{rank} is silent and expelled",
                         replace(left, expelled=self.expelled | {rank})._told_dead(rank),
@@ -317,7 +321,9 @@ class World:
         log = list(self.log)
         log[member.rank] = (*log[member.rank], entry)
         # Over messages the dead, and who has left, may have applied what nobody else has: nobody goes on from there.
-        ended = {each.rank for each in self.members if each.rank in self.gone and each.applied == self.goal}
+        ended = {
+            each.rank for each in self.members if each.rank in self.gone - self.expelled and each.applied == self.goal
+        }
         count = {*self.coordinator.living} - self.dead | ended if self.rules.hands_on else {*range(len(log))}
         for rank in count if member.rank in count else ():
             for step, theirs in log[rank]:
@@ -331,6 +337,9 @@ class World:
         stuck = [member.rank for member in self.members if member.rank in taking_part and member.applied < self.goal]
         if stuck:
             raise Broken(f"ranks {stuck} wait for ever")
+        orphans = sorted(self.expelled - self.dead - self.gone)
+        if orphans:
+            raise Broken(f"ranks {orphans} are expelled, and nobody ends them")
 
 
 def explore(

@@ -70,7 +70,7 @@ class Script:
         self.scheduler.step()
 
 
-def script(reform: ByFile, *, rank: int, features: int = 2) -> Script:
+def script(reform: ByFile, *, rank: int, features: int = 2, strategy: str = "all-reduce") -> Script:
     context = replace(
         alone().context,
         rank=rank,
@@ -79,8 +79,9 @@ def script(reform: ByFile, *, rank: int, features: int = 2) -> Script:
         reform=reform,
         num_at_start=1,
     )
-    config = RunConfig(elastic=Elastic(at_least=1, at_most=2))
-    session = Session(context, build("all-reduce", {}), config, NullReporter())
+    elastic = Elastic(at_least=1, at_most=2, global_batch="keep" if strategy == "all-reduce" else "grow")
+    options = {} if strategy == "all-reduce" else {"every": "1"}
+    session = Session(context, build(strategy, options), RunConfig(elastic=elastic), NullReporter())
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(4, features), nn.BatchNorm1d(features))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -146,15 +147,20 @@ class HandedOn(ByFile):
         return super().__call__(member, last_result)
 
 
-def test_who_is_handed_a_result_applies_it_and_not_its_own(monkeypatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd", "diloco"])
+def test_who_is_handed_a_result_applies_it_and_not_its_own(monkeypatch, tmp_path: Path, strategy: str) -> None:
     """Over messages one may have a step's result that another has missed, since a third has died."""
     monkeypatch.setattr(AloneCollective, "completes_alike", False)
-    ahead = script(ByFile(tmp_path), rank=0)
+    ahead = script(ByFile(tmp_path), rank=0, strategy=strategy)
     _, x = next(iter(ahead.loader))
     ahead.step([3 * x + 1])
     reform = HandedOn(tmp_path, frames=tuple(bytes(frame) for frame in ahead.session._survivor.last_result()))
-    behind = script(reform, rank=0)
-    behind.session.run.prepared.synchronizer._repeating.lost = PeerLost("rank 1 is lost")
+    behind = script(reform, rank=0, strategy=strategy)
+    synchronizer = behind.session.run.prepared.synchronizer
+    if strategy == "all-reduce":
+        synchronizer._repeating.lost = PeerLost("rank 1 is lost")
+    else:
+        synchronizer._is_apart = True
     batches = iter(behind.loader)
     behind.step([next(batches)[1]])
     for own, theirs in zip(behind.model.parameters(), ahead.model.parameters(), strict=True):

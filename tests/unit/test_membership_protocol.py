@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.elastic import Coordinator, Form, Member, Report, StaleEpoch
+from paceline.elastic import Coordinator, Form, Lease, Member, Report, StaleEpoch
 from paceline.errors import RunFailed
 from paceline.membership import Membership
 from tests.unit.membership_explorer import Rules, explore
@@ -41,6 +41,7 @@ def test_no_order_of_a_join_with_failures_breaks_a_promise(case) -> None:
         {"failures": 1},
         pytest.param({"failures": 1, "leaves": 1}, marks=pytest.mark.slow),
         pytest.param({"failures": 1, "goal": 2}, marks=pytest.mark.slow),
+        pytest.param({"failures": 0, "joins": True, "goal": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -87,6 +88,23 @@ def test_every_rule_of_joining_is_needed(rules: Rules, failures: int, promise: s
     assert way is not None
     print("; ".join(way))
     assert promise in way[-1]
+
+
+def test_without_leases_nobody_ends_who_is_expelled() -> None:
+    """One waits for the others for ever; one whose others have left goes on alone."""
+    rules = Rules(shows_to_all=False, finishes=False, hands_on=True, leases=False)
+    _, way = explore(rules, failures=1)
+    assert way is not None
+    print("; ".join(way))
+    assert way[-1] == "ranks [0] are expelled, and nobody ends them"
+
+
+def test_a_lease_ends_before_the_coordinator_counts_it_as_ended() -> None:
+    """It runs from the question; the coordinator counts from when it has come."""
+    lease = Lease.granted(3.0, asked_s=10.0)
+    assert [lease.has_ended(now_s=now_s) for now_s in (12.9, 13.1)] == [False, True]
+    assert not Lease.granted(None, asked_s=10.0).has_ended(now_s=1e9)
+    assert not Lease().has_ended(now_s=1e9)
 
 
 def test_a_step_is_committed_where_all_who_are_left_have_its_result() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engines.ray.nodes import Node, Place, place
+from paceline.engines.ray.nodes import Node, Place, least_loaded, place
 from paceline.engines.ray.placing import place_in_bundles
 from paceline.errors import UsageError
 
@@ -114,3 +115,20 @@ def test_in_a_placement_group_each_process_has_one_of_the_last_bundles(
         assert where.num_gpus or not wants_gpus
     order = [(where.node.node_id != "node-1", where.node.node_id) for where in workers]
     assert order == sorted(order)
+
+
+@given(with_cores, st.integers(1, 40))
+def test_workers_that_come_one_by_one_are_spread_as_if_they_had_begun(nodes: list[Node], num_workers: int) -> None:
+    there: Counter[str] = Counter()
+    for _ in range(num_workers):
+        there[least_loaded(nodes, there, doubtful=()).node_id] += 1
+    workers, _ = place(nodes, num_workers=num_workers, num_servers=0, wants_gpus=False)
+    assert there == Counter(where.node.node_id for where in workers)
+
+
+@given(hosts, st.integers(1, 5))
+def test_whoever_may_be_cut_off_gets_a_worker_where_nobody_else_can(nodes: list[Node], num_doubtful: int) -> None:
+    doubtful = {node.node_id for node in nodes[:num_doubtful]}
+    crowd = {node.node_id: 100 for node in nodes[num_doubtful:]}
+    found = least_loaded(nodes, crowd, doubtful=doubtful)
+    assert (found.node_id in doubtful) == (len(doubtful) == len(nodes))

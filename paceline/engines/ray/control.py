@@ -4,6 +4,7 @@ import collections
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -11,6 +12,7 @@ from typing import Any, final
 import zmq
 
 from paceline.comm.wire import Caller, Keys
+from paceline.elastic import Lease
 from paceline.errors import Aborted, NotWritten
 from paceline.messages import Kind, Message, Raw, cut_into_frames, raw_bytes
 from paceline.records import EvaluationRecord, EventRecord, Record, Reporter, StepRecord, pack_steps, to_plain
@@ -47,6 +49,7 @@ class ControlLine(Reporter):
         epoch: asked at every pulse for the epoch of the data that this process is in.
         on_abort: called, in the line's thread, with the reason when the launcher ends the run.
         on_chain: called there with each chain of servers that has changed.
+        on_lease_ended: called there when the launcher, which has lent this process a lease, does not renew it.
     """
 
     writes_beside = True
@@ -61,10 +64,12 @@ class ControlLine(Reporter):
         awaits_others: Callable[[], bool] = lambda: False,
         epoch: Callable[[], int] = lambda: 0,
         on_chain: Callable[[Chain], None] = lambda chain: None,
+        on_lease_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._launcher, self._identity = launcher, identity
         self._progress, self._on_abort, self._awaits_others = progress, on_abort, awaits_others
         self._epoch, self._on_chain = epoch, on_chain
+        self._lease, self._on_lease_ended = Lease(), on_lease_ended
         self._records: collections.deque[Record] = collections.deque()
         self._is_urgent = False
         self._num_pulses = 0
@@ -154,6 +159,8 @@ class ControlLine(Reporter):
                     os.eventfd_read(self._wake)
                 if caller.socket in ready:
                     self._hear(Message.decode(caller.socket.recv_multipart(copy=False), epoch=self._launcher.epoch))
+                elif self._lease.has_ended(now_s=time.monotonic()):  # and nothing that has come is unheard
+                    self._on_lease_ended()
             self._send_all(caller)
             caller.send(Message(Kind.GOODBYE, self._launcher.epoch))
         finally:
@@ -169,7 +176,7 @@ class ControlLine(Reporter):
             caller.send(Message(Kind.OUTPUT, epoch, body={"lines": lines}))
         while self._outbox:
             caller.send(self._outbox.popleft())
-        standing = {"awaits_others": self._awaits_others(), "epoch": self._epoch()}
+        standing = {"awaits_others": self._awaits_others(), "epoch": self._epoch(), "now_s": time.monotonic()}
         caller.send(Message(Kind.PULSE, epoch, iteration=self._progress(), body=standing))
 
     def _send_records(self, caller: Caller) -> None:
@@ -193,6 +200,8 @@ class ControlLine(Reporter):
             self._answers.put({**message.body, "payload": message.payload})
         elif message.kind is Kind.LOST:
             self.on_lost(message.body["epoch"])
+        elif message.kind is Kind.LEASE:
+            self._lease = Lease.granted(message.body["length_s"], asked_s=message.body["asked_s"])
         elif message.kind is Kind.GIVE:
             self.asked_to_give = tuple(message.body["ranks"])
         elif message.kind is Kind.RETIRE:

@@ -69,6 +69,8 @@ class Controller:
         """What members of a run that outlives deaths have said of themselves and of others."""
         self.expelled: set[str] = set()
         """Members on other hosts that were silent for too long: nothing that they say counts any more."""
+        self.leases: Mapping[str, float | None] = {}
+        """Members that go on only while they hear from here, and for how long without that; None: for ever."""
         self.epochs: dict[str, int] = {}
         """Of the data, which each member was in when it was last heard."""
         self.standstill = Standstill()
@@ -123,8 +125,11 @@ class Controller:
 
     def finish_files(self, *, limit_s: float) -> bool:
         """Have what members have sent written, and answer them. Returns whether there was anything."""
-        self._files.wait(limit_s=limit_s)
-        return self._answer_written() > 0
+        until_s, has_waited = time.monotonic() + limit_s, False
+        while not self._files.wait(limit_s=_TURN_S) and time.monotonic() < until_s:
+            has_waited = True
+            self.turn(timeout_s=0.0)  # members wait for word from here
+        return self._answer_written() > 0 or has_waited
 
     def close(self) -> None:
         if not self._files.close(limit_s=_LAST_FILE_S):
@@ -148,6 +153,9 @@ class Controller:
                 self.heard_s[identity] = now_s = time.monotonic()
                 awaits_others, self.epochs[identity] = message.body["awaits_others"], message.body["epoch"]
                 self.standstill.hear(identity, num_steps=num_steps, awaits_others=awaits_others, now_s=now_s)
+                if identity in self.leases:
+                    lease = {"length_s": self.leases[identity], "asked_s": message.body["now_s"]}
+                    self.tell(identity, Kind.LEASE, **lease)
             elif message.kind is Kind.RECORDS:
                 steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
                 records = [*steps, *(from_plain(record) for record in message.body["records"])]

@@ -1,5 +1,6 @@
 """Which processes of this host have ended, known at once, and what the dead leave behind."""
 
+import contextlib
 import ctypes
 import os
 import select
@@ -65,6 +66,14 @@ def bind_forks_to_this_process() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def end_this_process() -> None:
+    """At once, with what it has started."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_processes_of(run: str) -> None:

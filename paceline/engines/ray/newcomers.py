@@ -1,7 +1,8 @@
 """Workers that come while others train: in a dead one's place, and as many more as are asked for."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.liveness import Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
-from paceline.engines.ray.nodes import Place, nodes, own_node_id
+from paceline.engines.ray.nodes import Node, Place, least_loaded, nodes, own_node_id
 from paceline.engines.ray.survival import Survival, rank_of
 from paceline.engines.ray.worker_actor import WorkerActor
 from paceline.engines.ray.world_spec import Newcomer, WorkerInfo, WorldSpec
@@ -53,6 +54,7 @@ class Newcomers:
         self._replacements_left = elastic.replacements
         self._starting: dict[Any, str] = {}
         self._coming: list[str] = []
+        self._nodes = {name: info.node_id for name, info in members.infos.items()}
 
     def turn(self) -> None:
         """Look who is there by now, and who is not and will not be."""
@@ -93,10 +95,6 @@ class Newcomers:
         cannot be."""
         staying = self._survival.staying
         require_allowed(self._elastic, wanted)
-        if wanted > len(staying) + len(self._coming) and {info.node_id for info in self._spec.workers} != {
-            own_node_id()
-        }:
-            raise UsageError("workers can join where all began on the launcher's host alone so far")
         if not staying:
             raise UsageError("the run is about to end")
         self._wanted, self._is_asked = wanted, True
@@ -131,21 +129,37 @@ class Newcomers:
         rank, self._next_rank = self._next_rank, self._next_rank + 1
         name = f"worker-{rank}"
         variables = {"runtime_env": {"env_vars": dict(self._environment)}} if self._environment else {}
-        where = Place(nodes()[0], 0.0, 0.0)  # Ray has given all cores to those that train, which share them
+        node = self._least_loaded()
+        self._nodes[name] = node.node_id
+        where = Place(node, 0.0, 0.0)  # Ray may have given all cores to those that train, which share them
         actor = actor_of(WorkerActor, where, **variables).remote(uses_cuda=False)
         self._members.actors[name] = actor
         self._starting[actor.hello.remote()] = name
         self._coming.append(name)
-        self._controller.event("starting", name)
-        self._say(f"worker {rank} starts, to join the others")
+        self._controller.event("starting", name, address=node.address)
+        self._say(f"worker {rank} starts at {node.address}, to join the others")
+
+    def _least_loaded(self) -> Node:
+        """A host of the cluster, which may have come since. A launcher within a placement group stays on its own."""
+        hosts = nodes() if ray.util.get_current_placement_group() is None else nodes()[:1]
+        return least_loaded(hosts, self._num_workers, doubtful=self._places_of(self._controller.expelled))
+
+    @property
+    def _num_workers(self) -> Counter[str]:
+        """That train, or are about to, by node."""
+        return self._places_of(self._members.actors)
+
+    def _places_of(self, names: Iterable[str]) -> Counter[str]:
+        return Counter(self._nodes[name] for name in names if name in self._nodes)
 
     def _begin(self, name: str, info: WorkerInfo) -> None:
         members, rank = self._members, rank_of(name)
         members.infos[name] = info
-        self._watch.add(name, info.pid)
-        self._survival.add(name, info.pid)
-        num_workers = len(self._survival.staying) + len(self._coming)
-        newcomer = Newcomer(rank, max(1, info.num_cores // num_workers))
+        is_here = info.node_id == own_node_id()
+        if is_here:
+            self._watch.add(name, info.pid)
+        self._survival.add(name, info.pid, is_here=is_here)
+        newcomer = Newcomer(rank, max(1, info.num_cores // self._num_workers[info.node_id]))
         spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer)
         members.pending[members.actors[name].run.remote(spec, rank, self._program, self._launcher, [])] = name
 

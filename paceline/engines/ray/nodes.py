@@ -3,7 +3,7 @@
 import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -217,6 +217,21 @@ def place(
         workers += [Place(host, cpus, gpus)] * num_here
         servers += [Place(host, cpus, 0.0)] * num_servers_here
     return workers, servers
+
+
+def least_loaded(hosts: Sequence[Node], num_workers: Mapping[str, int], *, doubtful: Collection[str]) -> Node:
+    """Where one more worker goes: the host with the fewest workers a core, the first among equals.
+
+    Args:
+        num_workers: that are there, by node; none where it says nothing.
+        doubtful: nodes that may be cut off. They come last.
+    """
+
+    def load(host: Node) -> tuple[bool, float]:
+        num = num_workers.get(host.node_id, 0) + 1
+        return host.node_id in doubtful, num / host.num_cpus if host.num_cpus else math.inf
+
+    return min(hosts, key=load)
 
 
 def _apportion(count: int, capacity: Sequence[float]) -> list[int]:

@@ -1,8 +1,10 @@
 """A worker in whose world others come, leave and die: it tells the launcher, hears who goes on, and meets them."""
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
@@ -11,11 +13,12 @@ from torch.distributed import PrefixStore, Store
 
 from paceline.comm.base import Collective, Timing
 from paceline.comm.connecting import Site, connect_members, needs_store, site_of
+from paceline.comm.file_sockets import OfferedFile, copy_file
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.shared_memory.descriptors import open_descriptor
 from paceline.elastic import Form, Member, Report, StaleEpoch
-from paceline.engines.ray.control import ControlLine
+from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.errors import DeadlineExceeded, PeerLost
 from paceline.membership import Membership
 from paceline.messages import Kind, Raw
@@ -28,6 +31,7 @@ class Reforming:
 
     Args:
         collective: the present epoch's.
+        launcher: whose keys a state is given with to another host.
         host: the same for exactly those workers that can share memory.
         address: at which other hosts reach this one.
         store: where workers of several hosts meet.
@@ -40,10 +44,11 @@ class Reforming:
         self,
         line: ControlLine,
         collective: Collective,
+        launcher: LauncherAddress,
         *,
         host: str,
         address: str,
-        store: Store | None,
+        store: Store,
         deadline_s: float | None,
         meet_within_s: float,
         add: Callable[[Collective], None],
@@ -51,10 +56,11 @@ class Reforming:
     ) -> None:
         self._line, self._collective, self._deadline_s, self._add = line, collective, deadline_s, add
         self._host, self._address, self._store, self._meet_within_s = host, address, store, meet_within_s
+        self._keys, self._run_epoch = launcher.keys, launcher.epoch
         self._epoch, self._lost_epoch = 0, 0
         line.on_lost = self._lose
         self.joins = joins
-        self._descriptors: list[int] = []  # of states under way, until the others have gone on
+        self._states = ExitStack()  # under way, until the others have gone on
 
     @property
     def asked_to_give(self) -> tuple[int, ...]:
@@ -69,9 +75,12 @@ class Reforming:
         self._line.asked_to_give = ()
         name = f"paceline-{secrets.randbits(63):016x}"
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-        self._descriptors.append(descriptor)
+        self._states.callback(os.close, descriptor)
         write(Path(f"/proc/self/fd/{descriptor}"))
-        state = {"pid": os.getpid(), "fd": descriptor, "name": name}
+        offered = OfferedFile(descriptor, self._keys, host=self._address, epoch=self._run_epoch)
+        self._states.callback(offered.withdraw)
+        near = {"host": self._host, "pid": os.getpid(), "fd": descriptor, "name": name}
+        state = {**near, "endpoint": offered.endpoint, "num_bytes": os.fstat(descriptor).st_size}
         self._line.tell(Kind.GIFT, {"rank": member.rank, "to": list(to), "state": state})
 
     def take(self, *, rank: int, epoch: int) -> int | Path:
@@ -80,14 +89,29 @@ class Reforming:
             said = self._line.ask(Kind.TAKE, {"rank": rank, "epoch": epoch})
             if "state" not in said:
                 return int(said["epoch"])
-            state = said["state"]
-            try:
-                link = f"/memfd:{state['name']} (deleted)"
-                descriptor = open_descriptor(state["pid"], state["fd"], link=link, flags=os.O_RDONLY)
-            except PeerLost:  # whoever gave it has died
-                continue
-            self._descriptors.append(descriptor)
-            return Path(f"/proc/self/fd/{descriptor}")
+            with contextlib.suppress(PeerLost):  # whoever gave it has died
+                descriptor = self._opened(said["state"], rank=rank)
+                return Path(f"/proc/self/fd/{descriptor}")
+
+    def _opened(self, state: Mapping[str, Any], *, rank: int) -> int:
+        """A descriptor of the state itself, or of a copy of one that is on another host. Raises PeerLost."""
+        if state["host"] == self._host:
+            link = f"/memfd:{state['name']} (deleted)"
+            descriptor = open_descriptor(state["pid"], state["fd"], link=link, flags=os.O_RDONLY)
+            self._states.callback(os.close, descriptor)
+            return descriptor
+        descriptor = os.memfd_create(state["name"], os.MFD_CLOEXEC)
+        self._states.callback(os.close, descriptor)
+        copy_file(
+            descriptor,
+            self._keys,
+            endpoint=state["endpoint"],
+            num_bytes=state["num_bytes"],
+            identity=f"joiner-{rank}",
+            epoch=self._run_epoch,
+            patience_s=self._meet_within_s,
+        )
+        return descriptor
 
     def leave(self, rank: int) -> None:
         self._line.tell(Kind.RETIRED, {"rank": rank})
@@ -102,8 +126,7 @@ class Reforming:
             memory = SharedMemoryCollective.prepare()
             member = member.stopped()
             form, sites = self._told(member, Site(self._host, None, memory.address), last_result)
-            while self._descriptors:
-                os.close(self._descriptors.pop())
+            self._states.close()
             self.joins = False
             member, _ = member.formed(form)
             self._epoch = form.membership.epoch
@@ -126,7 +149,7 @@ class Reforming:
             rank=ranks.index(member.rank),
             memory=memory,
             deadline_s=self._meet_within_s if meets_hosts else self._deadline_s,
-            store=None if self._store is None else PrefixStore(f"epoch-{member.membership.epoch}", self._store),
+            store=PrefixStore(f"epoch-{member.membership.epoch}", self._store),
             address=self._address,
             timing=timing,
             names=ranks,

@@ -32,7 +32,6 @@ from paceline.engines.scripting import Outcome
 from paceline.engines.standing import Watcher
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.messages import Kind
-from paceline.strategies import name_of
 
 FIRST_EPOCH = 1
 _TURN_S = 0.05
@@ -129,13 +128,6 @@ class Supervisor:
             elsewhere = {name for name, info in members.infos.items() if info.node_id != own_node_id()}
             if uses_cuda:
                 raise UsageError("--elastic is for workers on CPUs so far; leave it out, or use --device cpu")
-            if spec.num_hosts > 1 and not job.strategy.traits.lock_step:
-                raise UsageError(
-                    f"--elastic under {name_of(job.strategy)} is for workers of one host so far; use all-reduce, or "
-                    "leave --elastic out"
-                )
-            if elsewhere and elastic.replacements:
-                raise UsageError("--replace is for workers of this host alone so far; leave it out")
             self._survival = Survival(
                 elastic,
                 self._controller,
@@ -245,6 +237,10 @@ class Supervisor:
     def _survive(self, survival: Survival, newcomers: Newcomers) -> None:
         """Workers that have died are no members any more, and the others go on."""
         members = self._members
+        for name in self._controller.expelled & members.actors.keys():
+            with contextlib.suppress(Exception):
+                ray.kill(members.actors[name])
+            members.dead.add(name)
         newcomers.turn()
         for name, outcome in members.outcomes.items():
             if outcome.error is None and name not in self._ended:
@@ -256,10 +252,6 @@ class Supervisor:
             self._gather(lambda: survival.has_begun or members.has_error, limit_s=_WORD_S)
             if not survival.has_begun:
                 return
-        for name in self._controller.expelled & members.actors.keys():
-            with contextlib.suppress(Exception):
-                ray.kill(members.actors[name])
-            members.dead.add(name)
         try:
             for name in sorted(members.dead):
                 if name in self._controller.gone | survival.left:

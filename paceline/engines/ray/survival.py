@@ -41,7 +41,7 @@ class Survival:
         say: Callable[[str], None],
     ) -> None:
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
-        self._elsewhere = elsewhere
+        self._elsewhere = set(elsewhere)
         self._coordinator = Coordinator.first(membership, at_least=elastic.at_least)
         self._sites: dict[str, Any] = {}
         self._seeking: set[int] = set()  # joiners that have asked for a state, and have none yet
@@ -74,9 +74,11 @@ class Survival:
     def pid(self, name: str) -> int | None:
         return self._pids.get(name)
 
-    def add(self, name: str, pid: int) -> None:
-        """A process that is to join."""
+    def add(self, name: str, pid: int, *, is_here: bool) -> None:
+        """A process that is to join, on this host or another."""
         self._pids[name] = pid
+        if not is_here:
+            self._elsewhere.add(name)
 
     def retire(self, rank: int) -> None:
         """Ask it to leave between two steps."""
@@ -175,20 +177,24 @@ class Survival:
             self._controller.tell(f"worker-{rank}", Kind.FORM, again=True)
 
     def end_silent(self) -> None:
-        """End the processes of workers that have said nothing for the deadline, so that they are known to be gone."""
+        """End the processes of workers that have said nothing for the deadline, so that they are known to be gone.
+        Those on other hosts have leases, and end by themselves if they are cut off."""
         now_s = time.monotonic()
         if not self.has_begun:
             return
         if now_s - self._looked_s > _OWN_PAUSE_S:
             self._heard_s = dict.fromkeys(self._heard_s, now_s)
         self._looked_s = now_s
-        for rank in (*self._coordinator.living, *self._coordinator.awaited):
-            name = f"worker-{rank}"
+        watched = [f"worker-{rank}" for rank in (*self._coordinator.living, *self._coordinator.awaited)]
+        deadline_s = self._elastic.deadline_s
+        lent = {*watched, *(f"worker-{rank}" for rank in self._coordinator.joining)}
+        self._controller.leases = {name: deadline_s if name in lent else None for name in self._elsewhere}
+        for name in watched:
             if name in self._controller.gone:  # it has said goodbye, and is about to end
                 continue
             heard_s = max(self._heard_s.get(name, 0.0), self._controller.heard_s.get(name, now_s))
             self._heard_s[name] = heard_s
-            if now_s - heard_s > self._elastic.deadline_s and name not in self._why:
+            if now_s - heard_s > deadline_s and name not in self._why:
                 self._why[name] = f"it was silent for {now_s - heard_s:.1f} s and was ended"
                 self._kill(name)
 

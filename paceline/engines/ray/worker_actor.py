@@ -20,7 +20,7 @@ from paceline.comm.servers.sockets import Move, Moves, connect_servers
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.socket_mailbox import SocketMailbox
 from paceline.engines.ray.control import ControlLine, LauncherAddress
-from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process
+from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process, end_this_process
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.output import captured
 from paceline.engines.ray.reforming import Reforming
@@ -113,6 +113,7 @@ class WorkerActor:
             awaits_others=awaits_others,
             epoch=lambda: world.epoch() if world is not None else 0,
             on_chain=move,
+            on_lease_ended=end_this_process,
         )
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends, moves)
@@ -147,7 +148,7 @@ class WorkerActor:
         keep_freed_memory()
         index = spec.gpu_index(place)
         device = torch.device("cpu") if index is None else torch.device("cuda", index)
-        meeting_place = _meet(spec, place, launcher, ends)
+        meeting_place = _meet(spec, rank, launcher, ends)
         collective = connect_members(
             spec.members,
             rank=place,
@@ -197,6 +198,7 @@ class WorkerActor:
             reform=Reforming(
                 line,
                 collective,
+                launcher,
                 host=me.node_id,
                 address=me.address,
                 store=meeting_place,
@@ -205,7 +207,7 @@ class WorkerActor:
                 add=ends.add,
                 joins=newcomer is not None,
             )
-            if spec.config.elastic is not None
+            if spec.config.elastic is not None and meeting_place is not None
             else None,
             num_at_start=spec.num_at_start,
         )
@@ -216,13 +218,16 @@ class WorkerActor:
 
 
 def _meet(spec: WorldSpec, rank: int, launcher: LauncherAddress, ends: _Ends) -> RunStore | None:
-    """The launcher's store, if workers need one, as soon as all have come to it: so whoever is missing is named."""
-    if not needs_store(spec.members):
+    """The launcher's store, if workers need one, as soon as all have come to it: so whoever is missing is named. Those
+    who may come to an elastic run later may be on other hosts."""
+    is_apart = needs_store(spec.members)
+    if not is_apart and spec.config.elastic is None:
         return None
     store = RunStore(launcher.keys, endpoint=launcher.endpoint, identity=f"store-{rank}", epoch=launcher.epoch)
     ends.add(store)
-    deadline_s, check = spec.config.deadline_s, ends.check
-    exchange(PrefixStore("present", store), "", rank=rank, size=spec.size, deadline_s=deadline_s, check=check)
+    if is_apart:
+        deadline_s, check = spec.config.deadline_s, ends.check
+        exchange(PrefixStore("present", store), "", rank=rank, size=spec.size, deadline_s=deadline_s, check=check)
     return store
 
 

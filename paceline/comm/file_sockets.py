@@ -1,0 +1,89 @@
+"""A file of one process that another host's processes copy over the run's encrypted sockets."""
+
+import os
+import threading
+from typing import final
+
+import zmq
+
+from paceline.comm.wire import Caller, Keys, Listener
+from paceline.errors import PeerLost
+from paceline.messages import FRAME_BYTES, Kind, Message, WireError, raw_bytes
+
+_LOOK_S = 0.1
+_UNDER_WAY = 8  # pieces of 1 MiB: what a link of 1 Gbit/s carries in 67 ms
+
+
+@final
+class OfferedFile:
+    """A thread that answers whoever asks for pieces of the file, until it is withdrawn.
+
+    Args:
+        descriptor: of the file, which has its size; another one is made of it.
+        host: the address to listen on.
+        epoch: what messages carry; those of another are refused.
+    """
+
+    def __init__(self, descriptor: int, keys: Keys, *, host: str, epoch: int) -> None:
+        self._descriptor, self._epoch = os.dup(descriptor), epoch
+        self._listener = Listener(keys, host=host)
+        self.endpoint = self._listener.endpoint
+        self._is_withdrawn = threading.Event()
+        threading.Thread(target=self._serve, name="paceline-file", daemon=True).start()
+
+    def withdraw(self) -> None:
+        """Returns at once; the thread ends in the next tenth of a second."""
+        self._is_withdrawn.set()
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_withdrawn.is_set():
+                if self._listener.socket.poll(int(_LOOK_S * 1000)):
+                    identity, *frames = self._listener.socket.recv_multipart(copy=False)
+                    self._answer(identity.bytes, frames)
+        finally:
+            self._listener.close()
+            os.close(self._descriptor)
+
+    def _answer(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+        try:
+            message = Message.decode(frames, epoch=self._epoch)
+        except WireError:
+            return
+        if message.kind is Kind.PIECE and message.clock >= 0:
+            piece = os.pread(self._descriptor, FRAME_BYTES, message.clock)
+            self._listener.send(identity, Message(Kind.PIECE, self._epoch, clock=message.clock, payload=[piece]))
+
+
+def copy_file(
+    descriptor: int, keys: Keys, *, endpoint: str, num_bytes: int, identity: str, epoch: int, patience_s: float
+) -> None:
+    """Fill an empty file with what a process offers.
+
+    Raises:
+        PeerLost: the process has ended, or nothing comes for `patience_s`.
+    """
+    caller = Caller(keys, endpoint=endpoint, identity=identity)
+    ended = caller.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    poller = zmq.Poller()
+    for socket in (caller.socket, ended):
+        poller.register(socket, zmq.POLLIN)
+    try:
+        wanted = list(range(0, num_bytes, FRAME_BYTES))[::-1]
+        missing = set(wanted)
+        under_way = 0
+        while missing:
+            while wanted and under_way < _UNDER_WAY:
+                caller.send(Message(Kind.PIECE, epoch, clock=wanted.pop()))
+                under_way += 1
+            ready = dict(poller.poll(int(patience_s * 1000)))
+            if caller.socket not in ready:
+                raise PeerLost(f"whoever offers a file at {endpoint} has ended, or does not answer")
+            message = Message.decode(caller.socket.recv_multipart(copy=False), epoch=epoch)
+            missing.discard(message.clock)
+            os.pwrite(descriptor, raw_bytes(message.payload[0]), message.clock)
+            under_way -= 1
+    finally:
+        caller.socket.disable_monitor()
+        ended.close(linger=0)
+        caller.close()

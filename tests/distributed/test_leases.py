@@ -1,0 +1,39 @@
+"""A worker's line to a launcher that lends it a lease: a real controller and a real line, and no run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.engines.ray.control import ControlLine
+from paceline.engines.ray.controller import Controller
+
+LEASE_S = 1.5
+
+
+@pytest.mark.slow
+def test_a_worker_ends_when_the_launcher_is_silent_and_not_while_it_waits_for_a_disk(tmp_path: Path) -> None:
+    ended = threading.Event()
+    controller = Controller(tmp_path, host="127.0.0.1", epoch=1, on_output=lambda who, line: None)
+    line = ControlLine(
+        controller.address,
+        identity="worker-1",
+        progress=lambda: 1,
+        on_abort=lambda reason: None,
+        on_lease_ended=ended.set,
+    )
+    controller.leases = {"worker-1": LEASE_S}
+    while "worker-1" not in controller.heard_s:
+        controller.turn(timeout_s=0.05)
+    controller._files._jobs.put(lambda: time.sleep(LEASE_S + 0.5))
+    assert controller.finish_files(limit_s=10)
+    assert not ended.is_set()
+    assert not controller.finish_files(limit_s=10)
+    began_s = time.monotonic()
+    assert ended.wait(10)
+    assert time.monotonic() - began_s < LEASE_S + 0.5
+    line.close()
+    controller.close()

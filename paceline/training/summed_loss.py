@@ -117,7 +117,7 @@ def _own_mean_in(root: Any) -> str | None:
     while left:
         node = left.pop()
         if node.name() in SCALED:
-            left += [inner for inner, _ in node.next_functions if inner is not None]
+            left += [term for inner, _ in node.next_functions for term in terms_of(inner)]
         if getattr(node, "_saved_reduction", None) != _MEAN or not hasattr(node, "_saved_ignore_index"):
             continue
         if _has_weight(node):

@@ -1,4 +1,4 @@
-"""Hooks on a script's module that stay with it, whatever the script copies or saves."""
+"""Hooks on a script's module that stay with it, whatever the script copies or saves, and who hears of their errors."""
 
 from collections.abc import Callable
 from contextvars import ContextVar

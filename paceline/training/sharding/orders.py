@@ -15,11 +15,10 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -279,11 +278,13 @@ class IndexFeed:
 
 
 def _with_own_objects(samplers: Iterable[Any], dataset: Any) -> list[Any]:
-    """The samplers, and what they remember in objects of classes that are defined beside their own. What has items may
-    be data, and is left as it is."""
-    modules = {type(sampler).__module__ for sampler in samplers} - {Sampler.__module__, Dataset.__module__}
+    """The samplers, and what they remember in others and in objects of classes that are defined beside their own. What
+    has items may be data, and is left as it is; so are models."""
+    left = list(samplers)
+    given = {id(sampler) for sampler in left}
+    modules = {type(sampler).__module__ for sampler in left} - {Sampler.__module__, object.__module__}
     found: dict[int, Any] = {}
-    seen, left = {id(dataset)}, list(samplers)
+    seen = {id(dataset)}
     while left:
         value = left.pop()
         if id(value) in seen:
@@ -293,11 +294,12 @@ def _with_own_objects(samplers: Iterable[Any], dataset: Any) -> list[Any]:
             left += value.values()
         elif isinstance(value, list | tuple | deque | set):
             left += value
-        elif hasattr(value, "__dict__") and (
-            isinstance(value, Sampler) or (type(value).__module__ in modules and not hasattr(value, "__getitem__"))
-        ):
-            found[id(value)] = value
-            left += vars(value).values()
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            is_theirs = isinstance(value, Sampler) or type(value).__module__ in modules
+            is_state = is_theirs and not isinstance(value, nn.Module) and not hasattr(type(value), "__getitem__")
+            if is_state or id(value) in given:
+                found[id(value)] = value
+                left += vars(value).values()
     return list(found.values())
 
 

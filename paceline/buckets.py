@@ -1,5 +1,6 @@
 """Flat gradient buckets: every `param.grad` is a view of its bucket, and a full bucket is announced during backward."""
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -9,8 +10,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.arrays import as_array, is_finite
-from paceline.errors import UsageError
-from paceline.hooks import OwnHook
+from paceline.errors import PacelineError, UsageError
+from paceline.hooks import OwnHook, Telling
 from paceline.layout import NUM_FLAGS, Layout
 
 # Places among a bucket's flags; one a tensor follows, above zero where it has a gradient.
@@ -21,6 +22,7 @@ _HALF_BYTES = 2
 _GRADIENT: Any = Tensor.grad
 _grad_of = _GRADIENT.__get__  # which `GradientReads` does not take for a read of the script's
 _TURNS, _HALF_TURNS = 16, 3  # how many are told apart
+_OWN_REFERENCES = 3  # to a view: in the list of views, by a name here, and as an argument
 _LEAST_VARIANCE = 1e-3
 
 
@@ -204,6 +206,9 @@ class GradientBuckets:
             parameter, view = self.parameters[index], self.views[index]
             gradient = _grad_of(parameter)
             used.append(0.0 if gradient is None else 1.0)
+            if gradient is not view and sys.getrefcount(view) > _OWN_REFERENCES:
+                self._leave_to_script(index)
+                view = self.views[index]
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
@@ -217,6 +222,12 @@ class GradientBuckets:
         if new:
             torch._foreach_copy_(views, new)
         return used
+
+    def _leave_to_script(self, index: int) -> None:
+        """The script has kept a gradient of an earlier pass: it moves elsewhere, before another one takes its place."""
+        kept = self.views[index]
+        self.views[index] = kept.detach()
+        kept.data = kept.clone()
 
     def _announce(self) -> None:
         self.adopt(self._next_bucket)
@@ -262,11 +273,17 @@ class _WhenReady:
     def __init__(self, method: Callable[[int], None], index: int) -> None:
         # What WeakMethod does, without its calls in Python: 0.15 us a gradient and not 1.4.
         self._owner, self._call, self._index = weakref.ref(method.__self__), method.__func__, index  # type: ignore[attr-defined]
+        self._tell = Telling()
 
     def __call__(self, _: Tensor) -> None:
         owner = self._owner()
-        if owner is not None:
+        if owner is None:
+            return
+        try:
             self._call(owner, self._index)
+        except PacelineError as error:
+            self._tell(error)
+            raise
 
 
 def is_own_hook(hook: object) -> bool:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import final
 
-from paceline.errors import BudgetReached, UsageError
+from paceline.errors import BudgetReached, PacelineError, UsageError
 from paceline.records import StepRecord
 from paceline.strategies.base import StepOutcome
 from paceline.training.cadence import Cadence
@@ -40,7 +40,7 @@ class Course:
         self.is_meeting = False
         """All workers are at one place of their scripts."""
         self._others_left = False  # a worker's script has ended, and with it the run
-        self._refusal: UsageError | None = None
+        self._refusal: PacelineError | None = None
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
 
@@ -49,9 +49,11 @@ class Course:
         """No further batch is to be given."""
         return self._run.has_ended or self._refusal is not None
 
-    def refuse(self, error: UsageError) -> None:
-        """Raise the error in the script's own thread, at its next step."""
-        self._refusal = error
+    def refuse(self, error: PacelineError) -> None:
+        """Raise the error in the script's own thread, at its next step or its end: it was raised in another thread, or
+        where the script may have caught it. The first one counts."""
+        if self._refusal is None and not isinstance(error, BudgetReached):
+            self._refusal = error
 
     def require_allowed(self) -> None:
         """Raises the error of `refuse`."""

@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -14,10 +15,14 @@ from paceline.training.trees import with_leaves
 @final
 class Detaching:
     """Has the script's tensors exchanged without their gradients, and says so once, in words that name the rank and
-    what to do."""
+    what to do.
 
-    def __init__(self, *, rank: int) -> None:
-        self._rank, self._has_told = rank, False
+    Args:
+        tell: records an event with its details.
+    """
+
+    def __init__(self, *, rank: int, tell: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._rank, self._tell_run, self._has_told = rank, tell, False
 
     def given(self, what: str, tree: Any) -> Any:
         """The tree to exchange by the call `what`: no tensor in it requires a gradient."""
@@ -41,6 +46,7 @@ class Detaching:
         if self._has_told:
             return
         self._has_told = True
+        self._tell_run("gradient_left_out", {"call": what})
         warnings.warn(
             f"rank {self._rank}: {what} of a tensor that requires a gradient gives tensors that require none, since "
             "none comes back from other workers: a loss of them would lack a part. Give it tensor.detach(), if that is "

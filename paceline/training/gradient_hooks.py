@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import is_own_hook
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
+from paceline.hooks import Telling
 
 _TOLERANCE = 1e-2
 _NUM_LOOKS = 16
@@ -49,11 +50,15 @@ class _Until:
 
     def __init__(self, trial: Callable[[Any], tuple[Any, bool]], hook: Any, hooks: dict[int, Any], key: int) -> None:
         self._trial, self._hook, self._hooks, self._key = trial, hook, hooks, key
-        self._num_calls = 0
+        self._num_calls, self._tell = 0, Telling()
 
     def __call__(self, given: Tensor) -> Any:
         self._num_calls += 1
-        result, is_tried = self._trial(given)
+        try:
+            result, is_tried = self._trial(given)
+        except PacelineError as error:
+            self._tell(error)
+            raise
         is_tried = is_tried or self._num_calls == _NUM_LOOKS
         if is_tried and self._key in self._hooks:  # the script may have removed it meanwhile
             self._hooks[self._key] = self._hook

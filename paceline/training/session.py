@@ -13,6 +13,7 @@ from paceline.attacks import DataAttack, parse
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunConfig
 from paceline.errors import UsageError
+from paceline.hooks import tell_errors_to
 from paceline.interval import Count
 from paceline.records import MetricRecord, Reporter
 from paceline.seeding import derive, seed_everything
@@ -98,6 +99,7 @@ class Session:
         self.course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
         if self._survivor is not None:
             self._survivor.end_pass = self.course.end_pass
+        tell_errors_to(self.course.refuse)
         self.handover = Handover(self.run, self.course, self._checkpoints, go_on=self._go_on_from)
         self._put_back: Callable[[], None] | None = None
         self._at_release = ExitStack()

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.strategies.base import Synchronizer
 from paceline.strategies.replica import may_evaluate
 from paceline.training.cadence import NEVER, Cadence
@@ -56,17 +56,21 @@ class Steps:
 
         def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss: list[Any] = [None]
-            if evaluates and closure is not None:
-                evaluate = synchronizer.evaluating(closure)
-                synchronizer.gradients_are_spent = self._run.prepared.handouts.are_gradients_spent
-                take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
-                synchronizer.gradients_are_spent = False
-                return loss[-1]
-            if closure is not None:
-                begin_step()
-                with torch.enable_grad():
-                    loss.append(closure())
-            take_step(own_step)
+            try:
+                if evaluates and closure is not None:
+                    evaluate = synchronizer.evaluating(closure)
+                    synchronizer.gradients_are_spent = self._run.prepared.handouts.are_gradients_spent
+                    take_step(lambda: loss.append(own_step(evaluate)), is_computed=False)
+                    synchronizer.gradients_are_spent = False
+                    return loss[-1]
+                if closure is not None:
+                    begin_step()
+                    with torch.enable_grad():
+                        loss.append(closure())
+                take_step(own_step)
+            except PacelineError as error:
+                self._course.refuse(error)
+                raise
             this._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
             return loss[-1]
 

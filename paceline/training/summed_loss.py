@@ -1,4 +1,5 @@
-"""Notices a loss that is a sum over its batch, where workers average gradients as if it were a mean."""
+"""Notices a loss that is a sum over its batch, or divided by what its batch weighs, where workers average gradients as
+if it were a mean."""
 
 import sys
 import threading
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
-from paceline.training.terms import Terms, terms_of
+from paceline.training.terms import SCALED, Terms, terms_of
 
 _BACKWARD = torch.autograd.backward.__code__
-_SUM = 2  # of `reduction`, as torch's losses keep it for their backward pass
+_MEAN, _SUM = 1, 2  # of `reduction`, as torch's losses keep it for their backward pass
+_NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
 
 
 @final
@@ -36,6 +38,7 @@ class SummedLoss:
         self.has_looked = False
         self._begun: list[Any] = []  # what the pass that was looked at last began at
         self._terms = Terms()
+        self._own_mean: str | None = None
         self._thread = threading.get_ident()
         self._hooks = [when_gradient_is_ready(parameter, self._look, 0) for parameter in parameters]
 
@@ -46,9 +49,16 @@ class SummedLoss:
     def end_step(self) -> None:
         """The first step's gradients are there. Warns, on rank 0, where its passes were of parts of a batch: it is no
         error, since the script may have divided the gradients. So it does of as many terms as samples that share
-        nothing, which may be of a model each."""
+        nothing, which may be of a model each, and of a mean by what each worker's own batch weighs."""
         if self._rank != 0:
             return
+        if self._own_mean is not None:
+            warnings.warn(
+                f"the loss is divided by {self._own_mean} of each worker's own batch, and workers average what comes "
+                "of it, where one process would divide once, by those of all their batches; for the same, sum the "
+                "losses (reduction='sum') and divide them by worker.all_reduce(...) of the batch's, over worker.size",
+                stacklevel=4,
+            )
         num_samples = self._num_samples()
         if self._terms.are_parts(num_samples):
             what = "the script calls backward() for one part of a batch after the other"
@@ -78,6 +88,7 @@ class SummedLoss:
         self._begun = begun
         if gradients is None:
             self._terms.add_pass(begun)
+            self._own_mean = next(filter(None, map(_own_mean_in, begun)), None)
         num_samples = self._num_samples()
         culprit = None if self.has_looked else next(filter(None, _sums(begun, gradients, num_samples)), None)
         if culprit is None and self._terms.are_one_a_sample(num_samples):
@@ -98,6 +109,29 @@ def _sums(begun: Sequence[Any], gradients: Any, num_samples: int) -> Iterator[st
         yield from (_sum_in(node, num_samples) for node in begun)
     elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
         yield "backward(ones)"
+
+
+def _own_mean_in(root: Any) -> str | None:
+    """What one of torch's losses divides by, if it is not the number of samples."""
+    left = list(terms_of(root))
+    while left:
+        node = left.pop()
+        if node.name() in SCALED:
+            left += [term for inner, _ in node.next_functions for term in terms_of(inner)]
+        if getattr(node, "_saved_reduction", None) != _MEAN or not hasattr(node, "_saved_ignore_index"):
+            continue
+        if _has_weight(node):
+            return "the weights of the classes"
+        if node._saved_ignore_index != _NOT_GIVEN:
+            return "the number of samples without ignore_index"
+    return None
+
+
+def _has_weight(node: Any) -> bool:
+    try:
+        return node._saved_weight is not None
+    except RuntimeError:  # it is gone by now, so it was there
+        return True
 
 
 def _backward_above(frame: FrameType | None) -> FrameType | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 _PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0")
-_SCALED = ("MulBackward0", "DivBackward0")
+SCALED = ("MulBackward0", "MulBackward1", "DivBackward0")
 _CUTS = ("SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0")
 _OF_CLASSES = "NllLoss"  # its input may be one sample's, with a row of classes and no more
 _LEAST = 3
@@ -78,7 +78,7 @@ def _share_nothing(terms: Sequence[_Term]) -> bool:
 
 def _are_alike(terms: Sequence[_Term]) -> bool:
     """Whether all are the same kind of loss, and none is scaled."""
-    return len({term.name for term in terms}) == 1 and terms[0].name not in _SCALED
+    return len({term.name for term in terms}) == 1 and terms[0].name not in SCALED
 
 
 def _described(node: Any) -> _Term:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
+from paceline.hooks import Telling
 from paceline.strategies.replica import named_parameters_of
 
 _MARK = "_paceline_looked_at"  # of an optimizer: that it is prepared, or what was looked at
@@ -43,7 +44,7 @@ class UnpreparedSteps:
         may_train_others: Callable[[], bool],
         num_steps: Callable[[], int],
     ) -> None:
-        self.may_step, self._rank = may_step, rank
+        self.may_step, self._rank, self.tell = may_step, rank, Telling()
         self._may_train_others, self._num_steps = may_train_others, num_steps
         self._names = {id(parameter): name for name, parameter in named_parameters_of(model)}
         self._optimizers = list(optimizers)
@@ -91,7 +92,7 @@ class _Hook:
         self._watching.add(watch)
         self._num_added += 1
         if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._look)
+            self._handle = register_optimizer_step_pre_hook(self._look_and_tell)
 
     def remove(self, watch: UnpreparedSteps) -> None:
         self._watching.discard(watch)
@@ -99,7 +100,15 @@ class _Hook:
             self._handle.remove()
             self._handle = None
 
-    def _look(self, optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
+    def _look_and_tell(self, optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
+        try:
+            self._look(optimizer)
+        except UsageError as error:
+            if (watch := _here.get()) is not None:
+                watch.tell(error)
+            raise
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
         mark = optimizer.__dict__.get(_MARK)
         if mark is True:
             return

@@ -60,8 +60,8 @@ class Worker:
         self.strategy: Strategy = world.strategy
         """What the run trains under; `single` where nobody launched it."""
         self._collective = context.collective
-        self._detaching = Detaching(rank=context.rank)
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
+        self._detaching = Detaching(rank=context.rank, tell=self._session.run.tell)
         world.at_end.append(self._session.finish)
         world.at_release.append(self._session.release)
         world.progress = lambda: self._session.run.steps

@@ -508,17 +508,21 @@ def next_epoch(run: Run) -> None:
     run.loader.sampler.set_epoch(run.epoch + 1)
 
 
+class Cursor:
+    start = 0
+
+
 class Advancing(Sampler[int]):
-    """Goes on where its last pass ended."""
+    """Goes on where its last pass ended, which an object of its own remembers."""
 
     def __init__(self) -> None:
-        self.start = 0
+        self.cursor = Cursor()
 
     def __len__(self) -> int:
         return NUM_SAMPLES // 2
 
     def __iter__(self) -> Iterator[int]:
-        start, self.start = self.start, (self.start + len(self)) % NUM_SAMPLES
+        start, self.cursor.start = self.cursor.start, (self.cursor.start + len(self)) % NUM_SAMPLES
         return iter(range(start, start + len(self)))
 
 

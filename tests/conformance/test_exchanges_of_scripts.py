@@ -76,7 +76,9 @@ def test_what_comes_back_requires_no_gradient_and_is_told_once(
 def test_a_loss_of_all_workers_outputs_is_told(tmp_path: Path) -> None:
     script = partial(launched, odd_losses.SCRIPTS["others' outputs in the loss"])
     with pytest.warns(UserWarning, match=TOLD):
-        virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+        result = virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+    told = [event.details for event in result.events if event.name == "gradient_left_out"]
+    assert told == [{"call": "all_gather"}]
 
 
 @pytest.mark.filterwarnings("ignore:rank .* of a tensor that requires a gradient")

@@ -1,5 +1,5 @@
 """What trainers and libraries of the field do: each script is honoured, told, or refused at once, as in
-`test_odd_hunted`. A new kind of script is one new row here and one in `odd_trainers.py`."""
+`test_odd_hunted`. A new kind of script is one new row here and one in `odd_trainers.py` or `odd_kept.py`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 import paceline
-from tests.conformance import virtual_engine
+from tests.conformance import odd_kept, odd_trainers, virtual_engine
 from tests.conformance.odd_hunted import train
-from tests.conformance.odd_trainers import SCRIPTS, Advancing
+from tests.conformance.odd_trainers import Advancing
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 from tests.conformance.test_odd_hunted import (
     ALONE,
@@ -38,6 +38,11 @@ OWN_GRADIENT = r"the script has changed the mean gradient of '\d\.\w+' on rank 1
 NO_BATCH = r"rank \d: the optimizer steps, and the script has taken no batch .*Loop over the prepared one"
 REDUCED = SAME_STEP.replace("all_gather", "all_reduce")
 ADDED = r"the optimizer trains parameter '4\.weight'.*before prepare"
+OUTSIDE = r"parameter 4 of the optimizer's group 0 is not the model's; .*give prepare every module .*by name"
+BOTH = r"'adam' and 'sgd' both hold the parameter '1\.weight'.*give it to one of them"
+CAUGHT = r"rank \d: the loss is a sum over the batch \(NllLoss .*take the mean"
+APART = r"(leave out a batch or a step only where all do|every rank must step alike|make the same calls)"
+SCRIPTS = odd_trainers.SCRIPTS | odd_kept.SCRIPTS
 
 REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "half the way back": {SERVERS: IN_PLACE},
@@ -55,10 +60,35 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "on a plateau": {(*SERVERS[1:], *ALONE): REDUCED},
     "another optimizer at once": {EVERYWHERE: ANOTHER},
     "indices of the sampler": {EVERYWHERE: NO_BATCH},
+    "a sum, caught": {JOINT: CAUGHT},
+    "a change, caught": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
+    "a bad batch, caught": {(*JOINT, "gossip"): APART},
+    "pruned later, for good": {(*SERVERS, "gossip"): REPLACED},
+    "frozen later": {SERVERS: NO_GRADIENT},
+    "unfrozen later": {EVERYWHERE: ADDED.replace("4", "1")},
+    "layers drawn by rank": {SERVERS: NO_GRADIENT.replace(r"1\.", r"aside\.")},
+    "loss weights outside": {EVERYWHERE: OUTSIDE},
+    "one optimizer after the other": {EVERYWHERE: BOTH},
 }
-OWN = ("projected", "a layer's hook that clips", "those with labels", "memory by index")
+OWN = (
+    "projected",
+    "a layer's hook that clips",
+    "those with labels",
+    "memory by index",
+    "layers drawn by rank",
+    "a sum, caught",
+)
 """What docs/script.md says to be each worker's own."""
-QUICK = ("a step of copies", "parametrisation removed", "tied after", "main gradients", "master weights")
+QUICK = (
+    "a step of copies",
+    "parametrisation removed",
+    "tied after",
+    "main gradients",
+    "master weights",
+    "gradients of before kept",
+    "a sum, caught",
+    "a change, caught",
+)
 QUICK_CASES = [("virtual", "ps-bsp", name) for name in QUICK]
 IN_PROCESSES = (
     "whole objects saved",
@@ -66,6 +96,8 @@ IN_PROCESSES = (
     "averaged by hand",
     "main gradients",
     "backward in a thread",
+    "gradients kept",
+    "a sum, caught",
 )
 
 
@@ -100,7 +132,7 @@ class Kept(Advancing):
         self.begun: list[int] = []
 
     def __iter__(self) -> Any:
-        self.begun.append(self.start)
+        self.begun.append(self.cursor.start)
         return super().__iter__()
 
 

@@ -107,6 +107,18 @@ def test_gradients_are_views_however_they_were_cleared(clear: Callable[[Script],
     assert script.announced == script.whole_pass * 3
 
 
+def test_gradients_that_a_script_has_kept_stay_what_they_were() -> None:
+    script = Script(mlp())
+    backward(script.model, X)
+    kept = [parameter.grad for parameter in script.parameters]
+    clear_to_none(script)
+    backward(script.model, 2 * X)
+    assert_gradients(script, reference(2 * X))
+    for gradient, expected in zip(kept, reference(X), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
+    assert script.buckets.buckets[0].flat.data_ptr() == script.parameters[-1].grad.data_ptr()
+
+
 def test_gradients_accumulate_over_two_backward_passes() -> None:
     script = Script(mlp())
     backward(script.model, X)

@@ -46,6 +46,6 @@ class AfterEnd:
                 "the run has ended, and the script goes over the loader without gradients where it has done so since: "
                 "such passes are empty from here on, as the remaining epochs of training are. Leave the script's loop "
                 "where worker.is_over",
-                stacklevel=3,
+                stacklevel=4,
             )
         return False

@@ -6,7 +6,8 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.errors import BudgetReached, UsageError
+from paceline.errors import BudgetReached, PacelineError, UsageError
+from paceline.hooks import Telling
 from paceline.roster import Participation, Roster
 from paceline.training.sharding.after_end import AfterEnd
 from paceline.training.sharding.clients import ClientBatches, NoBatches
@@ -99,7 +100,7 @@ class ShardedLoader(StandIn):
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
         self._num_idle_epochs = self._num_passes = 0
-        self._after_end = AfterEnd()
+        self._after_end, self._tell = AfterEnd(), Telling()
         self.identity = self._source.identity()
         """What tells this data from other data, by name."""
         self.is_even = self._source.is_even
@@ -149,6 +150,13 @@ class ShardedLoader(StandIn):
         self.place = Place(self._resume_at.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._batches()
+        except PacelineError as error:
+            self._tell(error)
+            raise
+
+    def _batches(self) -> Iterator[Any]:
         self._on_return()
         self._after_end.begin()
         if self._should_stop():

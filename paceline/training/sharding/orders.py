@@ -15,8 +15,15 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from paceline.errors import UsageError
 from paceline.seeding import derive, preserved_random_state, random_state, seed_everything, set_random_state
@@ -102,8 +109,7 @@ class Orders:
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
         """Afterwards the samplers know nothing of what was drawn inside, on trial."""
-        samplers = {id(sampler): sampler for sampler in self._samplers() if hasattr(sampler, "__dict__")}
-        own = [(vars(sampler), dict(vars(sampler))) for sampler in samplers.values()]
+        own = [(vars(each), dict(vars(each))) for each in _with_own_objects(self._samplers(), self._loader.dataset)]
         known: dict[int, Any] = {id(self._loader.dataset): self._loader.dataset}
         for attributes, before in own:
             attributes.update({name: _copied(value, known) for name, value in before.items()})
@@ -271,8 +277,35 @@ class IndexFeed:
             yield list(batch.samples) if self._is_whole else batch.samples[0]
 
 
+def _with_own_objects(samplers: Iterable[Any], dataset: Any) -> list[Any]:
+    """The samplers, and what they remember in others and in objects of classes that are defined beside their own. What
+    has items may be data, and is left as it is; so are models."""
+    left = list(samplers)
+    given = {id(sampler) for sampler in left}
+    modules = {type(sampler).__module__ for sampler in left} - {Sampler.__module__, object.__module__}
+    found: dict[int, Any] = {}
+    seen = {id(dataset)}
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple | deque | set):
+            left += value
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            is_theirs = isinstance(value, Sampler) or type(value).__module__ in modules
+            is_state = is_theirs and not isinstance(value, nn.Module) and not hasattr(type(value), "__getitem__")
+            if is_state or id(value) in given:
+                found[id(value)] = value
+                left += vars(value).values()
+    return list(found.values())
+
+
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """What a sampler remembers, in containers too, as a copy. Objects of other kinds stay: they may be data sets.
+    """What a sampler remembers, in containers too, as a copy. Objects of other kinds stay: they may be data sets, or
+    are restored by themselves.
 
     Args:
         known: by its identity, what each thing is in the copy.

@@ -190,7 +190,7 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _storable(value: Any) -> Any:
-    """Text as a file would have it: what is no text becomes an escape. Where pyarrow is installed, pandas asks for it."""
+    """Text as a file would have it: what is no text becomes an escape. With pyarrow installed, pandas asks for it."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 

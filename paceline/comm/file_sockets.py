@@ -1,5 +1,6 @@
 """A file of one process that another host's processes copy over the run's encrypted sockets."""
 
+import errno
 import os
 import threading
 from typing import final
@@ -25,14 +26,14 @@ class OfferedFile:
     """
 
     def __init__(self, descriptor: int, keys: Keys, *, host: str, epoch: int) -> None:
-        self._descriptor, self._epoch = os.dup(descriptor), epoch
         self._listener = Listener(keys, host=host)
+        self._descriptor, self._epoch = os.dup(descriptor), epoch
         self.endpoint = self._listener.endpoint
         self._is_withdrawn = threading.Event()
         threading.Thread(target=self._serve, name="paceline-file", daemon=True).start()
 
     def withdraw(self) -> None:
-        """Returns at once; the thread ends in the next tenth of a second."""
+        """Returns at once; the thread ends soon afterwards."""
         self._is_withdrawn.set()
 
     def _serve(self) -> None:
@@ -61,7 +62,7 @@ def copy_file(
     """Fill an empty file with what a process offers.
 
     Raises:
-        PeerLost: the process has ended, or nothing comes for `patience_s`.
+        PeerLost: the process has ended, nothing comes for `patience_s`, or what comes is no piece of the file.
     """
     caller = Caller(keys, endpoint=endpoint, identity=identity)
     ended = caller.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -80,8 +81,13 @@ def copy_file(
             if caller.socket not in ready:
                 raise PeerLost(f"whoever offers a file at {endpoint} has ended, or does not answer")
             message = Message.decode(caller.socket.recv_multipart(copy=False), epoch=epoch)
+            piece = b"".join(raw_bytes(frame) for frame in message.payload)
+            is_wanted = message.kind is Kind.PIECE and message.clock in missing
+            if not is_wanted or len(piece) != min(FRAME_BYTES, num_bytes - message.clock):
+                raise PeerLost(f"whoever offers a file at {endpoint} sends what is no piece of it")
+            if os.pwrite(descriptor, piece, message.clock) != len(piece):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             missing.discard(message.clock)
-            os.pwrite(descriptor, raw_bytes(message.payload[0]), message.clock)
             under_way -= 1
     finally:
         caller.socket.disable_monitor()

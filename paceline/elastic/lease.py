@@ -10,8 +10,8 @@ from typing import final
 class Lease:
     """A value: each answer of the coordinator's makes the next one (Gray and Cheriton, "Leases", SOSP 1989).
 
-    It runs from when the member asked for it, and the coordinator counts from when it heard that. So a member that is
-    cut off has ended before the others go on without it.
+    It runs from when the member asked for it, so that the coordinator, which counts from when it heard that, knows when
+    a member that is cut off has ended.
 
     >>> Lease.granted(3.0, asked_s=10.0).has_ended(now_s=13.5)
     True

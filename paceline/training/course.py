@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import final
 
-from paceline.errors import BudgetReached, PacelineError, UsageError
+from paceline.errors import BudgetReached, NonFiniteGradient, PacelineError, UsageError
 from paceline.records import StepRecord
 from paceline.strategies.base import StepOutcome
 from paceline.training.cadence import Cadence
@@ -51,8 +51,9 @@ class Course:
 
     def refuse(self, error: PacelineError) -> None:
         """Raise the error in the script's own thread, at its next step or its end: it was raised in another thread, or
-        where the script may have caught it. The first one counts."""
-        if self._refusal is None and not isinstance(error, BudgetReached):
+        where the script may have caught it. The first one counts. A gradient that is not finite is for the script to
+        catch: all workers see it."""
+        if self._refusal is None and not isinstance(error, BudgetReached | NonFiniteGradient):
             self._refusal = error
 
     def require_allowed(self) -> None:

@@ -85,13 +85,13 @@ def host_of(network: Network, pid: int) -> Host:
 
 
 def require_end(pid: int, host: Host) -> None:
-    """It ends by itself, by the deadline."""
+    """It ends by itself when its lease does, which the launcher's last word has made three deadlines long."""
     assert pid in pids_on(host)
     began_s = time.monotonic()
-    assert wait_until(lambda: pid not in pids_on(host), within_s=10)
+    assert wait_until(lambda: pid not in pids_on(host), within_s=3 * DEADLINE_S + 5)
     took_s = time.monotonic() - began_s
     print(f"process {pid} ended {took_s:.2f} s after its host was cut off")
-    assert took_s < DEADLINE_S + 1
+    assert took_s > 2 * DEADLINE_S
 
 
 def set_link(network: Network, host: Host, state: str) -> None:
@@ -168,14 +168,14 @@ def workers_and_hosts_die_and_are_cut_off(network: Network, address: str, direct
     wait_for(process, out, num_steps=num_steps + 3)  # they have met by then
     cut_off = host_of(network, pids(out)["worker-4"])
     set_link(network, cut_off, "down")
-    require_end(pids(out)["worker-4"], cut_off)
+    require_end(pids(out)["worker-4"], cut_off)  # the others go on meanwhile
     finish(process, out, workers=6)
     lost = {event["who"]: event["details"]["why"] for event in of(out, "lost")}
     assert list(lost) == ["worker-3", "worker-5", "worker-4"]
     assert "it was silent for" in lost["worker-4"]
     reformed = [event["details"] for event in of(out, "reformed")]
     assert [each["ranks"] for each in reformed] == [[0, 1, 2, 4, 5], [0, 1, 2, 4], [0, 1, 2]]
-    assert reformed[-1]["took_s"] < 1
+    assert reformed[-1]["took_s"] < DEADLINE_S
 
 
 def test_workers_and_hosts_die_and_are_cut_off(four_hosts: Network, tmp_path: Path) -> None:

@@ -75,6 +75,24 @@ def test_whoever_does_not_answer_is_lost(stranger: str) -> None:
     os.close(copy)
 
 
+@pytest.mark.parametrize("content", [b"", b"eight by", b"ten  bytes"])
+def test_a_piece_of_another_length_is_refused(content: bytes) -> None:
+    keys, copy = Keys.generate(), memory()
+    listener = Listener(keys, host="127.0.0.1")
+
+    def answer() -> None:
+        identity, *_ = listener.socket.recv_multipart()
+        listener.send(identity, Message(Kind.PIECE, EPOCH, clock=0, payload=[content] if content else []))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(PeerLost, match="no piece of it"):
+        copy_file(copy, keys, endpoint=listener.endpoint, num_bytes=9, identity="joiner-1", epoch=EPOCH, patience_s=5.0)
+    thread.join()
+    listener.close()
+    os.close(copy)
+
+
 def test_what_is_no_question_is_left_unanswered() -> None:
     """Of another epoch, of another kind, or no message at all; who asks well is answered all the same."""
     keys, descriptor = Keys.generate(), memory(b"content")

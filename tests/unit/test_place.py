@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from functools import partial
 
@@ -126,9 +127,17 @@ def test_workers_that_come_one_by_one_are_spread_as_if_they_had_begun(nodes: lis
     assert there == Counter(where.node.node_id for where in workers)
 
 
-@given(hosts, st.integers(1, 5))
+@given(with_cores, st.integers(1, 5))
 def test_whoever_may_be_cut_off_gets_a_worker_where_nobody_else_can(nodes: list[Node], num_doubtful: int) -> None:
     doubtful = {node.node_id for node in nodes[:num_doubtful]}
     crowd = {node.node_id: 100 for node in nodes[num_doubtful:]}
     found = least_loaded(nodes, crowd, doubtful=doubtful)
-    assert (found.node_id in doubtful) == (len(doubtful) == len(nodes))
+    assert found.num_cpus > 0
+    assert (found.node_id in doubtful) == all(node.node_id in doubtful for node in nodes if node.num_cpus > 0)
+
+
+def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = Node("a", "127.0.0.1", 1.0, 0.0, server.getsockname()[1])
+        assert node.answers
+    assert not node.answers

@@ -85,6 +85,7 @@ class ControlLine(Reporter):
         self._content = b""
         self._answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self.asked_to_give: tuple[int, ...] = ()
+        self.gives_to_other_hosts = False
         """Ranks that wait for this worker's state."""
         self.is_asked_to_leave = False
         self.on_lost: Callable[[int], None] = lambda epoch: None
@@ -151,14 +152,20 @@ class ControlLine(Reporter):
         poller = zmq.Poller()
         poller.register(caller.socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        is_answered = False
         try:
             while not self._is_closing.is_set():
-                self._send_all(caller)
+                if not is_answered:
+                    self._send_all(caller)
                 ready = dict(poller.poll(int(_PULSE_S * 1000)))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
+                is_answered = False
                 if caller.socket in ready:
-                    self._hear(Message.decode(caller.socket.recv_multipart(copy=False), epoch=self._launcher.epoch))
+                    message = Message.decode(caller.socket.recv_multipart(copy=False), epoch=self._launcher.epoch)
+                    self._hear(message)
+                    # Another pulse would ask for another lease, and so on without a pause.
+                    is_answered = message.kind is Kind.LEASE and self._wake not in ready
                 elif self._lease.has_ended(now_s=time.monotonic()):  # and nothing that has come is unheard
                     self._on_lease_ended()
             self._send_all(caller)
@@ -203,7 +210,7 @@ class ControlLine(Reporter):
         elif message.kind is Kind.LEASE:
             self._lease = Lease.granted(message.body["length_s"], asked_s=message.body["asked_s"])
         elif message.kind is Kind.GIVE:
-            self.asked_to_give = tuple(message.body["ranks"])
+            self.asked_to_give, self.gives_to_other_hosts = tuple(message.body["ranks"]), message.body["is_far"]
         elif message.kind is Kind.RETIRE:
             self.is_asked_to_leave = True
         elif message.kind is Kind.CHAIN:

@@ -70,10 +70,12 @@ def bind_forks_to_this_process() -> None:
 
 def end_this_process() -> None:
     """At once, with what it has started."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            child.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_processes_of(run: str) -> None:

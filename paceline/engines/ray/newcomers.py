@@ -142,7 +142,12 @@ class Newcomers:
     def _least_loaded(self) -> Node:
         """A host of the cluster, which may have come since. A launcher within a placement group stays on its own."""
         hosts = nodes() if ray.util.get_current_placement_group() is None else nodes()[:1]
-        return least_loaded(hosts, self._num_workers, doubtful=self._places_of(self._controller.expelled))
+        doubtful = set(self._places_of(self._controller.expelled))
+        while True:
+            node = least_loaded(hosts, self._num_workers, doubtful=doubtful)
+            if node.node_id in doubtful or node.answers:
+                return node
+            doubtful.add(node.node_id)
 
     @property
     def _num_workers(self) -> Counter[str]:

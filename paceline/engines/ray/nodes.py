@@ -21,7 +21,7 @@ from paceline.errors import RunFailed, UsageError
 from paceline.scheduler import from_environment
 from paceline.threads import let_idle_threads_sleep
 
-_CONNECT_S = 5.0
+_CONNECT_S, _ANSWER_S = 5.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,16 @@ class Node:
     address: str
     num_cpus: float
     num_gpus: float
+    port: int = 0
+
+    @property
+    def answers(self) -> bool:
+        """Whether Ray is there. Of a host that has died Ray itself says so after a minute."""
+        try:
+            socket.create_connection((self.address, self.port), timeout=_ANSWER_S).close()
+        except OSError:
+            return False
+        return True
 
 
 def chosen_address(address: str | None) -> str | None:
@@ -170,6 +180,7 @@ def nodes() -> list[Node]:
             info["NodeManagerAddress"],
             info["Resources"].get("CPU", 0.0),
             info["Resources"].get("GPU", 0.0),
+            info["NodeManagerPort"],
         )
         for info in ray.nodes()
         if info["Alive"]
@@ -224,12 +235,13 @@ def least_loaded(hosts: Sequence[Node], num_workers: Mapping[str, int], *, doubt
 
     Args:
         num_workers: that are there, by node; none where it says nothing.
-        doubtful: nodes that may be cut off. They come last.
+        doubtful: nodes that may be cut off. They come last, but for those without cores.
     """
 
-    def load(host: Node) -> tuple[bool, float]:
+    def load(host: Node) -> tuple[bool, bool, float]:
         num = num_workers.get(host.node_id, 0) + 1
-        return host.node_id in doubtful, num / host.num_cpus if host.num_cpus else math.inf
+        has_cores = host.num_cpus > 0
+        return not has_cores, host.node_id in doubtful, num / host.num_cpus if has_cores else math.inf
 
     return min(hosts, key=load)
 

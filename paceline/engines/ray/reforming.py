@@ -1,8 +1,9 @@
 """A worker in whose world others come, leave and die: it tells the launcher, hears who goes on, and meets them."""
 
-import contextlib
 import os
 import secrets
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -23,6 +24,9 @@ from paceline.errors import DeadlineExceeded, PeerLost
 from paceline.membership import Membership
 from paceline.messages import Kind, Raw
 from paceline.strategies.regrouping import Formed, ResultHandedOn
+
+_AGAIN_S, _MOST_COPIES = 0.5, 3
+"""Between two tries to have a worker's state, and how many there are."""
 
 
 @final
@@ -77,21 +81,27 @@ class Reforming:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         self._states.callback(os.close, descriptor)
         write(Path(f"/proc/self/fd/{descriptor}"))
-        offered = OfferedFile(descriptor, self._keys, host=self._address, epoch=self._run_epoch)
-        self._states.callback(offered.withdraw)
-        near = {"host": self._host, "pid": os.getpid(), "fd": descriptor, "name": name}
-        state = {**near, "endpoint": offered.endpoint, "num_bytes": os.fstat(descriptor).st_size}
+        state = {"giver": member.rank, "host": self._host, "pid": os.getpid(), "fd": descriptor, "name": name}
+        if self._line.gives_to_other_hosts:
+            offered = OfferedFile(descriptor, self._keys, host=self._address, epoch=self._run_epoch)
+            self._states.callback(offered.withdraw)
+            state |= {"endpoint": offered.endpoint, "num_bytes": os.fstat(descriptor).st_size}
         self._line.tell(Kind.GIFT, {"rank": member.rank, "to": list(to), "state": state})
 
     def take(self, *, rank: int, epoch: int) -> int | Path:
-        """Raises BudgetReached if the run has ended."""
+        """Raises BudgetReached if the run has ended, and PeerLost if a state cannot be had of a worker that lives."""
+        num_failures: Counter[str] = Counter()
         while True:
             said = self._line.ask(Kind.TAKE, {"rank": rank, "epoch": epoch})
             if "state" not in said:
                 return int(said["epoch"])
-            with contextlib.suppress(PeerLost):  # whoever gave it has died
-                descriptor = self._opened(said["state"], rank=rank)
-                return Path(f"/proc/self/fd/{descriptor}")
+            try:
+                return Path(f"/proc/self/fd/{self._opened(said['state'], rank=rank)}")
+            except PeerLost:  # whoever gave it has died, as a rule: the launcher knows in a moment
+                num_failures[said["state"]["name"]] += 1
+                if num_failures[said["state"]["name"]] == _MOST_COPIES:
+                    raise
+                time.sleep(_AGAIN_S)
 
     def _opened(self, state: Mapping[str, Any], *, rank: int) -> int:
         """A descriptor of the state itself, or of a copy of one that is on another host. Raises PeerLost."""
@@ -100,17 +110,19 @@ class Reforming:
             descriptor = open_descriptor(state["pid"], state["fd"], link=link, flags=os.O_RDONLY)
             self._states.callback(os.close, descriptor)
             return descriptor
-        descriptor = os.memfd_create(state["name"], os.MFD_CLOEXEC)
-        self._states.callback(os.close, descriptor)
-        copy_file(
-            descriptor,
-            self._keys,
-            endpoint=state["endpoint"],
-            num_bytes=state["num_bytes"],
-            identity=f"joiner-{rank}",
-            epoch=self._run_epoch,
-            patience_s=self._meet_within_s,
-        )
+        with ExitStack() as until_whole:
+            descriptor = os.memfd_create(state["name"], os.MFD_CLOEXEC)
+            until_whole.callback(os.close, descriptor)
+            copy_file(
+                descriptor,
+                self._keys,
+                endpoint=state["endpoint"],
+                num_bytes=state["num_bytes"],
+                identity=f"joiner-{rank}",
+                epoch=self._run_epoch,
+                patience_s=self._meet_within_s,
+            )
+            self._states.push(until_whole.pop_all())
         return descriptor
 
     def leave(self, rank: int) -> None:

@@ -16,6 +16,9 @@ from paceline.membership import Membership
 from paceline.messages import Kind
 
 _OWN_PAUSE_S = 1.0  # a launcher that did not run for so long blames nobody for it
+_LEASE_DEADLINES = 3
+"""A lease is so many deadlines long, so that a launcher that stands still for a moment loses nobody. Nothing hangs on
+its end: without the others' parts a worker applies no step meanwhile."""
 
 
 @final
@@ -93,6 +96,7 @@ class Survival:
         self._since_s = time.monotonic()
         epoch = self._coordinator.membership.epoch
         self._coordinator, form = self._coordinator.died(rank)
+        self._states = {to: state for to, state in self._states.items() if state["giver"] != rank}
         self._tell_lost(self._coordinator.living, epoch=epoch)
         left = len(self._coordinator.living)
         num_steps = self._controller.num_steps.get(name, 0)
@@ -164,12 +168,16 @@ class Survival:
     def _hand_on_states(self) -> None:
         for rank in self._seeking & self._states.keys():
             self._seeking.discard(rank)
-            self._controller.tell(f"worker-{rank}", Kind.STATE, state=self._states.pop(rank))
+            self._controller.tell(f"worker-{rank}", Kind.STATE, state=self._states[rank])
 
     def _ask_for_state(self) -> None:
         coordinator = self._coordinator
         if coordinator.giver is not None:
-            self._controller.tell(f"worker-{coordinator.giver}", Kind.GIVE, ranks=list(coordinator.joining))
+            they = (coordinator.giver, *coordinator.joining)
+            is_far = any(f"worker-{rank}" in self._elsewhere for rank in they)
+            self._controller.tell(
+                f"worker-{coordinator.giver}", Kind.GIVE, ranks=list(coordinator.joining), is_far=is_far
+            )
 
     def _tell_to_ask_again(self, rank: int) -> None:
         if rank in self._waiting:
@@ -188,7 +196,8 @@ class Survival:
         watched = [f"worker-{rank}" for rank in (*self._coordinator.living, *self._coordinator.awaited)]
         deadline_s = self._elastic.deadline_s
         lent = {*watched, *(f"worker-{rank}" for rank in self._coordinator.joining)}
-        self._controller.leases = {name: deadline_s if name in lent else None for name in self._elsewhere}
+        lease_s = _LEASE_DEADLINES * deadline_s
+        self._controller.leases = {name: lease_s if name in lent else None for name in self._elsewhere}
         for name in watched:
             if name in self._controller.gone:  # it has said goodbye, and is about to end
                 continue

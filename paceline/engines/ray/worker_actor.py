@@ -212,7 +212,8 @@ class WorkerActor:
             num_at_start=spec.num_at_start,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
-        world = World(context, spec.strategy, spec.config, line, restored, meeting_place)
+        met_at = meeting_place if needs_store(spec.members) else None
+        world = World(context, spec.strategy, spec.config, line, restored, met_at)
         enter(world)
         return world
 

@@ -81,6 +81,19 @@ def test_what_a_batch_weighs_is_told(settings: dict[str, Any], says: str) -> Non
     watch.close()
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_sums_of_sums_are_looked_into_once(is_scaled: bool) -> None:
+    """There are 2**30 ways down this graph."""
+    factor = torch.ones((), requires_grad=True)
+    watch = SummedLoss([factor], rank=0, size=2, num_samples=lambda: NUM_SAMPLES)
+    loss = factor * 1.0
+    for _ in range(30):
+        loss = loss * factor + loss * factor if is_scaled else loss + loss
+    loss.backward()
+    watch.end_step()
+    watch.close()
+
+
 def trunk(depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), *(nn.Tanh() for _ in range(depth)))
 

@@ -20,7 +20,12 @@ _BACKWARD = torch.autograd.backward.__code__
 _MEAN, _SUM = 1, 2  # of `reduction`, as torch's losses keep it for their backward pass
 _NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
 _WEIGHTS, _NUMBER = "the weights of the classes", "the number of samples without ignore_index"
-_DIVISORS = {_WEIGHTS: "weight[labels].sum()", _NUMBER: "(labels != ignore_index).sum()"}
+_WEIGHTS_LEFT = f"{_WEIGHTS} without ignore_index"
+_DIVISORS = {
+    _WEIGHTS: "weight[labels].sum()",
+    _NUMBER: "(labels != ignore_index).sum()",
+    _WEIGHTS_LEFT: "weight[labels[labels != ignore_index]].sum()",
+}
 
 
 @final
@@ -127,9 +132,10 @@ def _own_mean_in(root: Any) -> str | None:
             left += [inner for inner, _ in node.next_functions]
         if getattr(node, "_saved_reduction", None) != _MEAN or not hasattr(node, "_saved_ignore_index"):
             continue
+        leaves_out = node._saved_ignore_index != _NOT_GIVEN
         if _has_weight(node):
-            return _WEIGHTS
-        if node._saved_ignore_index != _NOT_GIVEN:
+            return _WEIGHTS_LEFT if leaves_out else _WEIGHTS
+        if leaves_out:
             return _NUMBER
     return None
 

@@ -84,8 +84,7 @@ def weighed_by_all(worker: Any) -> nn.Module:
         optimizer.zero_grad()
         if hasattr(worker, "all_reduce_tree"):
             summed = F.cross_entropy(model(x), labels, weight, ignore_index=ignored, reduction="sum")
-            weights = weight[labels] * (labels != ignored)
-            total, num = worker.all_reduce_tree([weights.sum(), len(x)], op="sum")
+            total, num = worker.all_reduce_tree([weight[labels[labels != ignored]].sum(), len(x)], op="sum")
             loss = summed / total * num / len(x)
         else:
             loss = F.cross_entropy(model(x), labels, weight, ignore_index=ignored)

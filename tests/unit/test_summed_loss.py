@@ -66,6 +66,7 @@ def test_a_mean_is_not() -> None:
     [
         ({"weight": torch.ones(2)}, "the weights of the classes"),
         ({"weight": torch.ones(2), "label_smoothing": 0.1}, "the weights of the classes"),
+        ({"weight": torch.ones(2), "ignore_index": 1}, "the weights of the classes without ignore_index"),
         ({"ignore_index": 1}, "the number of samples without ignore_index"),
         ({}, ""),
         ({"label_smoothing": 0.1}, ""),

@@ -14,11 +14,18 @@ from torch import Tensor, nn
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
-from paceline.training.terms import SCALED, Terms, terms_of
+from paceline.training.terms import PASSED_THROUGH, SCALED, Terms, terms_of
 
 _BACKWARD = torch.autograd.backward.__code__
 _MEAN, _SUM = 1, 2  # of `reduction`, as torch's losses keep it for their backward pass
 _NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
+_WEIGHTS, _NUMBER = "the weights of the classes", "the number of samples without ignore_index"
+_WEIGHTS_LEFT = f"{_WEIGHTS} without ignore_index"
+_DIVISORS = {
+    _WEIGHTS: "weight[labels].sum()",
+    _NUMBER: "(labels != ignore_index).sum()",
+    _WEIGHTS_LEFT: "weight[labels[labels != ignore_index]].sum()",
+}
 
 
 @final
@@ -54,9 +61,11 @@ class SummedLoss:
             return
         if self._own_mean is not None:
             warnings.warn(
-                f"the loss is divided by {self._own_mean} of each worker's own batch, and workers average what comes "
-                "of it, where one process would divide once, by those of all their batches; for the same, sum the "
-                "losses (reduction='sum') and divide them by worker.all_reduce(...) of the batch's, over worker.size",
+                f"the loss is divided by {self._own_mean} of each worker's own batch, and workers average such losses; "
+                "one process would divide once, by that of all their batches. For the same, with x the batch and "
+                "`summed` its loss with reduction='sum': "
+                f"total, num = worker.all_reduce_tree([{_DIVISORS[self._own_mean]}, len(x)], op='sum'); "
+                "loss = summed / total * num / len(x)",
                 stacklevel=4,
             )
         num_samples = self._num_samples()
@@ -113,17 +122,21 @@ def _sums(begun: Sequence[Any], gradients: Any, num_samples: int) -> Iterator[st
 
 def _own_mean_in(root: Any) -> str | None:
     """What one of torch's losses divides by, if it is not the number of samples."""
-    left = list(terms_of(root))
+    left, seen = [root], set()
     while left:
         node = left.pop()
-        if node.name() in SCALED:
-            left += [term for inner, _ in node.next_functions for term in terms_of(inner)]
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() in (*PASSED_THROUGH, *SCALED):
+            left += [inner for inner, _ in node.next_functions]
         if getattr(node, "_saved_reduction", None) != _MEAN or not hasattr(node, "_saved_ignore_index"):
             continue
+        leaves_out = node._saved_ignore_index != _NOT_GIVEN
         if _has_weight(node):
-            return "the weights of the classes"
-        if node._saved_ignore_index != _NOT_GIVEN:
-            return "the number of samples without ignore_index"
+            return _WEIGHTS_LEFT if leaves_out else _WEIGHTS
+        if leaves_out:
+            return _NUMBER
     return None
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
-_PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0")
+PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0")
 SCALED = ("MulBackward0", "MulBackward1", "DivBackward0")
 _CUTS = ("SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0")
 _OF_CLASSES = "NllLoss"  # its input may be one sample's, with a row of classes and no more
@@ -53,13 +53,16 @@ class Terms:
 
 
 def terms_of(node: Any) -> Iterator[Any]:
-    """The graphs of what a sum adds up; of anything else, itself."""
-    left = [node]
+    """The graphs of what a sum adds up; of anything else, itself. A sum that is added up twice is looked into once."""
+    left, seen = [node], set()
     while left:
         node = left.pop()
-        if node is not None and node.name() in _PASSED_THROUGH:
+        if node is None or node in seen:
+            continue
+        if node.name() in PASSED_THROUGH:
+            seen.add(node)
             left += [inner for inner, _ in reversed(node.next_functions)]
-        elif node is not None:
+        else:
             yield node
 
 

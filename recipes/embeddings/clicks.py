@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from criteo import NUM_COLUMNS, NUM_COUNTS, NUM_KEYS, Clicks, Lines, parse, shared
+from criteo import MOST_SHARED, NUM_COLUMNS, NUM_COUNTS, NUM_KEYS, Clicks, Lines, parse, shared
 from planted_clicks import PlantedClicks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,14 +37,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.01, help="of what is no row")
     parser.add_argument("--batch-size", type=int, default=256, help="lines a step")
     parser.add_argument("--passes", type=int, default=1, help="over all lines")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.rows is not None and not 0 < args.rows <= MOST_SHARED:
+        parser.error(f"--rows {args.rows}: from 1 to {MOST_SHARED}")
+    if args.held_out < 1:
+        parser.error(f"--held-out {args.held_out}: at least one line, to judge the model by")
+    if args.file is None and args.lines <= args.held_out:
+        parser.error(f"--lines {args.lines}: more than --held-out {args.held_out}, or none are left to train on")
+    return args
 
 
 class ClickModel(nn.Module):
     def __init__(self, dim: int, optimizer: str, *, num_rows: int | None = None) -> None:
         super().__init__()
         self.num_rows = num_rows
-        self.rows = ShardedEmbedding(num_rows or NUM_KEYS, dim + 1, optimizer=optimizer, name="categories", std=0.01)
+        self.rows = ShardedEmbedding(
+            NUM_KEYS if num_rows is None else num_rows, dim + 1, optimizer=optimizer, name="categories", std=0.01
+        )
         self.numbers = nn.Sequential(nn.Linear(NUM_COUNTS, 32), nn.ReLU(), nn.Linear(32, dim))
         num_products = (NUM_COLUMNS + 1) * NUM_COLUMNS // 2
         self.top = nn.Sequential(nn.Linear(num_products + dim, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -70,6 +79,8 @@ def main() -> None:
         planted = sum(each.log_loss for each in drawn[: args.held_out]) / args.held_out
     else:
         source, planted = args.file, None
+        if next(iter(Lines(source, begin=args.held_out)), None) is None:
+            raise ValueError(f"{source}: --held-out {args.held_out} leaves no lines to train on")
     collate = partial(parse, source=args.file or "planted clicks")
     held_out = list(DataLoader(Lines(source, end=args.held_out), 1_000, collate_fn=collate))
     model = ClickModel(args.dim, args.optimizer, num_rows=args.rows)

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 NUM_COUNTS, NUM_COLUMNS = 13, 26
 NUM_KEYS = NUM_COLUMNS << 32
+MOST_SHARED = 1 << 31
 _LINE = re.compile(rf"[01](\t(-?[0-9]{{1,18}})?){{{NUM_COUNTS}}}(\t[0-9a-fA-F]{{0,8}}){{{NUM_COLUMNS}}}")
 
 
@@ -62,8 +63,8 @@ class Lines(IterableDataset[Line]):
 
 
 def parse(lines: Sequence[Line], *, source: object) -> Clicks:
-    """A batch of these lines. A category's key is its column's number times 2**32, and its digits as a number: what the
-    file tells apart has keys of its own.
+    """A batch of these lines. A category's key is its column's number times 2**32, plus its digits as a number. So two
+    categories of a column have the same key only if they are the same number, as `a`, `0a` and `A` are.
 
     Raises:
         ValueError: a line is something else; the message names the source and the line.
@@ -91,6 +92,7 @@ def parse(lines: Sequence[Line], *, source: object) -> Clicks:
 
 
 def shared(keys: Tensor, num_rows: int) -> Tensor:
-    """Keys below `num_rows`, for a table of so many rows. Those that hash alike share one (Weinberger et al., "Feature
-    hashing for large scale multitask learning", ICML 2009): of n keys about n**2 / (2 * num_rows) pairs do."""
-    return ((keys * -7046029254386353131) >> 33 & 0x7FFFFFFF) % num_rows
+    """Keys below `num_rows`, for a table of so many rows, at most `MOST_SHARED`. Those that hash alike share one
+    (Weinberger et al., "Feature hashing for large scale multitask learning", ICML 2009): of n keys about
+    n**2 / (2 * num_rows) pairs do."""
+    return ((keys * -7046029254386353131) >> 33 & MOST_SHARED - 1) % num_rows

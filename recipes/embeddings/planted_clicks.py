@@ -29,10 +29,10 @@ class Drawn(NamedTuple):
 @final
 class PlantedClicks:
     """The logit of a click is affine in log(1 + x) of the numbers, in a weight of each category, and in the products of
-    the factors that the categories of six columns have.
+    the factors that the categories of four columns have.
 
-    Columns have 4 to 100,000 categories, of which the k-th comes up in proportion to k to the power of -1.2. The rarer
-    a category, the less it matters: its weight and factors are in proportion to 1 / sqrt(1 + k / 10).
+    Columns have 3 to 100,000 categories. Category k, counted from 0, comes up in proportion to (1 + k) ** -1.3. The
+    rarer a category, the less it matters: its weight and factors are in proportion to 1 / (1 + k / 5).
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -4,8 +4,9 @@
     paceline run recipes/embeddings/word2vec.py --strategy ps-asp --workers 2 --option servers=2
     python recipes/embeddings/word2vec.py --corpus novel.txt letters.txt
 
-Mikolov et al., "Distributed representations of words and phrases and their compositionality", NIPS 2013, sections 2.2
-and 2.3, but for weights of a vector's elements, which are parameters of the model; they begin with 1.
+The method is that of Mikolov et al., "Distributed representations of words and phrases and their compositionality",
+NIPS 2013, sections 2.2 and 2.3. One thing is added: each element of a vector has a weight, which is learnt too and
+begins as 1.
 """
 
 import argparse
@@ -53,15 +54,20 @@ class SkipGrams(nn.Module):
         return logits[:, :, 0]
 
     def nearest(self, word: int) -> list[int]:
-        """The ten words whose vectors have the smallest angles with this one's."""
+        """The ten words, or all if there are fewer, whose vectors have the smallest angles with this one's."""
         vectors = F.normalize(self.words(torch.arange(self.words.num_rows)))
-        return [each for each in (vectors @ vectors[word]).topk(11).indices.tolist() if each != word][:10]
+        return [each for each in (vectors @ vectors[word]).argsort(descending=True).tolist() if each != word][:10]
 
 
 def main() -> None:
     args = parse_arguments()
     worker = paceline.init()
     corpus = read(args.corpus or licences(), min_count=args.min_count)
+    if unknown := set(args.nearest).difference(corpus.words):
+        raise ValueError(
+            f"--nearest: {', '.join(sorted(unknown))}: the text has no such word {args.min_count} times (--min-count); "
+            "write words in lower case"
+        )
     found = pairs(corpus, window=args.window)
     cut = len(found[0]) // 10
     held_out, train = (TensorDataset(*(each[part] for each in found)) for part in (slice(cut), slice(cut, None)))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.conformance.odd_habits import each, own_loop
 from tests.conformance.odd_hunted import Run
-from tests.conformance.scripts import BATCH_SIZE, momentum, samples
+from tests.conformance.scripts import BATCH_SIZE, loader_of, momentum, perceptron, samples
 
 
 def looped(model: nn.Module, optimizer: Optimizer, batch: Any, *, is_mean: bool, is_cut: bool) -> None:
@@ -71,6 +71,24 @@ def weigh_by_norm(worker: Any, *, first: int) -> nn.Module:
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y) / norms[-1]).backward()
         backward(run)
+        optimizer.step()
+    return model
+
+
+def weighed_by_all(worker: Any) -> nn.Module:
+    """A mean by what the global batch weighs, as Paceline's warnings say it; batches are not equally large."""
+    weight, ignored = torch.arange(1.0, 5.0, dtype=torch.float64), 2
+    model = perceptron()
+    model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), loader_of(samples(43)))
+    for x, labels, _ in loader:
+        optimizer.zero_grad()
+        if hasattr(worker, "all_reduce_tree"):
+            summed = F.cross_entropy(model(x), labels, weight, ignore_index=ignored, reduction="sum")
+            total, num = worker.all_reduce_tree([weight[labels[labels != ignored]].sum(), len(x)], op="sum")
+            loss = summed / total * num / len(x)
+        else:
+            loss = F.cross_entropy(model(x), labels, weight, ignore_index=ignored)
+        loss.backward()
         optimizer.step()
     return model
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import paceline
+from paceline.errors import RunFailed
 from paceline.training.row_tables import ROWS_FILE
 from paceline.training.snapshot import read_model_file
 
@@ -36,6 +37,11 @@ def criteo() -> Iterator[ModuleType]:
 @pytest.fixture(scope="module")
 def planted_clicks() -> Iterator[ModuleType]:
     yield from module("planted_clicks")
+
+
+@pytest.fixture(scope="module")
+def clicks() -> Iterator[ModuleType]:
+    yield from module("clicks")
 
 
 @pytest.fixture(scope="module")
@@ -134,22 +140,62 @@ def test_pairs_of_words_are_near_each_other(corpus: ModuleType, tmp_path: Path) 
     assert set(map(abs, distances)) == {1, 2, 3}
 
 
-@SLOW
-@pytest.mark.parametrize(("strategy", "most"), [("ps-bsp", 0.05), ("ps-asp", 0.08)])
-def test_clicks_are_predicted_nearly_as_well_as_by_the_planted_model(
-    strategy: str, most: float, tmp_path: Path
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--rows 0", "--rows 0: from 1 to 2147483648"),
+        ("--rows 2147483649", "--rows 2147483649: from 1 to 2147483648"),
+        ("--held-out 0", "--held-out 0: at least one line"),
+        ("--lines 10000", "--lines 10000: more than --held-out 10000"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    clicks: ModuleType, arguments: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who knows the rate alone has an excess of 0.30. The model has seen 40,000 lines once."""
+    monkeypatch.setattr("sys.argv", ["clicks.py", *arguments.split()])
+    with pytest.raises(SystemExit):
+        clicks.parse_arguments()
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "says"),
+    [
+        ("clicks", ["--held-out", "2", "--file"], "text: --held-out 2 leaves no lines to train on"),
+        ("word2vec", ["--nearest", "warranty", "--corpus"], "--nearest: warranty: the text has no such word 5 times"),
+    ],
+)
+def test_texts_that_are_too_short_are_refused_before_the_first_step(
+    recipe: str, arguments: list[str], says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "text"
+    file.write_text(f"{line()}\n{line()}" if recipe == "clicks" else "one two " * 5)
+    with pytest.raises(RunFailed, match=f"failed after step 0: .*{says}"):
+        paceline.run(
+            RECIPES / f"{recipe}.py",
+            strategy="single",
+            engine="virtual",
+            cluster="lab-1gbe",
+            arguments=[*arguments, str(file)],
+            out=tmp_path / "run",
+        )
+
+
+@SLOW
+@pytest.mark.parametrize("strategy", ["ps-bsp", "ps-asp"])
+def test_clicks_are_predicted_nearly_as_well_as_by_the_planted_model(strategy: str, tmp_path: Path) -> None:
+    """The mean rate has an excess of 0.30. The model, which has seen 40,000 lines once, came to 0.020 to 0.024 with
+    seeds 0 to 3. With batches of 256 it came to anything from 0.026 to 0.062."""
     result = paceline.run(
         RECIPES / "clicks.py",
         strategy=strategy,
         workers=2,
         engine="virtual",
         cluster="lab-1gbe",
-        arguments=["--lines", "50000"],
+        arguments=["--lines", "50000", "--batch-size", "64"],
         out=tmp_path / "run",
     )
-    assert -0.005 < result.evaluations[-1].metrics["excess"] < most
+    assert -0.005 < result.evaluations[-1].metrics["excess"] < 0.04
 
 
 @SLOW

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cli import exit_codes
+from paceline.engines.ray import slurm
 from paceline.errors import UsageError
 from paceline.scheduler import Allocation, Asked, Job, array_script, expand, from_environment, job_script
 
@@ -196,3 +198,26 @@ def test_a_job_that_is_started_again_goes_on(tmp_path: Path, has_saved: bool, op
     assert (tmp_path / "given").read_text() == f"run {option.format(tmp_path)} train.py\n"
     assert (tmp_path / "r-7").exists() == has_saved
     assert (tmp_path / "r-7-before-2").exists() != has_saved
+
+
+def test_a_job_without_its_first_host_is_queued_again_until_slurm_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host is up at first. Then SLURM refuses twice, does not answer, and at last takes the job."""
+    answers = f"""
+        echo "$1" >> {tmp_path}/asked
+        case "$1 $(wc -l < {tmp_path}/asked)" in
+        "show 1") echo State=IDLE ;;
+        show*) echo NodeAddr=n1 State=DOWN*+DRAIN ;;
+        "requeue 3" | "requeue 5") echo not now >&2; exit 1 ;;
+        "requeue 7") exec sleep 60 ;;
+        esac"""
+    write_program(tmp_path / "scontrol", answers)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm, "_LOOK_S", 0.01)
+    monkeypatch.setattr(slurm, "_ANSWER_S", 0.5)
+    slurm.queue_again_without_first_host(Event())
+    assert (tmp_path / "asked").read_text().split() == ["show", *["show", "requeue"] * 4]
+    assert capsys.readouterr().err.count("SLURM does not queue job 7 again: not now;") == 1

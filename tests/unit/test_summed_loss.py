@@ -66,6 +66,7 @@ def test_a_mean_is_not() -> None:
     [
         ({"weight": torch.ones(2)}, "the weights of the classes"),
         ({"weight": torch.ones(2), "label_smoothing": 0.1}, "the weights of the classes"),
+        ({"weight": torch.ones(2), "ignore_index": 1}, "the weights of the classes without ignore_index"),
         ({"ignore_index": 1}, "the number of samples without ignore_index"),
         ({}, ""),
         ({"label_smoothing": 0.1}, ""),
@@ -78,6 +79,19 @@ def test_what_a_batch_weighs_is_told(settings: dict[str, Any], says: str) -> Non
     (0.5 * nn.functional.cross_entropy(model(torch.ones(NUM_SAMPLES, 3)), labels, **settings)).backward()
     with pytest.warns(UserWarning, match=f"divided by {says} of each worker's own batch") if says else nullcontext():
         watch.end_step()
+    watch.close()
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_sums_of_sums_are_looked_into_once(is_scaled: bool) -> None:
+    """There are 2**30 ways down this graph."""
+    factor = torch.ones((), requires_grad=True)
+    watch = SummedLoss([factor], rank=0, size=2, num_samples=lambda: NUM_SAMPLES)
+    loss = factor * 1.0
+    for _ in range(30):
+        loss = loss * factor + loss * factor if is_scaled else loss + loss
+    loss.backward()
+    watch.end_step()
     watch.close()
 
 

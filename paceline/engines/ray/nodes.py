@@ -132,8 +132,8 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
 
 
 def _join(address: str, options: dict[str, Any]) -> None:
-    """Connect to a cluster. The server of Ray's client forks a process for each client, which dies of that now and then
-    (ray-project/ray, issue 63202): then it is asked again."""
+    """Connect to a cluster. At an address of Ray's client, a server there forks a process for each client. Now and then
+    that process dies as it begins (ray-project/ray, issue 63202). The server lives on, and is asked for another."""
     for is_last in (False, False, True):
         try:
             ray.init(address=address, **options)

@@ -86,7 +86,8 @@ class InFiles(Storage):
         UsageError: there can be no file.
     """
 
-    piece_bytes = 1 << 17  # a page that is read brings up to 15 more with it: 512 rows of 256 bytes 32 MiB
+    # With each page that is read the kernel maps up to 15 more. So 512 rows of 256 bytes may make 32 MiB resident.
+    piece_bytes = 1 << 17
 
     def __init__(self, files: TableFiles) -> None:
         self._directory, self._resident_bytes = Path(files.directory), files.resident_bytes

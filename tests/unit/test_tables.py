@@ -19,11 +19,11 @@ from torch import Tensor
 from paceline.errors import NotWritten, UsageError
 from paceline.messages import Kind, Message, WireError
 from paceline.nn import ShardedEmbedding
+from paceline.row_file import RowFile
 from paceline.server.shard import Applied
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import mixed, normal, owners
-from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.row_optimizers import FTRL, RowWiseAdagrad, of_text
 from paceline.server.tables.shards import TableShards
 from paceline.server.tables.slots import Slots

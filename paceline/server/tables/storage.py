@@ -50,7 +50,7 @@ class _Own(Column):
 
     def reserve(self, num: int) -> None:
         if num > len(self.values):
-            wider = self.values.new_zeros(2 * num, self.values.shape[1])
+            wider = self.values.new_zeros(max(num, 2 * len(self.values)), self.values.shape[1])
             wider[: len(self.values)] = self.values
             self.values = wider
 

@@ -10,6 +10,7 @@ ten times a second. The run's last checkpoint is written by the servers.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import threading
 import time
@@ -30,16 +31,23 @@ DIM, BATCH, SERVERS, DRAWN = 1024, 4096, 4, 40
 
 
 def resident_mbytes() -> list[tuple[float, float]]:
-    """RssAnon and RssFile of each process on this host that is a server."""
+    """RssAnon and RssFile of each server of this run, whose processes come of this one."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ServerActor" in (path / "cmdline").read_bytes():
+            if b"ServerActor" in (path / "cmdline").read_bytes() and os.getpid() in ancestors(path):
                 status = dict(line.split(":", 1) for line in (path / "status").read_text().splitlines())
                 found.append((int(status["RssAnon"].split()[0]) / 1e3, int(status["RssFile"].split()[0]) / 1e3))
         except (OSError, KeyError):
             continue
     return found
+
+
+def ancestors(path: Path) -> Iterator[int]:
+    """The process ids of this process's parent, the parent's parent, and so on (proc(5), stat)."""
+    while (parent := int((path / "stat").read_text().rpartition(")")[2].split()[1])) > 0:
+        yield parent
+        path = path.with_name(str(parent))
 
 
 @contextmanager
@@ -82,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gbyte", type=float, default=2.0)
     parser.add_argument("--mbytes", type=float, default=100.0)
-    parser.add_argument("--table-dir", default=tempfile.gettempdir())
+    parser.add_argument("--table-dir", default="/var/tmp", help="not in memory, as /tmp may be")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.table_dir) as directory:
         began_s = time.perf_counter()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline import sealing
 from paceline.errors import UsageError
+from paceline.row_file import RowFile, directory_of_plain, files_of_plain
 
 FILE_NAME = "checkpoint.pt"
 _FORMAT = 4
@@ -74,8 +75,8 @@ class Checkpoint:
 
     rows_directory: str = ""
     """Beside the checkpoint, where servers have written their rows themselves; empty: they have not."""
-    row_files: dict[str, list[list[Any]]] = field(default_factory=dict)
-    """Of these, by the table's name: each one's fields (`RowFile`)."""
+    row_files: dict[str, list[RowFile]] = field(default_factory=dict)
+    """Of these, by the table's name."""
 
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file, sealed (`sealing.py`) with iteration and metrics. Raises UsageError as
@@ -101,13 +102,16 @@ class Checkpoint:
         content = {f.name: getattr(self, f.name) for f in fields(self)}
         content["groups"] = groups
         content["workers"] = [asdict(worker) for worker in self.workers]
+        content["row_files"] = {table: [list(file) for file in files] for table, files in self.row_files.items()}
         return content
 
     @classmethod
     def of_plain(cls, content: dict[str, Any]) -> "Checkpoint":
-        """What `plain` was given for. Raises TypeError or LookupError if it is something else."""
+        """What `plain` was given for. Raises TypeError, LookupError or ValueError if it is something else."""
         workers = [WorkerState(**worker) for worker in content.pop("workers")]
-        return cls(workers=workers, **content)
+        files = files_of_plain(content.pop("row_files", {}))
+        directory = directory_of_plain(content.pop("rows_directory", ""), is_needed=bool(files))
+        return cls(workers=workers, rows_directory=directory, row_files=files, **content)
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str) -> "Checkpoint":

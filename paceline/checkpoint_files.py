@@ -12,10 +12,10 @@ from typing import Any, final
 from paceline import durable, sealing
 from paceline.checkpoint import FILE_NAME
 from paceline.config import Best
+from paceline.row_file import DIRECTORY
 
 BEST_NAME = "checkpoint-best.pt"
 _NUMBERED = "checkpoint-[0-9]*.pt"
-_ROWS = "rows-[0-9]*-*"
 
 
 @final
@@ -33,6 +33,12 @@ class CheckpointFiles:
 
     def write(self, content: Iterable[bytes | memoryview]) -> None:
         """Make this the newest. Until it is whole and on the disk, all that was there stays. Raises OSError."""
+        try:
+            self._write(content)
+        finally:  # it may have its name, or not
+            _drop_unused_rows(self._directory)
+
+    def _write(self, content: Iterable[bytes | memoryview]) -> None:
         with durable.whole(self._newest) as partial:
             with partial.open("wb") as file:
                 file.writelines(content)
@@ -43,7 +49,6 @@ class CheckpointFiles:
             surplus.unlink(missing_ok=True)
         if self._best is not None and self._is_best(self._best):
             durable.also(self._newest, self._directory / BEST_NAME)
-        _drop_unused_rows(self._directory)
 
     def _is_best(self, best: Best) -> bool:
         value = _metric_of(self._newest, best.metric)
@@ -84,11 +89,23 @@ def drop_all(directory: Path) -> None:
 
 
 def _drop_unused_rows(directory: Path) -> None:
-    """Rows that servers have written, and no checkpoint that is here names."""
-    used = {_fact_of(path, "rows") for path in from_newest(directory)}
-    for path in directory.glob(_ROWS):
-        if path.name not in used:
+    """Rows that servers have written, and no checkpoint that is here names. One that cannot be read may name any."""
+    try:
+        used = {_rows_of(path) for path in from_newest(directory)}
+    except OSError:
+        return
+    for path in directory.glob("rows-*"):
+        if DIRECTORY.fullmatch(path.name) and path.name not in used:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _rows_of(path: Path) -> str | None:
+    """The directory that the file names, if it is there and names one. Raises OSError if it cannot be read."""
+    try:
+        rows = sealing.facts_of(path).get("rows")
+    except (FileNotFoundError, ValueError):
+        return None
+    return rows if isinstance(rows, str) else None
 
 
 def _numbered(directory: Path) -> list[Path]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from paceline.errors import TensorMismatch
 from paceline.layout import Layout
+from paceline.row_file import RowFile
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import OptimizerSpec, Push, Reply
-from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import UsageError
-from paceline.server.tables.row_files import RowFile
+from paceline.row_file import RowFile
 from paceline.server.tables.row_optimizers import RowOptimizer, of_text
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
 from paceline.server.tables.table import Table

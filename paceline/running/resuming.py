@@ -8,8 +8,9 @@ from paceline.checkpoint import FILE_NAME, Checkpoint, DamagedCheckpoint
 from paceline.elastic import Elastic
 from paceline.errors import UsageError
 from paceline.records import truncate
-from paceline.server.tables.row_files import RowFile, require_whole
+from paceline.server.tables.row_files import DamagedRows, require_whole
 from paceline.training.pauses import MODEL_FILE
+from paceline.training.row_tables import ROWS_FILE
 
 NEWEST, BEST = "newest", "best"
 
@@ -52,11 +53,12 @@ def require_fitting(found: Found, *, num_workers: int, seed: int, elastic: Elast
 
 
 def drop_later(found: Found) -> None:
-    """The run goes on from there in its directory: drop later checkpoints, what was recorded later, and the model of
-    its end. Raises OSError."""
+    """The run goes on from there in its directory: drop later checkpoints, what was recorded later, and the model and
+    the rows of its end. Raises OSError."""
     checkpoint_files.go_back(found.path, iteration=found.checkpoint.iteration)
     truncate(found.path.parent, iteration=found.checkpoint.iteration)
-    (found.path.parent / MODEL_FILE).unlink(missing_ok=True)
+    for name in (MODEL_FILE, ROWS_FILE):
+        (found.path.parent / name).unlink(missing_ok=True)
 
 
 def _newest_whole(directory: Path) -> Found:
@@ -113,7 +115,7 @@ def _read(path: Path, *, at: int | None = None) -> Found:
         raise UsageError(f"{path} is of iteration {checkpoint.iteration}, not {at}")
     try:
         for files in checkpoint.row_files.values():
-            require_whole(path.parent / checkpoint.rows_directory, [RowFile(*file) for file in files])
-    except UsageError as error:
+            require_whole(path.parent / checkpoint.rows_directory, files)
+    except DamagedRows as error:
         raise DamagedCheckpoint(f"cannot resume from {path}: {error}") from None
     return Found(path, raw, checkpoint)

@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.comm.base import Store, TableStore
 from paceline.errors import UsageError
 from paceline.nn.sharded_embedding import ShardedEmbedding
-from paceline.server.tables.row_files import RowFile
+from paceline.row_file import RowFile
 
 
 @final

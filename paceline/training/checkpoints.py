@@ -18,6 +18,7 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.own_state import OwnState, carried_over, for_joiners
 from paceline.training import feeds, row_tables, snapshot
 from paceline.training.beside import Beside
+from paceline.training.row_tables import Written
 from paceline.training.sharding import Place
 from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
@@ -29,6 +30,8 @@ INTERVAL_S = 30.0
 """So much training a killed run may lose, where no other cadence is set."""
 _ON_TIME, _EARLY = 0.9, 0.8
 """Shares of that time after which workers pause for one, and after which any pause takes one: steps may grow slower."""
+_RARE = 10
+"""Times what the last save took pass at least until the next one, for which all workers wait."""
 
 
 @final
@@ -38,6 +41,7 @@ class Checkpoints:
     def __init__(self, run: WorkerRun) -> None:
         self._run = run
         self._saved_s = run.context.pacing.now_s()
+        self._interval_s = INTERVAL_S
         self._last: Snapshot | None = None
         self._writing = Beside()
         self.survivor: Survivor | None = None
@@ -48,7 +52,7 @@ class Checkpoints:
         """Seconds until a pause should save, if nothing else says when; infinite where the run keeps no files."""
         if not self._run.reporter.keeps_files:
             return math.inf
-        return _EARLY * INTERVAL_S - (self._run.context.pacing.now_s() - self._saved_s)
+        return _EARLY * self._interval_s - (self._run.context.pacing.now_s() - self._saved_s)
 
     def next_in_s(self, due_in_s: float, *, has_saved: bool) -> float:
         """Seconds until all workers should pause to save; infinite where something else than time decides.
@@ -85,38 +89,45 @@ class Checkpoints:
 
         Raises:
             UsageError: the script has brought something that a checkpoint cannot hold.
+            NotWritten: it is the last one, and nothing else would have the rows that were trained.
         """
         run = self._run
         if not run.reporter.keeps_files:
             return
+        began_s = run.context.pacing.now_s()
         self._writing.wait()  # before the next copy is made: a slow disk is not to cost the memory of two
         workers = snapshot.gather_workers(run.context.collective, own)
         if run.context.is_first:
             try:
-                checkpoint = self.made(snapshot.weights_of(model), own, workers, time_s, metrics=metrics)
+                rows = row_tables.write_rows(run)
             except NotWritten as failure:
+                if is_last:
+                    raise
                 self._tell_not_saved(run.iteration, time_s, failure)
             else:
+                weights = snapshot.weights_of(model)
+                checkpoint = self.made(weights, own, workers, time_s, metrics=metrics, rows=rows)
                 if is_last or not run.reporter.writes_beside:
-                    self._write(checkpoint)
+                    self._write(checkpoint, must_be=is_last and rows is not None)
                 else:
                     checkpoint.require_plain()  # raises here, and not beside training
                     self._writing.begin(partial(self._write, _apart(checkpoint)))
         self._saved_s = run.context.pacing.now_s()
+        self._interval_s = max(INTERVAL_S, _RARE * (self._saved_s - began_s))
 
     def close(self) -> None:
         """Wait for the one under way, if there is one."""
         self._writing.wait()
 
-    def _write(self, checkpoint: Checkpoint) -> None:
-        """Training goes on also where it cannot be written; the one before stays, and the next one is tried."""
+    def _write(self, checkpoint: Checkpoint, *, must_be: bool = False) -> None:
+        """Training goes on also where it cannot be written; the one before stays, and the next one is tried. Raises
+        NotWritten if it must be written."""
         reporter = self._run.reporter
         try:
             reporter.save(FILE_NAME, checkpoint.encode())
         except NotWritten as failure:
-            if self._run.context.clients is not None or self._run.context.server is not None:
+            if must_be or self._run.context.clients is not None or self._run.context.server is not None:
                 raise  # others have done with the round, and could not do it again
-            row_tables.drop_rows(self._run, checkpoint.rows_directory)
             self._tell_not_saved(checkpoint.iteration, checkpoint.time_s, failure)
         else:
             saved = {"file": FILE_NAME}
@@ -148,10 +159,11 @@ class Checkpoints:
         time_s: float,
         *,
         metrics: dict[str, float] | None = None,
+        rows: Written | None = None,
     ) -> Checkpoint:
-        """The run as it is, with these weights and workers' states; `own` is this worker's part. Raises NotWritten."""
+        """The run as it is, with these weights and workers' states; `own` is this worker's part. It holds all rows
+        itself, unless servers have written them."""
         run = self._run
-        rows_directory, files = row_tables.write_rows(run)
         return Checkpoint(
             iteration=run.iteration,
             time_s=time_s,
@@ -165,9 +177,9 @@ class Checkpoints:
             data=feeds.identity_of(run.prepared.feeds),
             optimizers=run.prepared.optimizer_names,
             metrics=metrics or {},
-            rows=row_tables.rows_of(run),
-            rows_directory=rows_directory,
-            row_files=files,
+            rows=row_tables.rows_of(run) if rows is None else {},
+            rows_directory="" if rows is None else rows.directory,
+            row_files={} if rows is None else rows.files,
         )
 
     def take_up(self, checkpoint: Checkpoint, mine: WorkerState) -> None:

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,20 @@ from torch import Tensor
 from paceline.checkpoint import Checkpoint
 from paceline.errors import NotWritten, UsageError
 from paceline.nn.sharded_embedding import ShardedEmbedding
-from paceline.server.tables.row_files import RowFile
+from paceline.row_file import RowFile
 from paceline.strategies.replica import Replica
 from paceline.training import snapshot
 from paceline.training.worker_run import WorkerRun
 
 ROWS_FILE = "rows.safetensors"
+
+
+class Written(NamedTuple):
+    """What servers have written themselves, and a checkpoint names."""
+
+    directory: str
+    files: dict[str, list[RowFile]]
+    """By the table's name."""
 
 
 def take_in(run: WorkerRun, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
@@ -47,30 +55,22 @@ def take_in(run: WorkerRun, replica: Replica, optimizer: torch.optim.Optimizer) 
 
 
 def rows_of(run: WorkerRun) -> dict[str, dict[str, Tensor]]:
-    """All rows, by the table's name, for a file; of servers that have them in files none, which might be too many."""
-    if _are_in_files(run):
-        return {}
+    """All rows, by the table's name."""
     return {table.spec.name: table.rows() for table in run.prepared.replica.tables}
 
 
-def write_rows(run: WorkerRun) -> tuple[str, dict[str, list[list[Any]]]]:
-    """Have servers that have the rows in files write them beside the checkpoint that is made: what it says of that.
+def write_rows(run: WorkerRun) -> Written | None:
+    """Have servers that have the rows in files write them beside the checkpoint that is made; none: they have not.
     Raises NotWritten."""
     if not _are_in_files(run):
-        return "", {}
+        return None
     tables, directory = run.prepared.replica.tables, Path(run.config.directory or "")
     name = f"rows-{run.iteration}-{secrets.token_hex(4)}"
     try:
-        return name, {table.spec.name: [list(file) for file in table.save_files(directory / name)] for table in tables}
+        return Written(name, {table.spec.name: table.save_files(directory / name) for table in tables})
     except NotWritten:
-        drop_rows(run, name)
+        shutil.rmtree(directory / name, ignore_errors=True)  # no checkpoint comes of these
         raise
-
-
-def drop_rows(run: WorkerRun, name: str) -> None:
-    """No checkpoint has come of these, whose room the next ones need."""
-    if name and run.config.directory is not None:
-        shutil.rmtree(Path(run.config.directory, name), ignore_errors=True)
 
 
 def load_rows(run: WorkerRun, checkpoint: Checkpoint) -> None:
@@ -82,13 +82,14 @@ def load_rows(run: WorkerRun, checkpoint: Checkpoint) -> None:
         if name in checkpoint.rows:
             table.load_rows(checkpoint.rows[name])
         else:
-            files = [RowFile(*file) for file in checkpoint.row_files[name]]
-            table.load_files(Path(run.config.resumed_from or "", checkpoint.rows_directory), files)
+            directory = Path(run.config.resumed_from or "", checkpoint.rows_directory)
+            table.load_files(directory, checkpoint.row_files[name])
 
 
 def save_rows(run: WorkerRun) -> None:
-    """Write the file of all rows beside the model's, where the names of a table's tensors have its own in front."""
-    rows = rows_of(run)
+    """Write the file of all rows beside the model's, where the names of a table's tensors have its own in front; not of
+    servers that have rows in files, which might be too many."""
+    rows = {} if _are_in_files(run) else rows_of(run)
     if rows:
         named = {f"{table}.{name}": tensor for table, state in rows.items() for name, tensor in state.items()}
         run.reporter.save(ROWS_FILE, snapshot.as_model_file(named))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,6 @@ from paceline.errors import RunFailed
 from paceline.nn import ShardedEmbedding
 from paceline.running import resuming
 from paceline.running.launch import Quiet
-from paceline.server.tables import row_files
-from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.table import Table
 from paceline.training.snapshot import read_model_file
 
@@ -75,10 +74,8 @@ VIRTUAL = {"engine": "virtual", "cluster": "lab-1gbe"}
 def rows_in(directory: Path) -> dict[str, Tensor]:
     """Of the newest checkpoint."""
     checkpoint = resuming.find(directory).checkpoint
-    files = [RowFile(*file) for file in checkpoint.row_files["users"]]
     table = Table(model_of()[0].spec)  # type: ignore[arg-type, union-attr]
-    table.load_files(directory / checkpoint.rows_directory, files)
-    assert row_files.require_whole(directory / checkpoint.rows_directory, files) is None
+    table.load_files(directory / checkpoint.rows_directory, checkpoint.row_files["users"])
     return table.state()
 
 
@@ -117,6 +114,54 @@ def test_a_damaged_part_has_the_one_before_taken(tmp_path: Path, capfd: pytest.C
     assert_same(rows_in(tmp_path / "other"), wanted)
 
 
+def go_on_by_itself(out: Path, state: Path) -> None:
+    """As a framework does, whose checkpoints are its own."""
+    torch.manual_seed(1)
+    worker, model = paceline.init(), model_of()
+    keys = torch.arange(80) * 2**40
+    model, optimizer, loader = worker.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(keys), batch_size=8)
+    )
+    if state.exists():
+        worker.load_run_state(state.read_bytes())
+    else:
+        for (some,) in loader:
+            optimizer.zero_grad()
+            model(some).square().mean().backward()
+            optimizer.step()
+    with worker.meeting("the state"), worker.global_model():
+        saved = worker.run_state()
+    if worker.rank == 0:
+        torch.save(model[0].rows(), out)
+        state.write_bytes(saved)
+
+
+@pytest.mark.slow
+def test_a_state_that_is_handed_over_has_the_rows(tmp_path: Path) -> None:
+    for name in ("before", "after"):
+        run(
+            partial(go_on_by_itself, tmp_path / name, tmp_path / "state"),
+            tmp_path / "run",
+            tmp_path / "tables",
+            **VIRTUAL,
+        )
+        shutil.rmtree(tmp_path / "run")
+    before, after = (torch.load(tmp_path / name) for name in ("before", "after"))
+    assert len(before["keys"]) == 80
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor)
+
+
+@pytest.mark.slow
+def test_the_last_one_must_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RunFailed, match="cannot write rows: server 0: No space left on device"):
+        run(train, tmp_path / "run", tmp_path / "tables", max_steps=3, **VIRTUAL)
+
+
 def test_a_full_disk_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +188,5 @@ def test_servers_that_are_killed_lose_nothing_that_was_saved(tmp_path: Path) -> 
     with pytest.raises(RunFailed, match="server"):
         run(partial(train, kills_at=17), out, tmp_path / "tables")
     assert resuming.find(out).checkpoint.iteration >= 10
-    assert list((tmp_path / "tables").iterdir()) == []
     run(train, out, tmp_path / "tables", servers=3, resume=out)
     assert_same(rows_in(out), wanted)

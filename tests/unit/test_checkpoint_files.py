@@ -81,7 +81,7 @@ def test_a_failed_write_leaves_all_that_was_there(tmp_path: Path, monkeypatch: p
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(durable, "_sync", full)
+    monkeypatch.setattr(durable, "sync", full)
     with pytest.raises(OSError, match="No space left"):
         files.write([checkpoint_of(3)])
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

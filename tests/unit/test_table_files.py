@@ -56,17 +56,17 @@ def test_rows_are_those_of_memory(
 
 
 @pytest.mark.slow
-def test_memory_stays_small_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_memory_stays_small(tmp_path: Path) -> None:
     """50 MB of rows, of which 8 may be resident, in a process of its own."""
     connection, theirs = FORKS.Pipe()
     process = FORKS.Process(target=_fill, args=(str(tmp_path), 8_000_000, theirs), daemon=True)
     process.start()
+    theirs.close()  # so that its end is noticed
     (anonymous, mapped), rows_sum = connection.recv()
     process.join()
     assert rows_sum == -float(ROWS_OF_FOUR_KB * 1024)
     assert anonymous < 25_000
     assert mapped < 8_000 + 25_000
-    assert list(tmp_path.iterdir()) == []
 
 
 ROWS_OF_FOUR_KB = 12_500
@@ -97,16 +97,26 @@ def _resident_kb() -> list[int]:
     return [int(status[name].split()[0]) for name in ("RssAnon", "RssFile")]
 
 
-def test_a_full_disk_is_named_before_a_write_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (errno.ENOSPC, "No space left on device; .*table_dir=DIR"),
+        (errno.EMFILE, r"Too many open files; .*\(ulimit -n\)"),
+        (errno.ENOMEM, r"Cannot allocate memory; .*max_map_count"),
+    ],
+)
+def test_no_room_is_named_before_a_write_kills(
+    number: int, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = Table(spec_of("sgd", dim=64), InFiles(TableFiles(str(tmp_path), 1 << 30)))
     keys = torch.arange(20_000)
 
     def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     gradients = RowGradients(keys, torch.zeros(len(keys), 64))
-    with pytest.raises(UsageError, match=rf"in {tmp_path}: No space left on device; .*table_dir=DIR"):
+    with pytest.raises(UsageError, match=f"in {tmp_path}: {error}"):
         table.update(gradients)
 
 

@@ -19,15 +19,16 @@ from torch import Tensor
 from paceline.errors import NotWritten, UsageError
 from paceline.messages import Kind, Message, WireError
 from paceline.nn import ShardedEmbedding
+from paceline.row_file import RowFile
 from paceline.server.shard import Applied
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import mixed, normal, owners
-from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.row_optimizers import FTRL, RowWiseAdagrad, of_text
 from paceline.server.tables.shards import TableShards
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.storage import Column, InMemory
 from paceline.server.tables.table import Table
 
 NUM_ROWS, DIM = 12, 3
@@ -292,6 +293,34 @@ def test_rows_are_read_by_the_keys_that_were_checked(monkeypatch: pytest.MonkeyP
     asked = Message(Kind.READ_ROWS, 1, 0, body={"table": 0, "count": 2}, payload=[memoryview(memory.numpy()).cast("B")])
     [rows] = shards.receive(asked)["payload"]
     assert bytes(rows) == wanted.numpy().tobytes()
+
+
+def test_an_index_that_finds_no_room_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = InMemory()
+    slots, made, num_made = Slots(storage), storage.column, [0]
+    keys = torch.arange(200)
+    slots.add(keys[:100])
+
+    def one(num: int, width: int, dtype: torch.dtype) -> Column:
+        """The second one finds none."""
+        num_made[0] += 1
+        if num_made[0] > 1:
+            raise UsageError("no room")
+        return made(num, width, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "column", one)
+        with pytest.raises(UsageError, match="no room"):
+            slots.add(torch.arange(100, 10_000))
+    assert len(slots) == 100
+    assert torch.equal(slots.find(keys), torch.where(keys < 100, keys, -1))
+
+
+def test_columns_in_memory_take_what_a_load_needs() -> None:
+    column = InMemory().column(64, 2, torch.float32)
+    for num, wanted in ((1000, 1000), (1001, 2000)):
+        column.reserve(num)
+        assert len(column.values) == wanted
 
 
 def test_full_buckets_go_on_in_the_next_ones() -> None:

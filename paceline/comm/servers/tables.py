@@ -8,9 +8,9 @@ from torch import Tensor
 
 from paceline.comm.base import Collective, TableStore, Timing
 from paceline.comm.servers.carrier import Carrier
+from paceline.row_file import RowFile
 from paceline.server.server_core import Send
 from paceline.server.tables.client_core import TableClient
-from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 

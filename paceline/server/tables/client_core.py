@@ -11,11 +11,11 @@ from torch import Tensor
 
 from paceline.errors import NotWritten
 from paceline.messages import Kind, Message, Raw, WireError, to_frames, view_of
+from paceline.row_file import RowFile
 from paceline.server.server_core import Send
 from paceline.server.state import pack, unpack
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import owners
-from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 
@@ -142,7 +142,7 @@ class TableClient:
         for body in bodies:
             if "error" in body:
                 raise NotWritten(f"cannot write rows: {body['error']}")
-        return [RowFile(*file) for body in bodies for file in body["files"]]
+        return [RowFile.of_plain(file) for body in bodies for file in body["files"]]
 
     def state(self) -> dict[str, Tensor]:
         """Of the table that was asked for, as `Table.state` gives it."""

@@ -6,31 +6,23 @@ They are weights-only torch files; whoever names them says their digests.
 import errno
 import hashlib
 import io
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import PickleError
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline import durable
 from paceline.errors import UsageError
+from paceline.row_file import DIRECTORY, RowFile
 from paceline.server.tables.hashing import owners
 
 _KEYS = "keys"
-_DIRECTORY = re.compile(r"rows-\d+-[0-9a-f]{8}")
 
 
-class RowFile(NamedTuple):
-    """Some rows of a table, with all that `Table.state` gives of them."""
-
-    name: str
-    server: int
-    num_servers: int
-    """Of whom it was one: which keys it may have follows."""
-    sha256: str
+class DamagedRows(UsageError):
+    """A file of rows is gone, or is not what was written."""
 
 
 def write(
@@ -38,7 +30,7 @@ def write(
 ) -> list[RowFile]:
     """Write this server's rows of the table of this number, a file a piece. Raises OSError, and ValueError for a
     directory with another name than checkpoints give."""
-    if not _DIRECTORY.fullmatch(directory.name):
+    if not DIRECTORY.fullmatch(directory.name):
         raise ValueError(f"rows are not written to {directory}")
     if not directory.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "its host has no such directory")
@@ -60,7 +52,8 @@ def read(directory: Path, files: Iterable[RowFile], *, server: int, num_servers:
     """What these files have of the rows of one server among so many, which may be others than wrote them.
 
     Raises:
-        UsageError: a file cannot be read, or is not what was written; the message names it.
+        UsageError: a file cannot be read; the message names it.
+        DamagedRows: it is not what was written.
     """
     for file in files:
         if not _may_share(file, server=server, num_servers=num_servers):
@@ -68,25 +61,28 @@ def read(directory: Path, files: Iterable[RowFile], *, server: int, num_servers:
         try:
             state = torch.load(io.BytesIO(_content(directory, file)), weights_only=True)
             is_own = owners(state[_KEYS], num_servers) == server
-        except (PickleError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise UsageError(f"{directory / file.name} has no rows: {error}") from None
-        yield {name: value[is_own] if value.dim() else value for name, value in state.items()}
+            own = {name: value[is_own] if value.dim() else value for name, value in state.items()}
+        except (PickleError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, EOFError) as error:
+            raise DamagedRows(f"{directory / file.name} has no rows: {error}") from None
+        yield own
 
 
 def require_whole(directory: Path, files: Sequence[RowFile]) -> None:
-    """Raises UsageError, which names the file, if one is not what was written."""
+    """Raises DamagedRows, which names the file, if one is not what was written, UsageError if it cannot be read."""
     for file in files:
         _content(directory, file)
 
 
 def _content(directory: Path, file: RowFile) -> bytes:
-    path = directory / Path(file.name).name
+    path = directory / file.name
     try:
+        if not path.is_file():
+            raise DamagedRows(f"cannot read rows from {path}: there is no such file")
         content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read rows from {path}: {error.strerror}") from None
     if hashlib.sha256(content).hexdigest() != file.sha256:
-        raise UsageError(f"{path} is damaged: its bytes are not those that its checksum is of")
+        raise DamagedRows(f"{path} is damaged: its bytes are not those that its checksum is of")
     return content
 
 

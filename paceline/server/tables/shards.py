@@ -15,9 +15,9 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.messages import Kind, Message, WireError, from_frames, raw_bytes, to_frames, view_of
+from paceline.row_file import RowFile
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
-from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
 from paceline.server.tables.storage import InFiles, InMemory, TableFiles
 from paceline.server.tables.table import Table
@@ -142,7 +142,7 @@ class TableShards:
 
     def _load(self, message: Message) -> Fields:
         body = message.body
-        files = [RowFile(*file) for file in body["files"]]
+        files = [RowFile.of_plain(file) for file in body["files"]]
         self._table(message).load_files(
             Path(body["directory"]), files, server=body["server"], num_servers=body["num_servers"]
         )

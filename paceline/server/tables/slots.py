@@ -63,8 +63,9 @@ class Slots:
         return slots
 
     def _make_places(self, num_buckets: int) -> None:
-        self._num_buckets = num_buckets
-        self._keys, self._slots = (self._storage.column(num_buckets, _WIDTH, torch.int64) for _ in range(2))
+        """Raises UsageError if there is no room, and then all stays as it was."""
+        keys, slots = (self._storage.column(num_buckets, _WIDTH, torch.int64) for _ in range(2))
+        self._num_buckets, self._keys, self._slots = num_buckets, keys, slots
 
     def _place(self, keys: Tensor, slots: Tensor) -> None:
         buckets = self._first_buckets(keys)

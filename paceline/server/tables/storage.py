@@ -1,5 +1,6 @@
 """Memory for what a table holds, which grows: the process's own, or files whose pages come and go."""
 
+import errno
 import mmap
 import os
 import tempfile
@@ -15,6 +16,11 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 _LEAST_FILE_BYTES = 1 << 20
+_REMEDIES = {
+    errno.EMFILE: "allow each process more open files (ulimit -n): a table has two for its keys, its rows and each of "
+    "its optimizer's states, and four for its index",
+    errno.ENOMEM: "allow each process more address space (ulimit -v) or mappings (sysctl vm.max_map_count)",
+}
 
 
 class Column(ABC):
@@ -50,7 +56,7 @@ class _Own(Column):
 
     def reserve(self, num: int) -> None:
         if num > len(self.values):
-            wider = self.values.new_zeros(2 * num, self.values.shape[1])
+            wider = self.values.new_zeros(max(num, 2 * len(self.values)), self.values.shape[1])
             wider[: len(self.values)] = self.values
             self.values = wider
 
@@ -140,10 +146,8 @@ class _Mapped(Column):
         self.values = flat.view(num, self._width)
 
     def _refused(self, error: OSError, what: str) -> UsageError:
-        return UsageError(
-            f"no room for {what} of a table in {self._directory}: {error.strerror}; make some, or give another "
-            "directory with --option table_dir=DIR"
-        )
+        remedy = _REMEDIES.get(error.errno or 0, "make some, or give another directory with --option table_dir=DIR")
+        return UsageError(f"no room for {what} of a table in {self._directory}: {error.strerror}; {remedy}")
 
 
 def _mapped_bytes() -> int:

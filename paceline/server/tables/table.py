@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.row_file import RowFile
 from paceline.server.tables import row_files
 from paceline.server.tables.hashing import normal
-from paceline.server.tables.row_files import RowFile
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.storage import Column, InMemory, Storage

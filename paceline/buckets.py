@@ -26,7 +26,7 @@ _LEAST_VARIANCE = 1e-3
 
 
 def _references_to(views: list[Tensor]) -> int:
-    """As `adopt` counts them of a view that nobody else has: versions of Python differ in what they count."""
+    """How many references this version of Python counts to a view that nobody else holds; `adopt` compares with it."""
     view = views[0]
     return sys.getrefcount(view)
 
@@ -87,6 +87,7 @@ class GradientBuckets:
         self._missing = [len(indices) for indices in self._indices]
         self._next_bucket = 0
         self._in_backward = False
+        self._tell = Telling()
         self._hooks = [
             when_gradient_is_ready(parameter, self._on_gradient, index)
             for index, parameter in enumerate(self.parameters)
@@ -244,9 +245,10 @@ class GradientBuckets:
         self._next_bucket += 1
 
     def _end(self) -> None:
-        self.flush()
-        if self._on_backward_end is not None:
-            self._on_backward_end()
+        with self._tell:
+            self.flush()
+            if self._on_backward_end is not None:
+                self._on_backward_end()
 
     def _refusal(self, index: int, gradient: Tensor) -> str:
         prepared, now = self.layout.specs[index].dtype, gradient.dtype

@@ -76,7 +76,7 @@ class Checkpoint:
     rows_directory: str = ""
     """Beside the checkpoint, where servers have written their rows themselves; empty: they have not."""
     row_files: dict[str, list[RowFile]] = field(default_factory=dict)
-    """Of these, by the table's name."""
+    """The files in that directory, by the table's name."""
 
     def encode(self) -> bytes:
         """As bytes of a weights-only torch file, sealed (`sealing.py`) with iteration and metrics. Raises UsageError as
@@ -107,7 +107,8 @@ class Checkpoint:
 
     @classmethod
     def of_plain(cls, content: dict[str, Any]) -> "Checkpoint":
-        """What `plain` was given for. Raises TypeError, LookupError or ValueError if it is something else."""
+        """Makes the checkpoint again that `plain` described. Raises TypeError, LookupError or ValueError if the content
+        is something else."""
         workers = [WorkerState(**worker) for worker in content.pop("workers")]
         files = files_of_plain(content.pop("row_files", {}))
         directory = directory_of_plain(content.pop("rows_directory", ""), is_needed=bool(files))

@@ -40,7 +40,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """What was written to a file, or which names a directory has, is on the disk from here on. Raises OSError."""
+    """Wait until the disk has the file's content, or the directory's names. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

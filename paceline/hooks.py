@@ -20,7 +20,7 @@ def tell_errors_to(listener: Listener) -> None:
 
 @final
 class Telling:
-    """Tells an error to who listened where this was made."""
+    """Tells an error to who listened where this was made. As a context, it tells the one that leaves it."""
 
     def __init__(self) -> None:
         self._listener = _listener.get()
@@ -29,6 +29,13 @@ class Telling:
         listener = None if self._listener is None else self._listener()
         if listener is not None:
             listener(error)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, PacelineError):
+            self(error)
 
 
 @final

@@ -31,7 +31,7 @@ INTERVAL_S = 30.0
 _ON_TIME, _EARLY = 0.9, 0.8
 """Shares of that time after which workers pause for one, and after which any pause takes one: steps may grow slower."""
 _RARE = 10
-"""Times what the last save took pass at least until the next one, for which all workers wait."""
+"""So many times what servers took to write their rows pass until the next checkpoint: all workers wait meanwhile."""
 
 
 @final
@@ -105,6 +105,8 @@ class Checkpoints:
                     raise
                 self._tell_not_saved(run.iteration, time_s, failure)
             else:
+                if rows is not None:
+                    self._interval_s = max(INTERVAL_S, _RARE * (run.context.pacing.now_s() - began_s))
                 weights = snapshot.weights_of(model)
                 checkpoint = self.made(weights, own, workers, time_s, metrics=metrics, rows=rows)
                 if is_last or not run.reporter.writes_beside:
@@ -113,7 +115,6 @@ class Checkpoints:
                     checkpoint.require_plain()  # raises here, and not beside training
                     self._writing.begin(partial(self._write, _apart(checkpoint)))
         self._saved_s = run.context.pacing.now_s()
-        self._interval_s = max(INTERVAL_S, _RARE * (self._saved_s - began_s))
 
     def close(self) -> None:
         """Wait for the one under way, if there is one."""

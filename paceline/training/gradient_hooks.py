@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import is_own_hook
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.hooks import Telling
 
 _TOLERANCE = 1e-2
@@ -54,11 +54,8 @@ class _Until:
 
     def __call__(self, given: Tensor) -> Any:
         self._num_calls += 1
-        try:
+        with self._tell:
             result, is_tried = self._trial(given)
-        except PacelineError as error:
-            self._tell(error)
-            raise
         is_tried = is_tried or self._num_calls == _NUM_LOOKS
         if is_tried and self._key in self._hooks:  # the script may have removed it meanwhile
             self._hooks[self._key] = self._hook

@@ -4,6 +4,7 @@ One hook of torch's for the whole process, in which virtual workers are many, lo
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, final
 from weakref import WeakSet
@@ -101,12 +102,9 @@ class _Hook:
             self._handle = None
 
     def _look_and_tell(self, optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
-        try:
+        watch = _here.get()
+        with nullcontext() if watch is None else watch.tell:
             self._look(optimizer)
-        except UsageError as error:
-            if (watch := _here.get()) is not None:
-                watch.tell(error)
-            raise
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         mark = optimizer.__dict__.get(_MARK)

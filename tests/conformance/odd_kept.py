@@ -17,6 +17,7 @@ from torch.optim import Adam, Optimizer, Rprop
 from torch.optim.lr_scheduler import CyclicLR
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.errors import UsageError
 from tests.conformance.odd_habits import own_loop
 from tests.conformance.odd_hunted import AT, Run, train
 from tests.conformance.odd_recipes import loss_of
@@ -45,15 +46,17 @@ def with_those_before(run: Run) -> None:
 
 
 def catching(worker: Any, *, step: Callable[..., object]) -> nn.Module:
-    """Goes on with the next batch, whatever was wrong."""
+    """Goes on with the next batch, whatever was wrong. There is none after a refusal."""
     model = perceptron()
     model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), loader_of(samples()))
-    run = Run(worker, model, optimizer)
+    run, is_refused = Run(worker, model, optimizer), False
     for batch in itertools.chain(*[loader] * 4):
+        assert not is_refused
         run.number += 1
         try:
             step(run, batch)
-        except Exception:
+        except Exception as error:
+            is_refused = isinstance(error, UsageError)
             optimizer.zero_grad()
     return model
 

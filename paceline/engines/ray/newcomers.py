@@ -151,7 +151,7 @@ class Newcomers:
 
     @property
     def _num_workers(self) -> Counter[str]:
-        """That train, or are about to, by node."""
+        """How many workers each node has that train, or are about to."""
         return self._places_of(self._members.actors)
 
     def _places_of(self, names: Iterable[str]) -> Counter[str]:
@@ -188,7 +188,3 @@ def require_allowed(elastic: Elastic, wanted: int) -> None:
             f"--workers {wanted}: the run was started with --elastic {elastic.at_least}:{elastic.at_most}, and so "
             f"has {elastic.at_least} to {elastic.at_most} workers"
         )
-
-
-def _done(futures: list[Any]) -> list[Any]:
-    return list(ray.wait(futures, num_returns=len(futures), timeout=0)[0]) if futures else []

@@ -1,4 +1,4 @@
-"""What a job asks of SLURM, on its hosts."""
+"""What a run asks SLURM for from inside its job."""
 
 import os
 import subprocess

@@ -26,10 +26,6 @@ class Scene:
     strikes: tuple[Strike, ...]
     replacements: int = 0
 
-    @property
-    def num_kills(self) -> int:
-        return sum(strike.is_deadly for strike in self.strikes)
-
 
 @final
 @dataclass(frozen=True)

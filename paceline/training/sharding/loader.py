@@ -6,7 +6,7 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.errors import BudgetReached, PacelineError, UsageError
+from paceline.errors import BudgetReached, UsageError
 from paceline.hooks import Telling
 from paceline.roster import Participation, Roster
 from paceline.training.sharding.after_end import AfterEnd
@@ -150,11 +150,8 @@ class ShardedLoader(StandIn):
         self.place = Place(self._resume_at.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        try:
+        with self._tell:
             yield from self._batches()
-        except PacelineError as error:
-            self._tell(error)
-            raise
 
     def _batches(self) -> Iterator[Any]:
         self._on_return()

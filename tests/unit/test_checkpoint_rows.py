@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline import durable, sealing
-from paceline.checkpoint import FILE_NAME, Checkpoint, DamagedCheckpoint, WorkerState
+from paceline.checkpoint import FILE_NAME, Checkpoint, DamagedCheckpoint
 from paceline.checkpoint_files import CheckpointFiles
 from paceline.config import Best
 from paceline.errors import UsageError
@@ -24,8 +25,9 @@ from paceline.server.tables import row_files
 from paceline.server.tables.row_optimizers import of_text
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.table import Table
-from paceline.training import snapshot
+from paceline.training import row_tables, snapshot
 from paceline.training.checkpoints import Checkpoints
+from paceline.training.row_tables import Written
 from paceline.training.snapshot import Snapshot
 
 
@@ -165,20 +167,26 @@ def test_a_file_with_other_things_in_it_is_named(value: Any, tmp_path: Path) -> 
         list(row_files.read(directory, [file], server=0, num_servers=1))
 
 
-def test_a_save_that_takes_long_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All workers wait while one is taken: 10 times as long, of which a pause is early by a fifth."""
-    clock_s = [100.0]
+@pytest.mark.parametrize(("rows", "wanted_s"), [(Written(DIRECTORY, {}), (70.0, 30.0)), (None, (30.0, 30.0))])
+def test_rows_that_take_long_are_rarely_written(
+    rows: Written | None, wanted_s: Sequence[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All workers wait meanwhile: 10 times as long, of which a pause is early by a fifth. Without rows it is 30 s."""
+    clock_s, took_s = [100.0], [7.0, 0.1]
     run: Any = SimpleNamespace(
         reporter=SimpleNamespace(keeps_files=True),
-        context=SimpleNamespace(collective=None, is_first=False, pacing=SimpleNamespace(now_s=lambda: clock_s[0])),
+        context=SimpleNamespace(collective=None, is_first=True, pacing=SimpleNamespace(now_s=lambda: clock_s[0])),
     )
-    saving, own, took_s = Checkpoints(run), cast(Snapshot, None), [7.0, 0.1]
+    saving, own = Checkpoints(run), cast(Snapshot, None)
 
-    def gathered(*_: object) -> list[WorkerState]:
+    def written(_: object) -> Written | None:
         clock_s[0] += took_s.pop(0)
-        return []
+        return rows
 
-    monkeypatch.setattr(snapshot, "gather_workers", gathered)
-    for wanted_s in (70.0, 30.0):
-        saving.save(nn.Linear(1, 1), own, 0.0, metrics={}, is_last=False)
-        assert saving.due_in_s == pytest.approx(0.8 * wanted_s)
+    monkeypatch.setattr(snapshot, "gather_workers", lambda *_: [])
+    monkeypatch.setattr(row_tables, "write_rows", written)
+    monkeypatch.setattr(saving, "made", lambda *_, **_options: None)
+    monkeypatch.setattr(saving, "_write", lambda *_, **_options: None)
+    for wanted in wanted_s:
+        saving.save(nn.Linear(1, 1), own, 0.0, metrics={}, is_last=True)
+        assert saving.due_in_s == pytest.approx(0.8 * wanted)

@@ -23,7 +23,7 @@ test: $(STAMP)
 
 # What `make test` leaves out, and properties with many more examples.
 test-slow: $(FRAMEWORKS_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL_SLOW) -m "slow or hypothesis" --hypothesis-profile thorough
+	$(BIN)/python -m pytest $(PARALLEL_SLOW) -m "slow or hypothesis" --hypothesis-profile thorough --durations 30 --durations-min 20
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

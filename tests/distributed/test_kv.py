@@ -26,7 +26,7 @@ def test_the_pages_example(tmp_path: Path) -> None:
     (tmp_path / "means.py").write_text(example)
     done = subprocess.run([sys.executable, "means.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"worker \d: \[(.*)\], ", done.stdout)
+    found = re.findall(r"worker \d: \[([^]]*)\], ", done.stdout)
     assert len(found) == 2
     for values in found:
         assert [float(value) for value in values.split(", ")] == pytest.approx([0.5, 1.5, 2.5], abs=1e-4)

@@ -80,9 +80,12 @@ class Slurm:
     @contextmanager
     def dead(self, host: str) -> Iterator[None]:
         """All that runs on the host is killed at once, its daemon too, and it is back afterwards."""
-        for process in self._on(host):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        processes = list(self._on(host))
+        # All at once: srun leaves a process behind that ends the step on the other hosts as soon as srun is dead.
+        for strike in (psutil.Process.suspend, psutil.Process.kill):
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    strike(process)
         self.ask("scontrol", "update", f"nodename={host}", "state=down", "reason=dead")
         try:
             yield
